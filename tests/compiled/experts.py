@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock_enginecore.forward.cuda.kernel_api import Kind
 from penstock_enginecore.forward.cuda.kernels.configurations import ExpertTiles, expert_tiles, load_tuned
-from penstock_enginecore.forward.cuda.kernels.experts import float8_experts, int4_experts, mxfp4_experts
+from penstock_enginecore.forward.cuda.kernels.quantized import quantized_experts
 from tests.compiled.kernel import Kernel
 
 EXPERTS = 128
@@ -14,12 +14,10 @@ ROWS = (64, 512)
 """Of each expert, where a batch-invariant program takes 64 rows, and 128."""
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
-    "x": "*bf16", "zeros": "*u8", "exponents": "*u8", "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
+    "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
     "out_features": "i32", "in_features": "i32", "blocks": "i32",
 }  # fmt: skip
-_ALIGNED = frozenset(
-    {"x", "numbers", "zeros", "scales", "exponents", "bias", "ends", "out", "out_features", "in_features"}
-)
+_ALIGNED = frozenset({"x", "numbers", "zeros", "scales", "bias", "ends", "out", "out_features", "in_features"})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -43,23 +41,37 @@ def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
     """Of each layout of a kind of weights."""
     if tiles.kind == "float8":
         for width in (0, 128):
-            own = {"WIDTH": width, "EVEN": True, "BLOCK_K": tiles.block_k}
+            own = {"WIDTH": width, "HALF": 0, "BLOCK_K": tiles.block_k}
             types = {"numbers": "*fp8e4nv", "scales": "*fp32"}
             by = f"{width} columns" if width else "row"
-            yield _kernel(f"fp8 experts, {rows} rows, by {by}", float8_experts, tiles, types, own)
+            yield _kernel(f"fp8 experts, {rows} rows, by {by}", tiles, types, own)
     elif tiles.kind == "int4":
         for width in (32, 128):
-            own = {"WIDTH": width, "HALF": width // 2}
-            types = {"numbers": "*u8", "scales": "*fp16"}
-            yield _kernel(f"int4 experts, {rows} rows, by {width} columns", int4_experts, tiles, types, own)
+            own = {"WIDTH": width, "HALF": width // 2, "BLOCK_K": width}
+            types = {"numbers": "*u8", "zeros": "*u8", "scales": "*fp16"}
+            yield _kernel(f"int4 experts, {rows} rows, by {width} columns", tiles, types, own)
     else:
-        types = {"numbers": "*u8", "bias": "*bf16"}
-        yield _kernel(f"mxfp4 experts, {rows} rows", mxfp4_experts, tiles, types, {"HALF": 32})
+        types = {"numbers": "*u8", "scales": "*u8", "bias": "*bf16"}
+        yield _kernel(f"mxfp4 experts, {rows} rows", tiles, types, {"WIDTH": 32, "HALF": 32, "BLOCK_K": 64})
 
 
-def _kernel(name: str, function: Any, tiles: ExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
-    shape = {"EXPERTS": EXPERTS, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": "ieee"}
+def _kernel(name: str, tiles: ExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
+    shape = {
+        "KIND": tiles.kind,
+        "EVEN": True,
+        "EXPERTS": EXPERTS,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "PRECISION": "ieee",
+    }
     must_have = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
     return Kernel(
-        name, function, {**_ARGUMENTS, **types}, {**shape, **own}, _ALIGNED, tiles.warps, tiles.stages, must_have
+        name,
+        quantized_experts,
+        {**_ARGUMENTS, **types},
+        {**shape, **own},
+        _ALIGNED,
+        tiles.warps,
+        tiles.stages,
+        must_have,
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock_enginecore.forward.cuda.kernels.configurations import Product, load_tuned
-from penstock_enginecore.forward.cuda.kernels.quantized import float8_tiles, int4_tiles
+from penstock_enginecore.forward.cuda.kernels.quantized import quantized_tiles
 from tests.compiled.kernel import Kernel
 
 _ARGUMENTS: dict[str, str | None] = {
@@ -30,22 +30,22 @@ def gate() -> Iterator[Kernel]:
 
 def float8(tiles: Product, width: int) -> Kernel:
     """By blocks of ``width`` columns, 0 for rows."""
-    arguments = {**_ARGUMENTS, "numbers": "*fp8e4nv", "scales": "*fp32"}
-    constants = {"WIDTH": width, "EVEN": True, "BLOCK_K": tiles.block_k}
+    arguments = {**_ARGUMENTS, "zeros": None, "numbers": "*fp8e4nv", "scales": "*fp32"}
+    constants = {"KIND": "float8", "WIDTH": width, "HALF": 0, "BLOCK_K": tiles.block_k}
     by = f"{width} columns" if width else "row"
-    return _kernel(f"fp8 product, {tiles.rows} rows, by {by}", float8_tiles, tiles, arguments, constants)
+    return _kernel(f"fp8 product, {tiles.rows} rows, by {by}", tiles, arguments, constants)
 
 
 def int4(tiles: Product, width: int) -> Kernel:
     """By groups of ``width`` columns."""
     arguments = {**_ARGUMENTS, "numbers": "*u8", "scales": "*fp16"}
-    constants = {"WIDTH": width, "HALF": width // 2}
-    return _kernel(f"int4 product, {tiles.rows} rows, by {width} columns", int4_tiles, tiles, arguments, constants)
+    constants = {"KIND": "int4", "WIDTH": width, "HALF": width // 2, "BLOCK_K": width}
+    return _kernel(f"int4 product, {tiles.rows} rows, by {width} columns", tiles, arguments, constants)
 
 
-def _kernel(
-    name: str, function: Any, tiles: Product, arguments: dict[str, str | None], constants: dict[str, Any]
-) -> Kernel:
-    shape = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": "ieee"}
+def _kernel(name: str, tiles: Product, arguments: dict[str, str | None], constants: dict[str, Any]) -> Kernel:
+    shape = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "EVEN": True, "PRECISION": "ieee"}
     must_have = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
-    return Kernel(name, function, arguments, {**shape, **constants}, _ALIGNED, tiles.warps, tiles.stages, must_have)
+    return Kernel(
+        name, quantized_tiles, arguments, {**shape, **constants}, _ALIGNED, tiles.warps, tiles.stages, must_have
+    )

@@ -7,7 +7,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
-from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend
+from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend, pieces_per_request
 from tests.benchmarks.gpu import interpreter, machine
 from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefill
@@ -59,7 +59,9 @@ class _Layer:
             seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
             slots=torch.empty(0, dtype=torch.int64, device=device),
         )
-        self._scratch = Scratch.allocate(requests, shape.heads, shape.kv_heads, shape.head_size, device)
+        self._scratch = Scratch.allocate(
+            requests, pieces_per_request(shape.kv_heads), shape.heads, shape.head_size, device
+        )
 
     def seconds(self, rounds: int) -> float:
         """Of one launch among many."""

@@ -12,7 +12,6 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
-from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.linear import keeps
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.forward.probe import Probe, probe_logits
@@ -74,7 +73,7 @@ def prove(probed: ProbedModel, build: Callable[[], FusedForward]) -> Proven[Fuse
     return first_proven([Candidate("fused decoder", build)], lambda: probe_logits(modules, probe))
 
 
-def fused(path: Path, kernels: Kernels | None = None) -> FusedForward:
+def fused(path: Path, kernels: TorchKernels | None = None) -> FusedForward:
     """The decoder of the checkpoint at ``path``, after it has taken over."""
     probed = load_probed(path)
     proven = prove(probed, lambda: FusedForward(probed, kernels or TorchKernels()))

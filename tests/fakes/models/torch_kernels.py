@@ -26,7 +26,7 @@ _ACTIVATIONS = {
 
 
 class TorchKernels:
-    """A ``Kernels`` and an ``AttentionKernels``. Reads lengths and slots on the host, as no real one may. Batch-invariant
+    """The calls of ``TritonKernels``. Reads lengths and slots on the host, as no real one may. Batch-invariant
     products go row by row.
     """
 

@@ -8,7 +8,7 @@ from penstock_enginecore.sample.base import uniforms
 
 
 class TorchSampling:
-    """A ``SamplingKernels``. Reads on the host, as no real one may."""
+    """The calls of ``TokenSampler``. Reads on the host, as no real one may."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.max_rows = max_rows

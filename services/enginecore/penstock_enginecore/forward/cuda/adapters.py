@@ -8,14 +8,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepShape, VectorLayout
-from penstock_enginecore.forward.cuda.kernel_api import LowRankKernels
 from penstock_enginecore.forward.cuda.linear import Linear, Product
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import (
@@ -45,6 +44,9 @@ from penstock_enginecore.lora.device_slots import (
 )
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 
 class StepTiles:
@@ -92,7 +94,7 @@ class DeviceAdapters:
         limits: SlotLimits,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: LowRankKernels,
+        kernels: "TritonKernels",
         copies: Copies | None = None,
     ) -> None:
         self.memory = SlotMemory(places, limits, dtype, device)
@@ -212,7 +214,7 @@ class SlotModules:
         limits: SlotLimits,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: LowRankKernels,
+        kernels: "TritonKernels",
     ) -> None:
         self._module = module
         self._names = list(layers)
@@ -360,7 +362,7 @@ class ProductAdapters:
         return self._adapted([head], product, of_rows=True)
 
     def open(
-        self, limits: SlotLimits, dtype: torch.dtype, device: torch.device, kernels: LowRankKernels
+        self, limits: SlotLimits, dtype: torch.dtype, device: torch.device, kernels: "TritonKernels"
     ) -> DeviceAdapters:
         """All of them, once the decoder is built."""
         self._adapters = DeviceAdapters(self._places, limits, dtype, device, kernels)
@@ -387,7 +389,7 @@ _LIMITS = SlotLimits(max_loras=2, max_rank=24)
 _ROWS = 21
 
 
-def why_not(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) -> str:
+def why_not(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -> str:
     """Why ``kernels`` do not add for adapters of a model in ``dtype`` on ``device``; empty where they are proved: they add to
     some rows what plain torch does, and leave others as they were.
     """
@@ -403,7 +405,7 @@ def why_not(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) -
 
 
 @torch.inference_mode()
-def _prove(kernels: LowRankKernels, dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
+def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
     """How far what two adapters add is from plain torch, and whether rows between theirs are what they were."""
     generator = torch.Generator().manual_seed(0)
 
@@ -453,7 +455,7 @@ def slot_modules(
 
 
 def adapted_modules(
-    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: LowRankKernels
+    module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: "TritonKernels"
 ) -> SlotModules:
     """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype, as quantized ones will
     once they are dequantized.
@@ -470,7 +472,7 @@ def adapted_modules(
     return SlotModules(module, layers, head, limits, dtype, device, kernels)
 
 
-def _kernels() -> LowRankKernels:
+def _kernels() -> "TritonKernels":
     # Triton is imported where there is a device for its kernels.
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.buffers import VectorLayout
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
-from penstock_enginecore.forward.cuda.kernel_api import AttentionKernels, GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
 from penstock_enginecore.forward.proof import Candidate
 from penstock_enginecore.models.errors import UnsuitableError
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 _COLUMNS = 16
 """Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""
@@ -40,7 +43,7 @@ class TritonAttention(AttentionBackend):
 
     keeps_float8 = True
 
-    def __init__(self, kernels: AttentionKernels) -> None:
+    def __init__(self, kernels: "TritonKernels") -> None:
         self._kernels = kernels
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all
@@ -224,7 +227,7 @@ def can_capture(device: torch.device) -> bool:
 make_graphs = cuda_graphs
 
 
-def _kernels() -> AttentionKernels:
+def _kernels() -> "TritonKernels":
     # Triton is imported where there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels

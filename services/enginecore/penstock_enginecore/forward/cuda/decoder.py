@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, Forwar
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, ProductAdapters, unadapted, why_not
 from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, padded_shape
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
-from penstock_enginecore.forward.cuda.kernel_api import Kernels, SamplingKernels
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, TokenFeedback, difference
@@ -46,6 +45,10 @@ from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 # Which layer of a fused decoder computes something else than the model's own.
 
@@ -121,7 +124,7 @@ class FusedForward:
     def __init__(
         self,
         probed: ProbedModel,
-        kernels: Kernels,
+        kernels: "TritonKernels",
         graphs: StepGraphs | None = None,
         lora: SlotLimits | None = None,
     ) -> None:
@@ -189,7 +192,7 @@ class FusedForward:
                 self._memory = None
                 self._memory = StepMemory(shape, self._layers.widths, self._probed.model.dtype, self.device)
 
-    def choose_by(self, kernels: SamplingKernels) -> None:
+    def choose_by(self, kernels: "TokenSampler") -> None:
         """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
         self._forget_graphs()
         self._feedback = TokenFeedback(self.device, kernels)
@@ -427,7 +430,7 @@ def proved_launcher(
     return None
 
 
-def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> SamplingKernels:
+def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "TokenSampler":
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
     return TokenSampler(max_rows, vocab, device)

@@ -1,16 +1,13 @@
-"""What the fused decoder launches besides products: one call, one kernel (attention may take two).
+"""What kernels are given: weights that stay quantized, norms, rotary tables, where a step's tokens stand, and how rows are drawn.
 
-The decoder knows this protocol only; the Triton kernels are one implementation of it, and tests have another in plain torch.
+``triton_kernels.py`` has the kernels. Tests have the same calls in plain torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
-from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices
 from penstock_enginecore.models.decoder_plan import Activation as Activation
 from penstock_enginecore.models.decoder_plan import Norm as Norm
 
@@ -87,6 +84,7 @@ class Mxfp4Weight:
     exponents: torch.Tensor
     half: int
     kind: Kind = "mxfp4"
+    width: int = 32
 
     @property
     def in_features(self) -> int:
@@ -152,221 +150,3 @@ class Draws:
     max_distance: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-
-
-class SamplingKernels(Protocol):
-    """From logits to tokens on the device, of up to so many rows as there is memory for."""
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        draws: Draws | None,
-        token_ids: torch.Tensor,
-        peaks: torch.Tensor,
-        num_nans: torch.Tensor,
-        *,
-        filtered: bool,
-    ) -> None:
-        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
-        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN or infinity to
-        ``num_nans`` int32 ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
-
-        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise.
-        """
-
-
-class AttentionKernels(Protocol):
-    """Attention over a paged cache, for queries, keys and values that something else has made."""
-
-    def write(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scales: KVScales = UNSCALED,
-    ) -> None:
-        """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]`` into ``slots`` (int64) of ``key_cache`` and
-        ``value_cache`` ``[blocks, kv_heads, block_size, head size]``, in an fp8 cache divided by ``scales``. Nothing is written
-        for a slot of -1.
-        """
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        group: GroupInputs,
-        params: AttentionParams,
-        out: torch.Tensor,
-        scales: KVScales = UNSCALED,
-    ) -> None:
-        """As that of ``Kernels``; the head sizes of ``values`` and ``out`` may be others than those of ``query`` and ``keys``."""
-
-
-class LatentKernels(Protocol):
-    """As ``Kernels``: each call launches work for every row, and waits for nothing.
-
-    A token's ``cache`` ``[blocks, 1, block_size, latent + rotary size]`` is a latent, which is key and value of all heads, and
-    numbers that turn, which are key alone. ``interleaved``: numbers 2i and 2i + 1 of a product turn together, not i and i + half
-    the rotary size; they are written as if these did.
-    """
-
-    def latent_prologue(
-        self,
-        product: torch.Tensor,
-        bias: torch.Tensor | None,
-        norms: tuple[Norm | None, Norm],
-        rotary: RotaryTable,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: torch.Tensor,
-        low: torch.Tensor | None,
-        *,
-        interleaved: bool,
-    ) -> None:
-        """From ``product`` ``[tokens, query numbers + latent + rotary size]``: add ``bias``, norm the latent and queries of low
-        rank, where there are ``low`` ones ``[tokens, rank]`` to write these to (``norms``: of queries and of the latent), turn
-        the rest by ``positions`` (int32), write latent and rest to ``slots`` (int64) of ``cache``. Nothing is written for a slot
-        of -1.
-        """
-
-    def turn_queries(
-        self,
-        product: torch.Tensor,
-        rotary: RotaryTable,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        query: torch.Tensor,
-        *,
-        interleaved: bool,
-    ) -> None:
-        """Turn the last numbers of the heads of ``product`` ``[tokens, heads, head size]`` and write them behind the latent of
-        ``query`` ``[tokens, heads, latent + rotary size]``. Nothing is written for a slot of -1.
-        """
-
-    def attend_latent(
-        self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
-    ) -> None:
-        """Causal attention of ``query`` ``[tokens, heads, latent + rotary size]`` over what ``group`` says of ``cache`` into
-        ``out`` ``[tokens, heads, latent]``. Rows of padding stay as they are.
-        """
-
-
-class LowRankKernels(Protocol):
-    """What adapters add to a product."""
-
-    def add_low_rank(
-        self,
-        x: torch.Tensor,
-        matrices: SlotMatrices,
-        tiles: RowTiles,
-        scratch: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for
-        the rows of ``tiles``; others are not touched. ``scratch``: float32, ``SlotMatrices.scratch_numbers``. A row's bits depend
-        on nothing beside it.
-        """
-
-
-class Kernels(LatentKernels, LowRankKernels, Protocol):
-    """Each call launches work for every row it is given, in order, and waits for nothing: no read on the host, and no shape that
-    depends on a number on the device. So a sequence of calls can be captured and replayed.
-
-    ``batch_invariant``: a row's results have the same bits whatever is computed beside it, in steps of whatever size.
-    """
-
-    batch_invariant: bool
-
-    def prologue(
-        self,
-        qkv: torch.Tensor,
-        bias: torch.Tensor | None,
-        norms: tuple[Norm, Norm] | None,
-        rotary: RotaryTable,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        query: torch.Tensor,
-        scales: KVScales = UNSCALED,
-    ) -> None:
-        """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
-        (``norms``: of queries and of keys), turn them by their ``positions`` (int32), write keys and values to ``slots`` of a
-        layer's ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
-        ``[tokens, heads, head size]``. Nothing is written for a slot of -1. ``scales``: of an fp8 cache.
-        """
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        group: GroupInputs,
-        params: AttentionParams,
-        out: torch.Tensor,
-        scales: KVScales = UNSCALED,
-    ) -> None:
-        """Causal attention of ``query`` ``[tokens, heads, head size]`` over what ``group`` says into ``out``, of its shape. Rows
-        of padding stay as they are. ``scales``: of an fp8 cache.
-        """
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-        """Where there is a ``residual`` add ``x`` to it, in its place and dtype; write the norm of the sum, or of ``x``, to
-        ``out``. All ``[tokens, hidden size]``, ``out`` apart from the others.
-        """
-
-    def gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
-        """From ``gate_up`` ``[tokens, 2 * intermediate size]``, ``activation`` of the first half times the second into ``out``
-        ``[tokens, intermediate size]``.
-        """
-
-    def quantized_product(
-        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
-    ) -> None:
-        """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
-        ``[rows, out_features]``.
-        """
-
-    def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
-    ) -> None:
-        """As ``quantized_product``, with ``weight`` ``[out_features, in_features]`` as it is; batch-invariant."""
-
-    def grouped_product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        ends: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        transposed: bool,
-    ) -> None:
-        """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part
-        of ``weight`` ``[experts, out_features, in_features]``, of ``transposed`` ones ``[experts, in_features, out_features]``,
-        with its part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``; rows behind stay as they
-        are. Batch-invariant.
-        """
-
-    def quantized_grouped_product(
-        self, x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """As ``grouped_product``, with experts' weights that stay quantized."""
-
-    def weighted_sum(
-        self,
-        x: torch.Tensor,
-        places: torch.Tensor,
-        weights: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        *,
-        renormalize: bool,
-    ) -> None:
-        """Rows ``places`` int64 ``[tokens, top_k]`` of ``x``, each times its ``weights`` float32 ``[tokens, top_k]`` and
-        ``scale``, summed in their order into ``out`` ``[tokens, width]``. Weights are divided by their sum if ``renormalize``.
-        """

@@ -6,7 +6,7 @@ five to seven launches.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -15,12 +15,15 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs, Widths
-from penstock_enginecore.forward.cuda.kernel_api import Kernels, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
 from penstock_enginecore.models.decoder_plan import AttentionPlan, LatentPlan, LayerPlan, ModelPlan, present
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 # Tables of rotary positions, made by the model's own modules.
 
@@ -79,10 +82,10 @@ class HeadsAttention:
     plan: AttentionPlan
     first: Product
     output: Product
-    kernels: Kernels
+    kernels: "TritonKernels"
 
     @classmethod
-    def of(cls, plan: AttentionPlan, kernels: Kernels, adapt: Adapt = unadapted) -> "HeadsAttention":
+    def of(cls, plan: AttentionPlan, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "HeadsAttention":
         """Merges the weights that ``plan`` names."""
         first = adapt(plan.qkv, merged(plan.qkv, kernels))
         return cls(plan, first, adapt([plan.output], merged([plan.output], kernels)), kernels)
@@ -145,7 +148,7 @@ def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str,
 class HeadWeights:
     """A matrix for each head: ``weight`` ``[heads, in_features, out_features]``, ``transposed`` with the last two exchanged."""
 
-    def __init__(self, weight: torch.Tensor, kernels: Kernels, *, transposed: bool) -> None:
+    def __init__(self, weight: torch.Tensor, kernels: "TritonKernels", *, transposed: bool) -> None:
         self._weight = weight
         self._kernels = kernels
         self._transposed = transposed
@@ -192,10 +195,12 @@ class LatentAttention:
     absorb: HeadWeights
     expand: HeadWeights
     output: Product
-    kernels: Kernels
+    kernels: "TritonKernels"
 
     @classmethod
-    def of(cls, plan: LatentPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt = unadapted) -> "LatentAttention":
+    def of(
+        cls, plan: LatentPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt = unadapted
+    ) -> "LatentAttention":
         """Merges the weights that ``plan`` names, and copies those that stand between the latent and heads in ``dtype``: an
         adapter adds nothing to these.
         """
@@ -278,7 +283,7 @@ class _Layer:
     mlp: MLP
 
     @classmethod
-    def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt) -> "_Layer":
+    def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> "_Layer":
         mlp = mlp_of(plan.mlp, plan.residual_scale, kernels, adapt)
         return cls(plan, _attention_of(plan, dtype, kernels, adapt), mlp)
 
@@ -287,7 +292,7 @@ class _Layer:
         return *self.attention.held, *self.mlp.held
 
 
-def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: Kernels, adapt: Adapt) -> Attention:
+def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> Attention:
     if isinstance(plan.attention, LatentPlan):
         return LatentAttention.of(plan.attention, dtype, kernels, adapt)
     return HeadsAttention.of(plan.attention, kernels, adapt)
@@ -299,7 +304,7 @@ class Layers:
     """
 
     def __init__(
-        self, plan: ModelPlan, max_len: int, kernels: Kernels, device: torch.device, adapt: Adapt = unadapted
+        self, plan: ModelPlan, max_len: int, kernels: "TritonKernels", device: torch.device, adapt: Adapt = unadapted
     ) -> None:
         self._rotary = [
             rotary_table(plan.rotary, max_len, device, *variant, twice=plan.rotary_twice)

@@ -5,17 +5,20 @@ A class per way in which weights are kept; ``merged`` makes one product of sever
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Kernels, QuantizedWeight
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, QuantizedWeight
 from penstock_enginecore.models.decoder_plan import Linear as Linear
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack, Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 # Products of the fused decoder with weights that stay quantized.
 
@@ -41,7 +44,7 @@ def keeps(scheme: Scheme) -> bool:
 class QuantizedProduct:
     """Quantized weights, by kernels of our own. As ``Dense``, of which it has the methods."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self.bias = bias
         self._weight = weight
         self._kernels = kernels
@@ -79,7 +82,7 @@ class QuantizedProduct:
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantized_product(
-    linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: Kernels
+    linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: "TritonKernels"
 ) -> QuantizedProduct:
     """One product of ``linears``, whose rows follow one another. 8-bit floats are held once: those of the layers become parts of
     the whole. 4-bit levels are packed in another way, beside the layers' own until these are emptied. UnsuitableError where they
@@ -193,7 +196,7 @@ class Dense:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    kernels: Kernels | None = None
+    kernels: "TritonKernels | None" = None
 
     @property
     def out_features(self) -> int:
@@ -233,7 +236,7 @@ class Dense:
             parameter.data = parameter.data.to(device)
 
 
-def merged(linears: Sequence[Linear], kernels: Kernels) -> Product:
+def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
     """One product of ``linears``, whose rows follow one another. Weights are held once: those of the layers become parts of the
     whole, and the layers go on computing what they did. UnsuitableError where some have a bias and some have none, where they
     are quantized in several ways, and for a way that there is no product for.

@@ -6,13 +6,13 @@ sums of their own, as torch's go by how many tokens there are.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Kernels, Mxfp4Weight, StackedWeight
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
 from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, GroupedRouting, MLPPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
@@ -21,6 +21,9 @@ from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedStack
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+
 # DeepSeek's choice of experts: the best of the best groups, by scores that a correction balances in DeepSeek-V3.
 
 _COUNTED = 2
@@ -28,7 +31,7 @@ _COUNTED = 2
 
 
 def grouped_route(
-    x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: Kernels
+    x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: "TritonKernels"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights, float32, times ``scale``, and experts of each token of ``x``: ``[tokens, top_k]`` each. Weights for
     batch-invariant kernels are neither scaled nor made to sum to 1 yet. Of equal ones the first is taken, however many tokens
@@ -55,7 +58,7 @@ def grouped_route(
     return weights * (scale * how.scale), chosen
 
 
-def _logits(x: torch.Tensor, router: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
     """Of all experts, as the model computes them in float32."""
     if not kernels.batch_invariant:
         return torch.nn.functional.linear(x, router)
@@ -90,7 +93,9 @@ class DenseGroups:
 
     held: tuple[Held, ...] = ()
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels, *, transposed: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: "TritonKernels", *, transposed: bool
+    ) -> None:
         self._weight = weight
         self._bias = bias
         self._kernels = kernels
@@ -112,7 +117,7 @@ class DenseGroups:
 class QuantizedGroups:
     """A weight that stays quantized, by kernels of our own. ``bias`` as of ``DenseGroups``, kept by the model's module."""
 
-    def __init__(self, weight: StackedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, weight: StackedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self._weight = weight
         self._bias = bias
         self._kernels = kernels
@@ -144,7 +149,11 @@ class QuantizedGroups:
 
 
 def grouped(
-    weight: torch.nn.Parameter | QuantizedStack, bias: torch.Tensor | None, kernels: Kernels, *, transposed: bool
+    weight: torch.nn.Parameter | QuantizedStack,
+    bias: torch.Tensor | None,
+    kernels: "TritonKernels",
+    *,
+    transposed: bool,
 ) -> GroupedProduct:
     """The product of ``weight``. UnsuitableError where it is quantized in a way that there is no product for."""
     if isinstance(weight, QuantizedStack):
@@ -213,7 +222,7 @@ class MLP(Protocol):
         """What it holds of the model's weights."""
 
     def run(
-        self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: Kernels, out: torch.Tensor
+        self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
         """From ``x`` into ``out``, both ``[tokens, hidden size]``."""
 
@@ -228,7 +237,7 @@ class GatedMLP:
     scale: float
 
     @classmethod
-    def of(cls, plan: MLPPlan, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> "GatedMLP":
+    def of(cls, plan: MLPPlan, scale: float, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "GatedMLP":
         """Merges the weights that ``plan`` names."""
         gate_up = adapt(plan.gate_up, merged(plan.gate_up, kernels))
         return cls(plan, gate_up, adapt([plan.down], merged([plan.down], kernels)), scale)
@@ -243,14 +252,14 @@ class GatedMLP:
         x: torch.Tensor,
         inputs: StepInputs,  # noqa: ARG002 - every token is computed
         activations: Activations,
-        kernels: Kernels,
+        kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
         """Within ``activations``."""
         self.compute(x, activations.gate_up, activations.gated, kernels, out)
 
     def compute(
-        self, x: torch.Tensor, gate_up: torch.Tensor, gated: torch.Tensor, kernels: Kernels, out: torch.Tensor
+        self, x: torch.Tensor, gate_up: torch.Tensor, gated: torch.Tensor, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
         """As ``run``. ``gate_up`` and ``gated``: room for what flows through."""
         self.gate_up.affine(x, gate_up)
@@ -269,7 +278,7 @@ class Experts:
     scale: float
 
     @classmethod
-    def of(cls, plan: ExpertsPlan, scale: float, kernels: Kernels) -> "Experts":
+    def of(cls, plan: ExpertsPlan, scale: float, kernels: "TritonKernels") -> "Experts":
         """With the products of the weights that ``plan`` names."""
         transposed = isinstance(plan.activation, ClampedGate)
         _, gate_up, down = plan.biases or (None, None, None)
@@ -292,7 +301,7 @@ class Experts:
         x: torch.Tensor,
         inputs: StepInputs,
         activations: Activations,  # noqa: ARG002 - rows are as many as experts that tokens take
-        kernels: Kernels,
+        kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
         """Tokens of padding have no expert, and what stands in their rows of ``out`` then is of no meaning."""
@@ -317,13 +326,13 @@ class Experts:
             self._add_shared(self.shared, x, kernels, out)
 
     @staticmethod
-    def _add_shared(shared: GatedMLP, x: torch.Tensor, kernels: Kernels, out: torch.Tensor) -> None:
+    def _add_shared(shared: GatedMLP, x: torch.Tensor, kernels: "TritonKernels", out: torch.Tensor) -> None:
         gated = x.new_empty(len(x), shared.down.in_features)
         own = torch.empty_like(out)
         shared.compute(x, x.new_empty(len(x), shared.gate_up.out_features), gated, kernels, own)
         out.add_(own)
 
-    def _gate(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    def _gate(self, gate_up: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
         how = self.plan.activation
         if isinstance(how, ClampedGate):
             gate, up = gate_up[:, ::2].clamp(max=how.limit), gate_up[:, 1::2].clamp(min=-how.limit, max=how.limit)
@@ -332,7 +341,7 @@ class Experts:
         kernels.gated(gate_up, how, gated)
         return gated
 
-    def _route(self, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, x: torch.Tensor, kernels: "TritonKernels") -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and experts of each token ``[tokens, top_k]``. Batch-invariant ones are scaled later."""
         if self.plan.grouped is not None:
             return grouped_route(x, self.plan, self.plan.grouped, self.scale, kernels)
@@ -353,7 +362,9 @@ class Experts:
         return weights * self.scale, chosen
 
 
-def mlp_of(plan: MLPPlan | ExpertsPlan | OtherMixture, scale: float, kernels: Kernels, adapt: Adapt = unadapted) -> MLP:
+def mlp_of(
+    plan: MLPPlan | ExpertsPlan | OtherMixture, scale: float, kernels: "TritonKernels", adapt: Adapt = unadapted
+) -> MLP:
     """What computes ``plan``. ``scale``: of what is added to the residual. ``adapt``: products, but those beside experts. Raises
     UnsuitableError.
     """

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,6 @@ from penstock_enginecore.forward.cuda.buffers import (
     padded_shape,
 )
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
-from penstock_enginecore.forward.cuda.kernel_api import SamplingKernels
 from penstock_enginecore.forward.cuda.sampler import TokenFeedback
 from penstock_enginecore.forward.modules import (
     KeptStates,
@@ -36,6 +36,9 @@ from penstock_enginecore.forward.probe import NUM_TOKENS
 from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.loader import LoadedModel, first_line
+
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 
 class ReplayedModules:
@@ -87,7 +90,7 @@ class ReplayedModules:
         """Steps that were replayed. Any thread may ask."""
         return self._graphs.stats
 
-    def choose_by(self, kernels: SamplingKernels) -> None:
+    def choose_by(self, kernels: "TokenSampler") -> None:
         """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
         self._graphs.clear()
         self._feedback = TokenFeedback(self.device, kernels)

@@ -1,6 +1,7 @@
 """Tokens chosen on the device, for rows that need nothing of the host: greedy ones, and draws with or without filters."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +15,13 @@ from penstock_enginecore.forward.cuda.buffers import (
     VectorLayout,
     draw_values,
 )
-from penstock_enginecore.forward.cuda.kernel_api import Draws, SamplingKernels
+from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
 
-MakeSampling = Callable[[int, int, torch.device], SamplingKernels]
+if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+    from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
+
+MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
 """Makes kernels with memory for so many rows of a vocabulary on a device."""
 
 
@@ -90,7 +94,7 @@ class TokenFeedback:
     those of padding too, whatever becomes of them. ``kernels``: those that choose, None where tokens are chosen elsewhere.
     """
 
-    def __init__(self, device: torch.device, kernels: SamplingKernels | None = None) -> None:
+    def __init__(self, device: torch.device, kernels: "TokenSampler | None" = None) -> None:
         self._kernels = kernels
         self._newest = torch.zeros(1, dtype=torch.int32, device=device)
         rows = MAX_CAPTURED_TOKENS if kernels is not None else 0

@@ -12,7 +12,6 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.kernel_api import Kernels
 from penstock_enginecore.forward.cuda.linear import keeps
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
@@ -65,7 +64,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_in_order(monkeypatch)
 
 
-def decoder(name: str, path: Path, kernels: Kernels) -> FusedForward:
+def decoder(name: str, path: Path, kernels: TorchKernels) -> FusedForward:
     architecture, _, form = name.partition("/")
     if form:
         save_quantized_model(architecture, form, path, hidden_size=64, **FAMILIES.get(name, ONE_LAYER))

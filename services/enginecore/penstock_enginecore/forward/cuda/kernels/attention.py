@@ -291,9 +291,9 @@ class Scratch:
     total: torch.Tensor
 
     @classmethod
-    def allocate(cls, requests: int, heads: int, kv_heads: int, head_size_v: int, device: torch.device) -> "Scratch":
-        """For steps of up to so many requests, in layers of this or a smaller shape."""
-        shape = (requests, pieces_per_request(kv_heads), heads)
+    def allocate(cls, requests: int, pieces: int, heads: int, head_size_v: int, device: torch.device) -> "Scratch":
+        """For steps of up to so many requests, each cut into ``pieces`` at most."""
+        shape = (requests, pieces, heads)
         sums = torch.empty(*shape, head_size_v, dtype=torch.float32, device=device)
         return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
 

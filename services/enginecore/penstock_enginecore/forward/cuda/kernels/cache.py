@@ -43,26 +43,12 @@ def write_cache(
     if not tokens:
         return
     _write[(tokens, triton.cdiv(kv_heads, _HEADS))](
-        keys,
-        values,
-        slots,
-        key_cache,
-        value_cache,
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        key_cache.stride(0),
-        value_cache.stride(0),
-        kv_heads,
-        key_cache.shape[2],
-        1.0 / scales.key,
-        1.0 / scales.value,
-        SIZE=size,
-        SIZE_V=size_v,
-        PADDED=triton.next_power_of_2(size),
-        PADDED_V=triton.next_power_of_2(size_v),
-        HEADS=_HEADS,
-        num_warps=2,
-    )
+        keys, values, slots, key_cache, value_cache,
+        *keys.stride()[:2], *values.stride()[:2], key_cache.stride(0), value_cache.stride(0),
+        kv_heads, key_cache.shape[2], 1.0 / scales.key, 1.0 / scales.value,
+        SIZE=size, SIZE_V=size_v, PADDED=triton.next_power_of_2(size), PADDED_V=triton.next_power_of_2(size_v),
+        HEADS=_HEADS, num_warps=2,
+    )  # fmt: skip
 
 
 def _check(

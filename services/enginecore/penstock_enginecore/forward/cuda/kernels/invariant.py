@@ -128,15 +128,35 @@ def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict
 
 
 @triton.jit
+def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows from ``begin`` on, the ``nth`` features, the features that are read, and where the rows of ``x`` begin. What is behind
+    the last row or feature is computed on the last one's numbers, and not stored.
+    """
+    m = begin + tl.arange(0, BLOCK_M)
+    n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
+    return m, n, tl.minimum(n, out_features - 1), x + tl.minimum(m, end - 1).to(tl.int64) * in_features
+
+
+@triton.jit
+def store(total, bias, scale, n_read, out, m, end, n, out_features):
+    """Add the ``bias`` where there is one, and write what belongs to rows before ``end``, times ``scale``."""
+    if bias is not None:
+        total += tl.load(bias + n_read).to(tl.float32)[None, :]
+    inside = (m[:, None] < end) & (n[None, :] < out_features)
+    place = m[:, None].to(tl.int64) * out_features + n[None, :]
+    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _sums(
     x_rows, weight_columns, in_features, weight_stride,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums: from where its rows begin ``[BLOCK_M, 1]`` and its features do ``[1, BLOCK_N]``, whose numbers are
+    """A tile's sums: from where its rows begin ``[BLOCK_M]`` and its features do ``[1, BLOCK_N]``, whose numbers are
     ``weight_stride`` apart.
     """
     k = tl.arange(0, BLOCK_K)
-    x_tile = x_rows + k[None, :]
+    x_tile = x_rows[:, None] + k[None, :]
     weight_tile = weight_columns + k[:, None] * weight_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, in_features, BLOCK_K):
@@ -157,19 +177,11 @@ def product_tiles(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program makes a tile of ``out``; programs that follow one another share features, which are then read once."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
-    m_read = tl.minimum(m, rows - 1).to(tl.int64)
-    n_read = tl.minimum(n, out_features - 1)
-    x_rows = x + m_read[:, None] * in_features
+    begin = tl.program_id(0) * BLOCK_M
+    m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features
     total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-    if bias is not None:
-        total += tl.load(bias + n_read).to(tl.float32)[None, :]
-    place = m[:, None].to(tl.int64) * out_features + n[None, :]
-    inside = (m[:, None] < rows) & (n[None, :] < out_features)
-    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)
+    store(total, bias, scale, n_read, out, m, rows, n, out_features)
 
 
 @triton.jit
@@ -181,11 +193,7 @@ def grouped_tiles(
     """A program makes a tile of one expert's rows, if there is one for it."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
-        m = begin + tl.arange(0, BLOCK_M)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_read = tl.minimum(m, end - 1).to(tl.int64)
-        n_read = tl.minimum(n, out_features - 1)
-        x_rows = x + m_read[:, None] * in_features
+        m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
         own = weight + expert.to(tl.int64) * in_features * out_features
         if TRANSPOSED:
             columns = own + n_read[None, :]
@@ -194,10 +202,8 @@ def grouped_tiles(
             columns = own + n_read[None, :].to(tl.int64) * in_features
             total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
         if bias is not None:
-            total += tl.load(bias + expert * out_features + n_read).to(tl.float32)[None, :]
-        place = m[:, None].to(tl.int64) * out_features + n[None, :]
-        inside = (m[:, None] < end) & (n[None, :] < out_features)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            bias += expert * out_features
+        store(total, bias, 1.0, n_read, out, m, end, n, out_features)
 
 
 @triton.jit

@@ -201,13 +201,6 @@ def latent_pieces(heads: int) -> int:
     return max(1, _PIECES // int(triton.next_power_of_2(heads)))
 
 
-def latent_scratch(requests: int, heads: int, latent: int, device: torch.device) -> Scratch:
-    """For steps of up to so many requests."""
-    shape = requests, latent_pieces(heads), heads
-    sums = torch.empty(*shape, latent, dtype=torch.float32, device=device)
-    return Scratch(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
-
-
 def attend_latent(
     query: torch.Tensor,
     cache: torch.Tensor,
@@ -219,7 +212,7 @@ def attend_latent(
     invariant: bool = False,
 ) -> None:
     """Causal attention of ``query`` ``[tokens, heads, latent + rotary size]`` over ``cache`` ``[blocks, 1, block_size, latent +
-    rotary size]`` into ``out`` ``[tokens, heads, latent]``; rows of padding stay as they are. ``scratch``: of ``latent_scratch``.
+    rotary size]`` into ``out`` ``[tokens, heads, latent]``; rows of padding stay as they are. ``scratch``: of ``latent_pieces``.
     ``invariant``: decodes, too, are tiles of queries. ValueError for tensors that are not laid out, or aligned, as kernels read
     them.
     """

@@ -24,17 +24,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out
         return
     block = triton.next_power_of_2(width)
     _add_rms_norm[(tokens,)](
-        x,
-        x if residual is None else residual,
-        norm.weight,
-        out,
-        width,
-        norm.eps,
-        norm.offset,
-        ADDS=residual is not None,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // _NUMBERS_PER_WARP)),
-    )
+        x, x if residual is None else residual, norm.weight, out, width, norm.eps, norm.offset,
+        ADDS=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // _NUMBERS_PER_WARP)),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -24,8 +24,6 @@ def prologue(
     keys: torch.Tensor,
     values: torch.Tensor,
     query: torch.Tensor,
-    *,
-    interleaved: bool = False,
     scales: KVScales = UNSCALED,
 ) -> None:
     """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
@@ -33,9 +31,8 @@ def prologue(
     (int64 ``[tokens]``) of ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
     ``[tokens, heads, head size]``. Nothing at all is written for a token whose slot is -1.
 
-    ``interleaved``: numbers 2i and 2i + 1 of a head turn together, not i and i + half the rotary size. ``scales``: a cache of
-    float8_e4m3fn holds numbers divided by them, those beyond its range as its largest; other caches take none. Blocks of the
-    cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
+    ``scales``: a cache of float8_e4m3fn holds numbers divided by them, those beyond its range as its largest; other caches take
+    none. Blocks of the cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
     """
     tokens, num_heads, size = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
@@ -48,37 +45,16 @@ def prologue(
         return
     groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
     rest = size - 2 * half
+    eps, offsets = ((0.0, 0.0), (0.0, 0.0)) if norms is None else zip(*((n.eps, n.offset) for n in norms), strict=True)
     _prologue[(tokens, groups)](
-        qkv,
-        qkv if bias is None else bias,
-        qkv if norms is None else norms[0].weight,
-        qkv if norms is None else norms[1].weight,
-        rotary.cosines,
-        rotary.sines,
-        positions,
-        slots,
-        keys,
-        values,
-        query,
-        num_heads,
-        num_kv_heads,
-        block_size,
-        keys.stride(0),
-        values.stride(0),
-        *((0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)),
-        *((0.0, 0.0) if norms is None else (norms[0].offset, norms[1].offset)),
-        1.0 / scales.key,
-        1.0 / scales.value,
-        SIZE=size,
-        HALF=half,
-        BIAS=bias is not None,
-        NORMS=norms is not None,
-        INTERLEAVED=interleaved,
-        HEADS=_HEADS,
-        HALF_BLOCK=triton.next_power_of_2(max(1, half)),
-        REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
+        qkv, qkv if bias is None else bias, *((qkv, qkv) if norms is None else (norms[0].weight, norms[1].weight)),
+        rotary.cosines, rotary.sines, positions, slots, keys, values, query,
+        num_heads, num_kv_heads, block_size, keys.stride(0), values.stride(0), *eps, *offsets,
+        1.0 / scales.key, 1.0 / scales.value,
+        SIZE=size, HALF=half, BIAS=bias is not None, NORMS=norms is not None, HEADS=_HEADS,
+        HALF_BLOCK=triton.next_power_of_2(max(1, half)), REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
         num_warps=2,
-    )
+    )  # fmt: skip
 
 
 def _check_shapes(
@@ -133,37 +109,12 @@ def _write(into, offsets, value, inside, inverse_scale):
 
 @triton.jit
 def _prologue(
-    qkv,
-    bias,
-    query_weight,
-    key_weight,
-    cosines,
-    sines,
-    positions,
-    slots,
-    keys,
-    values,
-    query,
-    num_heads,
-    num_kv_heads,
-    block_size,
-    key_stride,
-    value_stride,
-    query_eps,
-    key_eps,
-    query_offset,
-    key_offset,
-    key_inverse_scale,
-    value_inverse_scale,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORMS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-):
+    qkv, bias, query_weight, key_weight, cosines, sines, positions, slots, keys, values, query,
+    num_heads, num_kv_heads, block_size, key_stride, value_stride, query_eps, key_eps, query_offset, key_offset,
+    key_inverse_scale, value_inverse_scale,
+    SIZE: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -179,10 +130,9 @@ def _prologue(
     there = (heads < tl.where(is_query, num_heads, num_kv_heads))[:, None]
     width = (num_heads + 2 * num_kv_heads) * SIZE
     turned = tl.arange(0, HALF_BLOCK)
-    one_columns = turned * 2 if INTERLEAVED else turned
-    other_columns = one_columns + (1 if INTERLEAVED else HALF)
+    other_columns = turned + HALF
     in_half = there & (turned < HALF)[None, :]
-    one = _load(qkv, bias, first + heads, one_columns, in_half, token, width, SIZE, BIAS)
+    one = _load(qkv, bias, first + heads, turned, in_half, token, width, SIZE, BIAS)
     other = _load(qkv, bias, first + heads, other_columns, in_half, token, width, SIZE, BIAS)
     if REST_BLOCK > 0:
         rest_columns = 2 * HALF + tl.arange(0, REST_BLOCK)
@@ -196,7 +146,7 @@ def _prologue(
             scale = tl.rsqrt(squares / SIZE + tl.where(is_query, query_eps, key_eps))[:, None]
             weight = query_weight if is_query else key_weight
             offset = tl.where(is_query, query_offset, key_offset)
-            one *= scale * _factor(weight, one_columns, offset, SIZE)
+            one *= scale * _factor(weight, turned, offset, SIZE)
             other *= scale * _factor(weight, other_columns, offset, SIZE)
             if REST_BLOCK > 0:
                 rest *= scale * _factor(weight, rest_columns, offset, SIZE)
@@ -210,19 +160,19 @@ def _prologue(
     cached = ((heads * block_size + in_block) * SIZE)[:, None]
     if is_query:
         start = ((token * num_heads + heads) * SIZE)[:, None]
-        _write(query, start + one_columns[None, :], one, in_half, 1.0)
+        _write(query, start + turned[None, :], one, in_half, 1.0)
         _write(query, start + other_columns[None, :], other, in_half, 1.0)
         if REST_BLOCK > 0:
             _write(query, start + rest_columns[None, :], rest, in_rest, 1.0)
     elif is_value:
         start = block * value_stride + cached
-        _write(values, start + one_columns[None, :], one, in_half, value_inverse_scale)
+        _write(values, start + turned[None, :], one, in_half, value_inverse_scale)
         _write(values, start + other_columns[None, :], other, in_half, value_inverse_scale)
         if REST_BLOCK > 0:
             _write(values, start + rest_columns[None, :], rest, in_rest, value_inverse_scale)
     else:
         start = block * key_stride + cached
-        _write(keys, start + one_columns[None, :], one, in_half, key_inverse_scale)
+        _write(keys, start + turned[None, :], one, in_half, key_inverse_scale)
         _write(keys, start + other_columns[None, :], other, in_half, key_inverse_scale)
         if REST_BLOCK > 0:
             _write(keys, start + rest_columns[None, :], rest, in_rest, key_inverse_scale)

@@ -1,23 +1,32 @@
-"""Products with quantized weights: 8-bit floats, 4-bit integers and MXFP4."""
+"""Products with weights that stay quantized, of linear layers and of experts: 8-bit floats, 4-bit integers and MXFP4.
+
+Numbers are multiplied in the dtype of what they are multiplied with, which holds each of them exactly, and sums by their scales.
+So weights alone are read in few bits: what a step of few rows takes its time for.
+"""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight
-from penstock_enginecore.forward.cuda.kernels.configurations import product_tiles
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, QuantizedWeight, StackedWeight
+from penstock_enginecore.forward.cuda.kernels.configurations import (
+    ExpertTiles,
+    Product,
+    expert_tiles,
+    product_tiles,
+)
+from penstock_enginecore.forward.cuda.kernels.invariant import find_rows, grid_rows, places, store
 
-# Products with weights of 8-bit floats: numbers are multiplied in the dtype of what they are multiplied with, which holds each
-# of them exactly, and sums by their scales. So weights alone are read in 8 bits: what a step of few rows takes its time for.
-
-_FLOAT8_BITS = 8
-MIN_WIDTH = 16
-"""Columns that a tile has at least."""
+_BITS = {"float8": 8, "int4": 4}
+_MIN_WIDTH = 16
+"""Columns that a tile has at least, and half of one of 4 bits."""
 
 
-def float8_product(
+def quantized_product(
     x: torch.Tensor,
-    weight: Float8Weight,
+    weight: QuantizedWeight,
     bias: torch.Tensor | None,
     scale: float,
     out: torch.Tensor,
@@ -26,61 +35,175 @@ def float8_product(
 ) -> None:
     """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
     ``[rows, out_features]``. All contiguous. Summed in float32, block of columns by block; if ``invariant`` in one order for any
-    number of rows. ValueError for other shapes, strides, and for blocks whose width is no power of two from 16 on.
+    number of rows. ValueError for other shapes, strides, and for blocks that tiles of columns do not divide.
     """
-    numbers, width = weight.numbers, weight.width
-    (rows, in_features), out_features = x.shape, numbers.shape[0]
-    blocks = triton.cdiv(in_features, width)
-    if numbers.shape[1] != in_features or weight.scales.shape != (blocks, out_features):
-        raise ValueError(
-            f"{list(numbers.shape)} and scales {list(weight.scales.shape)} for rows of {in_features} numbers"
-        )
-    if out.shape != (rows, out_features) or not all(t.is_contiguous() for t in (x, numbers, weight.scales, out)):
+    (rows, in_features), out_features = x.shape, weight.numbers.shape[0]
+    blocks = triton.cdiv(in_features, weight.width)
+    if weight.in_features != in_features or {part.shape for part in weight.tensors[1:]} != {(blocks, out_features)}:
+        shapes = " and ".join(str(list(part.shape)) for part in weight.tensors)
+        raise ValueError(f"a weight of {shapes} for rows of {in_features} numbers")
+    if out.shape != (rows, out_features) or not all(part.is_contiguous() for part in (x, out, *weight.tensors)):
         raise ValueError(
             f"an output of {list(out.shape)} for {rows} rows of {out_features} numbers, or strides between"
         )
-    if blocks > 1 and not fits(width):
-        raise ValueError(f"blocks of {width} columns: their width must be a power of two from {MIN_WIDTH} on")
+    tiles = product_tiles(rows, _BITS[weight.kind], invariant=invariant)
+    constants = _constants(weight, tiles)
     if not rows:
         return
-    tiles = product_tiles(rows, _FLOAT8_BITS, invariant=invariant)
-    block_k = tiles.block_k if blocks == 1 else min(tiles.block_k, width)
     grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
-    float8_tiles[grid](
-        x,
-        numbers,
-        weight.scales,
-        bias,
-        out,
-        rows,
-        out_features,
-        in_features,
-        scale,
-        WIDTH=width if blocks > 1 else 0,
-        EVEN=in_features % block_k == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=block_k,
-        PRECISION="ieee",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    quantized_tiles[grid](
+        x, weight.numbers, *_zeros_and_scales(weight), bias, out, rows, out_features, in_features, scale, **constants
     )
 
 
-def fits(width: int) -> bool:
-    """Whether blocks of ``width`` columns can be told apart."""
-    return width >= MIN_WIDTH and width & (width - 1) == 0
+def quantized_grouped_product(
+    x: torch.Tensor,
+    weight: StackedWeight,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    invariant: bool = False,
+) -> None:
+    """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part of
+    ``weight``, with its part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``. Rows behind the last
+    end stay as they are. All contiguous. Summed in float32; if ``invariant`` in one order for any number of rows. ValueError for
+    other shapes, strides, and for blocks that tiles of columns do not divide.
+    """
+    (rows, in_features), (experts, out_features) = x.shape, weight.numbers.shape[:2]
+    if weight.in_features != in_features or out.shape != (rows, out_features):
+        raise ValueError(
+            f"{list(x.shape)} times {experts} weights of {out_features} rows of {weight.in_features} into {list(out.shape)}"
+        )
+    if ends.shape != (experts,) or (bias is not None and bias.shape != (experts, out_features)):
+        raise ValueError(
+            f"{list(ends.shape)} ends, or biases of another shape, for {experts} experts of {out_features}"
+        )
+    if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors)):
+        raise ValueError("products take contiguous tensors")
+    blocks = triton.cdiv(in_features, weight.width)
+    for part in weight.tensors[1:]:
+        if part.shape != (experts, blocks, out_features):
+            raise ValueError(
+                f"{list(part.shape)} scales or zeros, for {blocks} blocks of {experts} times {out_features} rows"
+            )
+    tiles = expert_tiles(rows // experts, weight.kind, invariant=invariant)
+    constants = _constants(weight, tiles)
+    if not rows:
+        return
+    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
+    quantized_experts[grid](
+        x, weight.numbers, *_zeros_and_scales(weight), bias, ends, out, experts, out_features, in_features, blocks,
+        EXPERTS=max(16, triton.next_power_of_2(experts)), **constants,
+    )  # fmt: skip
+
+
+def _zeros_and_scales(weight: StackedWeight) -> tuple[torch.Tensor | None, torch.Tensor]:
+    *zeros, scales = weight.tensors[1:]
+    return (zeros[0] if zeros else None), scales
+
+
+def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str, Any]:
+    """What a kernel is compiled for. ValueError for blocks that tiles of columns do not divide."""
+    columns, width, half, block_k = weight.in_features, weight.width, 0, tiles.block_k
+    if isinstance(weight, Float8Weight):
+        width = width if width < columns else 0
+        if width and (width < _MIN_WIDTH or width & (width - 1)):
+            raise ValueError(f"blocks of {width} columns: their width must be a power of two from {_MIN_WIDTH} on")
+        block_k = min(block_k, width) if width else block_k
+    else:
+        half, block_k = weight.half, 2 * weight.half
+        divides = block_k if isinstance(weight, Int4Weight) else half
+        if half < _MIN_WIDTH or half & (half - 1) or columns % block_k or width % divides:
+            raise ValueError(f"halves of {half} columns in blocks of {width} of {columns}")
+    return {
+        "KIND": weight.kind, "WIDTH": width, "HALF": half, "EVEN": columns % block_k == 0, "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n, "BLOCK_K": block_k, "PRECISION": "ieee",
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
 
 
 @triton.jit
-def float8_sums(
-    x_rows, numbers, scales, n_read, out_features, in_features,
-    WIDTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+def quantized_tiles(
+    x, numbers, zeros, scales, bias, out, rows, out_features, in_features, scale,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program makes a tile of ``out``."""
+    begin = tl.program_id(1) * BLOCK_M
+    m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(0), out_features, in_features, BLOCK_M, BLOCK_N)
+    total = _sums(
+        x_rows, numbers, zeros, scales, n_read, out_features, in_features,
+        KIND, WIDTH, HALF, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    store(total, bias, scale, n_read, out, m, rows, n, out_features)
+
+
+@triton.jit
+def quantized_experts(
+    x, numbers, zeros, scales, bias, ends, out, experts, out_features, in_features, blocks,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program makes a tile of one expert's rows, if there is one for it."""
+    there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
+    if there:
+        m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
+        row_bytes = in_features if KIND == "float8" else in_features // 2
+        numbers += expert.to(tl.int64) * out_features * row_bytes
+        scales += expert.to(tl.int64) * blocks * out_features
+        if zeros is not None:
+            zeros += expert.to(tl.int64) * blocks * out_features
+        if bias is not None:
+            bias += expert * out_features
+        total = _sums(
+            x_rows, numbers, zeros, scales, n_read, out_features, in_features,
+            KIND, WIDTH, HALF, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        store(total, bias, 1.0, n_read, out, m, end, n, out_features)
+
+
+@triton.jit
+def _sums(
+    x_rows, numbers, zeros, scales, n_read, out_features, in_features,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight. ``WIDTH``: columns of a block
     of scales, 0 for one of all columns; ``EVEN``: tiles end where columns do.
     """
+    if KIND == "float8":
+        total = _float8_sums(
+            x_rows,
+            numbers,
+            scales,
+            n_read,
+            out_features,
+            in_features,
+            WIDTH,
+            EVEN,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            PRECISION,
+        )
+    elif KIND == "int4":
+        total = _int4_sums(
+            x_rows, numbers, zeros, scales, n_read, out_features, in_features, WIDTH, HALF, BLOCK_M, BLOCK_N, PRECISION
+        )
+    else:
+        total = _mxfp4_sums(
+            x_rows, numbers, scales, n_read, out_features, in_features, HALF, BLOCK_M, BLOCK_N, PRECISION
+        )
+    return total
+
+
+@triton.jit
+def _float8_sums(
+    x_rows, numbers, scales, n_read, out_features, in_features,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
     x_tile = x_rows[:, None] + k[None, :]
     number_tile = numbers + n_read[:, None].to(tl.int64) * in_features + k[None, :]
@@ -106,108 +229,10 @@ def float8_sums(
 
 
 @triton.jit
-def float8_tiles(
-    x,
-    numbers,
-    scales,
-    bias,
-    out,
-    rows,
-    out_features,
-    in_features,
-    scale,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A program makes a tile of ``out``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
-    n_read = tl.minimum(n, out_features - 1)
-    m_read = tl.minimum(m, rows - 1)
-    x_rows = x + m_read.to(tl.int64) * in_features
-    total = float8_sums(
-        x_rows, numbers, scales, n_read, out_features, in_features, WIDTH, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-    )
-    if bias is not None:
-        total += tl.load(bias + n_read).to(tl.float32)[None, :]
-    place = m[:, None].to(tl.int64) * out_features + n[None, :]
-    inside = (m[:, None] < rows) & (n[None, :] < out_features)
-    tl.store(out + place, (total * scale).to(out.dtype.element_ty), mask=inside)
-
-
-# Products with weights of 4 bits: levels, less their zeros, are multiplied in the dtype of what they are multiplied with, which
-# holds each of them exactly, and sums by their scales.
-
-_INT4_BITS = 4
-MIN_HALF = 16
-"""Columns that half of a tile has at least."""
-
-
-def int4_product(
-    x: torch.Tensor,
-    weight: Int4Weight,
-    bias: torch.Tensor | None,
-    scale: float,
-    out: torch.Tensor,
-    *,
-    invariant: bool = False,
-) -> None:
-    """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
-    ``[rows, out_features]``. All contiguous. Summed in float32, ``2 * half`` columns by as many; if ``invariant`` in one order
-    for any number of rows. ValueError for other shapes, strides, and for halves that are no power of two from 16 on or do not
-    divide blocks.
-    """
-    numbers, half = weight.numbers, weight.half
-    (rows, in_features), out_features = x.shape, numbers.shape[0]
-    blocks = triton.cdiv(in_features, weight.width)
-    parts = x, numbers, weight.zeros, weight.scales, out
-    if weight.in_features != in_features or {weight.zeros.shape, weight.scales.shape} != {(blocks, out_features)}:
-        shapes = f"{list(weight.zeros.shape)} zeros and {list(weight.scales.shape)} scales"
-        raise ValueError(f"{list(numbers.shape)} bytes, {shapes} for rows of {in_features} numbers")
-    if out.shape != (rows, out_features) or not all(part.is_contiguous() for part in parts):
-        raise ValueError(
-            f"an output of {list(out.shape)} for {rows} rows of {out_features} numbers, or strides between"
-        )
-    if half < MIN_HALF or half & (half - 1) or weight.width % (2 * half) or in_features % (2 * half):
-        raise ValueError(f"halves of {half} columns in blocks of {weight.width} of {in_features}")
-    if not rows:
-        return
-    tiles = product_tiles(rows, _INT4_BITS, invariant=invariant)
-    grid = triton.cdiv(out_features, tiles.block_n), triton.cdiv(rows, tiles.block_m)
-    int4_tiles[grid](
-        x,
-        numbers,
-        weight.zeros,
-        weight.scales,
-        bias,
-        out,
-        rows,
-        out_features,
-        in_features,
-        scale,
-        WIDTH=weight.width,
-        HALF=half,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        PRECISION="ieee",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-
-
-@triton.jit
-def int4_sums(
+def _int4_sums(
     x_rows, numbers, zeros, scales, n_read, out_features, in_features,
     WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight. ``WIDTH``: columns of a block
-    of zeros and scales.
-    """
     k = tl.arange(0, HALF)
     x_tile = x_rows[:, None] + k[None, :]
     number_tile = numbers + n_read[:, None].to(tl.int64) * (in_features // 2) + k[None, :]
@@ -226,46 +251,8 @@ def int4_sums(
     return total
 
 
-@triton.jit
-def int4_tiles(
-    x,
-    numbers,
-    zeros,
-    scales,
-    bias,
-    out,
-    rows,
-    out_features,
-    in_features,
-    scale,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A program makes a tile of ``out``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # What is behind the last row or feature is computed on the last one's numbers, and not stored.
-    n_read = tl.minimum(n, out_features - 1)
-    m_read = tl.minimum(m, rows - 1)
-    x_rows = x + m_read.to(tl.int64) * in_features
-    total = int4_sums(
-        x_rows, numbers, zeros, scales, n_read, out_features, in_features, WIDTH, HALF, BLOCK_M, BLOCK_N, PRECISION
-    )
-    if bias is not None:
-        total += tl.load(bias + n_read).to(tl.float32)[None, :]
-    target = m[:, None].to(tl.int64) * out_features + n[None, :]
-    inside = (m[:, None] < rows) & (n[None, :] < out_features)
-    tl.store(out + target, (total * scale).to(out.dtype.element_ty), mask=inside)
-
-
-# Sums of products with MXFP4 weights: 4-bit floats, a power of two for each 32 of them. A tile is dequantized as it is read, to
-# the numbers that the weight has where it is dequantized at load, rounded as there.
-
-BLOCK = 32
-"""Columns that share an exponent."""
+# Sums with MXFP4 weights: 4-bit floats, a power of two for each 32 of them. A tile is dequantized as it is read, to the numbers
+# that the weight has where it is dequantized at load, rounded as there.
 
 
 @triton.jit
@@ -278,11 +265,10 @@ def e2m1(codes):
 
 
 @triton.jit
-def mxfp4_sums(
+def _mxfp4_sums(
     x_rows, numbers, exponents, n_read, out_features, in_features,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight."""
     k = tl.arange(0, HALF)
     x_tile = x_rows[:, None] + k[None, :]
     number_tile = numbers + n_read[:, None].to(tl.int64) * (in_features // 2) + k[None, :]

@@ -24,7 +24,7 @@ _FILTERED = 1024
 
 
 class TokenSampler:
-    """A ``SamplingKernels`` for up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
+    """From logits to tokens on the device, for up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -47,7 +47,12 @@ class TokenSampler:
         *,
         filtered: bool,
     ) -> None:
-        """Two launches, four where rows are drawn, five where some are filtered. ValueError for other shapes, or more rows than
+        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
+        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN or infinity to
+        ``num_nans`` int32 ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
+        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise.
+
+        Two launches, four where rows are drawn, five where some are filtered. ValueError for other shapes, or more rows than
         there is memory for.
         """
         rows = len(logits)
@@ -73,40 +78,18 @@ class TokenSampler:
         if filtered:
             of_filters = (draws.max_distance, draws.top_k, draws.top_p)
             _limit[(rows,)](
-                logits,
-                peaks,
-                draws.temperature,
-                *of_filters,
-                self._limits,
-                self._vocab,
-                BLOCK=min(_FILTERED, self._part),
-                num_warps=8,
-            )
+                logits, peaks, draws.temperature, *of_filters, self._limits, self._vocab,
+                BLOCK=min(_FILTERED, self._part), num_warps=8,
+            )  # fmt: skip
         of_row = (peaks, draws.temperature, self._limits)
         _sum[(rows, self._parts)](
-            logits,
-            *of_row,
-            self._sums,
-            self._vocab,
-            self._blocks,
-            FILTERED=filtered,
-            PART=self._part,
-            SUMMED=_SUMMED,
-            num_warps=8,
-        )
+            logits, *of_row, self._sums, self._vocab, self._blocks,
+            FILTERED=filtered, PART=self._part, SUMMED=_SUMMED, num_warps=8,
+        )  # fmt: skip
         _draw[(rows,)](
-            logits,
-            *of_row,
-            self._sums,
-            draws.seeds,
-            draws.output_indices,
-            token_ids,
-            self._vocab,
-            self._blocks,
-            FILTERED=filtered,
-            BLOCKS=triton.next_power_of_2(self._blocks),
-            SUMMED=_SUMMED,
-        )
+            logits, *of_row, self._sums, draws.seeds, draws.output_indices, token_ids, self._vocab, self._blocks,
+            FILTERED=filtered, BLOCKS=triton.next_power_of_2(self._blocks), SUMMED=_SUMMED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -231,17 +214,9 @@ def _kept_weights(logits, columns, inside, peak, temperature, limit, FILTERED: t
 
 @triton.jit
 def _sum(
-    logits,
-    peaks,
-    temperatures,
-    limits,
-    sums,
-    vocab,
-    blocks,
-    FILTERED: tl.constexpr,
-    PART: tl.constexpr,
-    SUMMED: tl.constexpr,
-):
+    logits, peaks, temperatures, limits, sums, vocab, blocks,
+    FILTERED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
     """Weights of blocks of ``SUMMED`` tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
@@ -258,20 +233,9 @@ def _sum(
 
 @triton.jit
 def _draw(
-    logits,
-    peaks,
-    temperatures,
-    limits,
-    sums,
-    seeds,
-    output_indices,
-    token_ids,
-    vocab,
-    blocks,
-    FILTERED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SUMMED: tl.constexpr,
-):
+    logits, peaks, temperatures, limits, sums, seeds, output_indices, token_ids, vocab, blocks,
+    FILTERED: tl.constexpr, BLOCKS: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
     """The inverse of the cumulative distribution in order of tokens, as in sample/draw.py: the block, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)

@@ -56,8 +56,8 @@ class Paged:
         padding = query.new_full((max(tokens - len(query), 0), *query.shape[1:]), torch.nan)
         query = torch.cat([query, padding])
         out = query.new_full((*query.shape[:2], self.values.shape[3]), torch.nan)
-        heads = query.shape[1], self.keys.shape[1]
-        scratch = attention.Scratch.allocate(len(self.group.seq_lens), *heads, out.shape[2], CPU)
+        pieces = attention.pieces_per_request(self.keys.shape[1])
+        scratch = attention.Scratch.allocate(len(self.group.seq_lens), pieces, *out.shape[1:], CPU)
         for tensor in (scratch.sums, scratch.largest, scratch.total):
             tensor.fill_(torch.nan)
         attention.attend(query, self.keys, self.values, out, self.group, params, scratch, scales, invariant=invariant)

@@ -227,7 +227,7 @@ def test_what_would_not_be_aligned_is_refused() -> None:
 def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: str) -> None:
     paged = Paged.of(make_step([1], [20], block_size=16))
     query, keys, values = paged.step.query, paged.keys, paged.values
-    scratch = attention.Scratch.allocate(1, 2 if change == "scratch" else 4, 2, 16, CPU)
+    scratch = attention.Scratch.allocate(1, 128, 2 if change == "scratch" else 4, 16, CPU)
     if change == "query":
         query = torch.zeros(1, 16, 4).transpose(1, 2)
     if change == "blocks":

@@ -33,7 +33,7 @@ def check(
     expected = torch.empty(rows, out_features, dtype=torch.float64)
     arguments = (weight, bias if biased else None, 0.5)
     TorchKernels().quantized_product(x, *arguments, expected)
-    int4.int4_product(x, *arguments, memory[:rows])
+    int4.quantized_product(x, *arguments, memory[:rows])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(memory[:rows].double(), expected, rtol=tolerance, atol=tolerance * x.shape[1] ** 0.5)
     assert bool(memory[rows].isnan().all())
@@ -61,13 +61,13 @@ def test_the_tiles_of_prompts(rows: int) -> None:
 
 def test_no_rows() -> None:
     x, weight, bias = draw(0, 8, 1, 32, 16, torch.float32)
-    int4.int4_product(x, weight, bias, 1.0, torch.empty(0, 8))
+    int4.quantized_product(x, weight, bias, 1.0, torch.empty(0, 8))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(2, 48)}, r"\[8, 32\] bytes, \[2, 8\] zeros and \[2, 8\] scales for rows of 48 numbers"),
+        ({"x": torch.zeros(2, 48)}, r"\[8, 32\] and \[2, 8\] and \[2, 8\] for rows of 48 numbers"),
         ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] for 2 rows of 8 numbers"),
         ({"out": torch.zeros(8, 2).t()}, "strides between"),
         ({"half": 8}, "halves of 8 columns in blocks of 32 of 64"),
@@ -80,4 +80,4 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -
     weight = Int4Weight(drawn.numbers, drawn.zeros, drawn.scales, drawn.width, half)
     arguments = {"x": x, "weight": weight, "bias": bias, "scale": 1.0, "out": torch.zeros(2, 8), **change}
     with pytest.raises(ValueError, match=said):
-        int4.int4_product(**arguments)
+        int4.quantized_product(**arguments)

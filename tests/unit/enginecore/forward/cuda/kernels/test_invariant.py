@@ -90,14 +90,14 @@ def grouped(x: torch.Tensor) -> torch.Tensor:
 def of_8_bits(x: torch.Tensor) -> torch.Tensor:
     weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
     out = x.new_empty(len(x), OUT)
-    float8.float8_product(x, Float8Weight(weight, numbers(2, OUT).abs(), 128), None, 1.0, out, invariant=True)
+    float8.quantized_product(x, Float8Weight(weight, numbers(2, OUT).abs(), 128), None, 1.0, out, invariant=True)
     return out
 
 
 def of_8_bits_by_row(x: torch.Tensor) -> torch.Tensor:
     weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
     out = x.new_empty(len(x), OUT)
-    float8.float8_product(x, Float8Weight(weight, numbers(1, OUT).abs(), IN), None, 1.0, out, invariant=True)
+    float8.quantized_product(x, Float8Weight(weight, numbers(1, OUT).abs(), IN), None, 1.0, out, invariant=True)
     return out
 
 
@@ -106,7 +106,7 @@ def of_4_bits(x: torch.Tensor) -> torch.Tensor:
     zeros, scales = torch.full((2, OUT), 8, dtype=torch.uint8), numbers(2, OUT).abs()
     out = x.new_empty(len(x), OUT)
     weight = Int4Weight(levels, zeros, scales, 64, 32)
-    int4.int4_product(x[:, :128].contiguous(), weight, None, 1.0, out, invariant=True)
+    int4.quantized_product(x[:, :128].contiguous(), weight, None, 1.0, out, invariant=True)
     return out
 
 

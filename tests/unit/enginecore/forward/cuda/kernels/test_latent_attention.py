@@ -47,7 +47,8 @@ def attended(step: Step, tokens: int = 0, requests: int = 0, *, invariant: bool 
     query = torch.cat([step.query, padding])
     latent = step.cache.values.shape[1]
     out = query.new_full((*query.shape[:2], latent), torch.nan)
-    scratch = latent_attention.latent_scratch(len(paged.group.seq_lens), query.shape[1], latent, CPU)
+    pieces = latent_attention.latent_pieces(query.shape[1])
+    scratch = latent_attention.Scratch.allocate(len(paged.group.seq_lens), pieces, *out.shape[1:], CPU)
     for tensor in (scratch.sums, scratch.largest, scratch.total):
         tensor.fill_(torch.nan)
     latent_attention.attend_latent(query, paged.keys, paged.group, SCALING, out, scratch, invariant=invariant)
@@ -181,6 +182,7 @@ def test_shapes_that_the_kernel_does_not_take_are_refused(change: str, message: 
         cache = torch.zeros(4 * 400).as_strided((3, 1, 16, 24), (392, 384, 24, 1))
     if change == "wide":
         query, cache, out = torch.zeros(1, 4, 576), torch.zeros(3, 1, 16, 576), torch.zeros(1, 4, 544)
-    scratch = latent_attention.latent_scratch(1, 2 if change == "scratch" else 4, out.shape[2], CPU)
+    heads = 2 if change == "scratch" else 4
+    scratch = latent_attention.Scratch.allocate(1, latent_attention.latent_pieces(heads), heads, out.shape[2], CPU)
     with pytest.raises(ValueError, match=message):
         latent_attention.attend_latent(query, cache, paged.group, SCALING, out, scratch)

@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def float8(module: Any) -> torch.Tensor:
     weight = Float8Weight(random(37, 72).to(torch.float8_e4m3fn), random(3, 37).abs(), 32)
     out = torch.full((18, 37), NAN)
-    call = module.float8_product if module else TorchKernels().quantized_product
+    call = module.quantized_product if module else TorchKernels().quantized_product
     call(random(18, 72)[:17], weight, random(37), 0.5, out[:17])
     return out
 
@@ -36,7 +36,7 @@ def int4(module: Any) -> torch.Tensor:
         for top, shape in ((256, (37, 32)), (16, (2, 37)))
     )
     out = torch.full((18, 37), NAN)
-    call = module.int4_product if module else TorchKernels().quantized_product
+    call = module.quantized_product if module else TorchKernels().quantized_product
     call(random(17, 64), Int4Weight(levels, zeros, random(2, 37).abs(), 32, 16), random(37), 0.5, out[:17])
     return out
 
@@ -96,23 +96,23 @@ def before_attention(module: Any) -> torch.Tensor:
 
 MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
     "quantized": [
-        (float8, "m_read.to(tl.int64) * in_features", "m_read.to(tl.int64) * out_features"),
         (float8, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
         (float8, "(start + k < in_features)", "(start + k < in_features + 1)"),
-        (float8, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
-        (float8, "(total * scale)", "total"),
+        (float8, "x, begin, rows, tl", "x, begin, rows - 1, tl"),
+        (float8, "bias, scale, n_read", "bias, 1.0, n_read"),
         (int4, "(both >> 4)", "(both & 15)"),
         (int4, "start + HALF)", "start)"),
         (int4, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
-        (int4, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
-        (int4, "total += tl.load(bias + n_read)", "total += tl.load(bias + n_read * 0)"),
+        (int4, "out, m, rows, n,", "out, m, rows + 1, n,"),
+        (int4, "zeros + place", "zeros + n_read"),
     ],
     "invariant": [
-        (dense, "(m[:, None] < rows)", "(m[:, None] <= rows)"),
-        (dense, "x + m_read[:, None] * in_features\n    columns", "x + m_read[:, None] * out_features\n    columns"),
+        (dense, "(m[:, None] < end)", "(m[:, None] <= end)"),
+        (dense, ".to(tl.int64) * in_features\n\n", ".to(tl.int64) * out_features\n\n"),
+        (dense, "tl.load(bias + n_read)", "tl.load(bias + n_read * 0)"),
         (dense, "(total * scale)", "total"),
         (grouped, "expert.to(tl.int64) * in_features", "expert.to(tl.int64) * 0 * in_features"),
-        (grouped, "bias + expert * out_features", "bias"),
+        (grouped, "bias += expert * out_features", "bias += 0"),
         (grouped, "(m[:, None] < end)", "(m[:, None] <= end)"),
         (weighted, "factor = scale / of_all", "factor = scale"),
         (weighted, "row * width + columns", "row * 0 + columns"),

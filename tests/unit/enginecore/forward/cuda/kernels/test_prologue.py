@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.attention.kv_cache import KVScales
+from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -61,9 +61,9 @@ class Case:
         query = torch.full((self.tokens, self.heads, self.size), torch.nan, dtype=self.dtype)
         return arena, arena[:, 1, 0], arena[:, 1, 1], query
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, **options: object) -> None:
+    def run(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, scales: KVScales = UNSCALED) -> None:
         inputs = (self.qkv, self.added, self.normed, self.rotary, self.positions, self.slots)
-        prologue.prologue(*inputs, keys, values, query, **options)
+        prologue.prologue(*inputs, keys, values, query, scales)
 
     def oracle(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> None:
         inputs = (self.qkv, self.added, self.normed, self.rotary, self.positions, self.slots)
@@ -106,24 +106,6 @@ def test_any_shape(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("size", "half"), [(80, 40), (96, 48), (96, 24), (64, 32)])
 def test_head_sizes_of_models(size: int, half: int) -> None:
     check(Case(tokens=3, heads=6, kv_heads=2, size=size, half=half, bias=True, norms=True, offset=1.0, seed=size))
-
-
-def test_interleaved_pairs_are_halves_in_another_order() -> None:
-    case = Case(tokens=4, heads=5, kv_heads=3, size=20, half=6, bias=True)
-    _, keys, values, query = case.memory()
-    case.run(keys, values, query, interleaved=True)
-    # Number i of the halves' order is the one that stands at order[i].
-    order = torch.tensor([*range(0, 12, 2), *range(1, 12, 2), *range(12, 20)])
-
-    def reordered(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, 20))[..., order].flatten(-2)
-
-    case.qkv, case.added = reordered(case.qkv).contiguous(), reordered(case.added)
-    _, *wanted, wanted_query = case.memory()
-    case.oracle(*wanted, wanted_query)
-    torch.testing.assert_close(query[..., order], wanted_query, equal_nan=True)
-    torch.testing.assert_close(keys[..., order], wanted[0], equal_nan=True)
-    torch.testing.assert_close(values[..., order], wanted[1], equal_nan=True)
 
 
 def test_fp8_caches_hold_numbers_over_their_scales_and_end_at_the_largest() -> None:

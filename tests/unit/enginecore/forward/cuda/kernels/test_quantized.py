@@ -29,7 +29,7 @@ def check(rows: int, out_features: int, in_features: int, width: int, dtype: tor
     expected = torch.empty(rows, out_features, dtype=torch.float64)
     arguments = (weight, bias if biased else None, 0.5)
     TorchKernels().quantized_product(x, *arguments, expected)
-    float8.float8_product(x, *arguments, memory[:rows])
+    float8.quantized_product(x, *arguments, memory[:rows])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(memory[:rows].double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
     assert bool(memory[rows].isnan().all())
@@ -67,13 +67,13 @@ def test_the_decoder_launches_it() -> None:
 
 def test_no_rows() -> None:
     x, weight, bias = draw(0, 8, 16, 16, torch.float32)
-    float8.float8_product(x, weight, bias, 1.0, torch.empty(0, 8))
+    float8.quantized_product(x, weight, bias, 1.0, torch.empty(0, 8))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(2, 48)}, r"\[8, 64\] and scales \[2, 8\] for rows of 48 numbers"),
+        ({"x": torch.zeros(2, 48)}, r"\[8, 64\] and \[2, 8\] for rows of 48 numbers"),
         ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] for 2 rows of 8 numbers"),
         ({"out": torch.zeros(8, 2).t()}, "strides between"),
         (
@@ -86,4 +86,4 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -
     x, weight, bias = draw(2, 8, 64, 32, torch.float32)
     arguments = {"x": x, "weight": weight, "bias": bias, "scale": 1.0, "out": torch.zeros(2, 8), **change}
     with pytest.raises(ValueError, match=said):
-        float8.float8_product(**arguments)
+        float8.quantized_product(**arguments)
