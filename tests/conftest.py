@@ -28,9 +28,11 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with ``each_value``, leave a few that have all values of its parameters; the others are slow."""
+    """Mark the cases that ``quick`` and ``each_value`` leave out of the quick suite."""
     tests: dict[str, list[tuple[pytest.Item, set[tuple[str, int]]]]] = {}
     for item in items:
+        if (quick := item.get_closest_marker("quick")) and item.nodeid.partition("[")[2][:-1] not in quick.args:
+            item.add_marker("slow")
         if item.get_closest_marker("each_value"):
             params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]
             values = {(name, id(value)) for name, value in params.items()}

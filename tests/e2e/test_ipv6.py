@@ -20,6 +20,7 @@ def _has_ipv6() -> bool:
 pytestmark = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback address")
 
 
+@pytest.mark.slow
 async def test_services_find_each_other_and_answer() -> None:
     cluster = Cluster(DEMO_MODEL, engines=1, host="::1")
     (engine,) = cluster.engines

@@ -56,6 +56,7 @@ def code(tmp_path: Path) -> Path:
     return copy_of_the_code(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_changes_of_the_tutorial_add_a_parameter(code: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     page = PAGE.read_text()
     subprocess.run(

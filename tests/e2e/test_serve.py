@@ -131,6 +131,7 @@ def test_a_wrong_setting_is_refused_and_the_server_goes_on(server: Server) -> No
     assert server.text(QUESTION, "--temperature", "0", "--max-tokens", "20")
 
 
+@pytest.mark.slow
 def test_a_stop_lets_running_requests_finish_and_frees_the_ports(own_server: Server) -> None:
     with own_server.generate("Once upon a time", "--ignore-eos", "--max-tokens", "300") as process:
         assert process.stdout is not None

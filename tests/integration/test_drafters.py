@@ -163,6 +163,7 @@ def without() -> dict[float, Run]:
         engine.shutdown()
 
 
+@pytest.mark.quick("ngram")
 @pytest.mark.parametrize("method", ["prediction", "ngram", "draft_model"])
 def test_constrained_requests_get_the_tokens_that_they_get_without(method: str, without: dict[float, Run]) -> None:
     engine = engine_of(

@@ -19,13 +19,19 @@ from tests.pairs.table import Refused, Tested, Two, name_of, pairs
 pytestmark = pytest.mark.usefixtures("warm_processes")
 SLOW = frozenset({Feature.NODES, Feature.STRUCTURED, Feature.TENSOR, Feature.PIPELINE, Feature.FP8_CACHE})
 """Processes, grammars that are compiled in one, threads of workers, and attention by torch."""
+FEATURES = [*Feature]
 AT_THE_REQUEST = "ranks of a data-parallel group do not sleep yet"
 TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and not two & GROUPS]
 REFUSED = [(two, verdict.message) for two, verdict in pairs() if isinstance(verdict, Refused)]
 
 
+def is_slow(two: Two) -> bool:
+    """All but each third of the partners of a feature."""
+    return bool(two & SLOW or sum(map(FEATURES.index, two)) % 3)
+
+
 @pytest.mark.parametrize(
-    "two", [pytest.param(two, marks=pytest.mark.slow if two & SLOW else (), id=name_of(two)) for two in TESTED]
+    "two", [pytest.param(two, marks=pytest.mark.slow if is_slow(two) else (), id=name_of(two)) for two in TESTED]
 )
 def test_a_pair_gives_what_a_plain_engine_gives(two: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Pair(two, tmp_path).check(monkeypatch)

@@ -91,6 +91,7 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
         engine.shutdown()
 
 
+@pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
     engine = case.engine(scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})

@@ -16,6 +16,7 @@ from tests.fakes.models.tiny_models import save_narrow_model
 from tests.integration.test_native_parity import CACHE, NEW_TOKENS, expected_tokens, greedy, prompts
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("architecture", "tensor", "pipeline", "part"),
     [

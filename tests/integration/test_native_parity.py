@@ -289,6 +289,7 @@ def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(
     engine.shutdown()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "glm4"])
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 @pytest.mark.parametrize("has_float16", [False, True])
@@ -334,6 +335,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
     engine.shutdown()
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "glm4"])
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -352,6 +354,7 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
         engine.shutdown()
 
 
+@pytest.mark.quick("avx512_bf16-qwen3")
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
 def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transformers_in_bfloat16(
@@ -402,6 +405,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
     engine.shutdown()
 
 
+@pytest.mark.quick("qwen3-floats", "gemma2-auto", "mixtral-auto")
 @pytest.mark.parametrize(
     ("architecture", "isa"),
     [

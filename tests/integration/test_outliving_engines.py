@@ -100,6 +100,7 @@ async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path
         assert got == [outputs.token(4, index) for index in range(len(got))]
 
 
+@pytest.mark.quick("in its first step")
 @pytest.mark.parametrize(
     ("fault", "most_deaths"),
     [({"at": "on_add"}, 3), ({"at": "in_step", "count": 1}, 3), ({"at": "in_step", "count": 4}, 3 + 3)],

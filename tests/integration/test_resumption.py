@@ -86,6 +86,7 @@ def run(
     return tokens, logprobs, last
 
 
+@pytest.mark.quick("seeded", "min_tokens", "stop tokens", "schema behind reasoning")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_cut_anywhere_goes_on_as_it_would_have(engine: EngineCore, shape: str) -> None:
     params = SHAPES[shape]

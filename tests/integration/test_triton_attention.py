@@ -80,6 +80,7 @@ def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
     assert graphs.stats.replays > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama4_text", "deepseek_v3"])
 def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path) -> None:
     """Interpreted."""

@@ -74,6 +74,7 @@ def expected() -> Run:
     return run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [name if name == "tensor parallel, suffix" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES],
