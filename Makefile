@@ -19,6 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 # Processes that tests run in at once. Those of services wait for one another about as long as they compute.
 JOBS ?= 2
 JOBS_WAITING ?= 3
+TESTS := tests/e2e tests/clients tests/integration tests/contract tests/unit
 # What runs beside each other writes its output when it has ended. make 3.81 cannot.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # Images: docker, podman, or buildah, which needs no daemon; a registry in front of their names, as the chart's image.registry.
@@ -42,7 +43,8 @@ SKIPPED := build/skipped
 BUF := node_modules/.bin/buf
 # The contracts of the last release, as a descriptor set.
 RELEASED = $(shell cd protos && ls released/*.binpb | sort -V | tail -n 1)
-# Are there after a short soak, or sanitizers, that failed.
+# Are there after a chart, a short soak, or sanitizers, that failed.
+CHART_FAILED := build/chart.failed
 SOAK_FAILED := build/soak-short.failed
 SANITIZE_FAILED := build/sanitize.failed
 
@@ -87,21 +89,27 @@ test: setup ## Lint, types and tests; at the end, what was skipped and how to ge
 		$(BIN)/python -m tests.skipped $(SKIPPED); exit $$status
 
 .PHONY: test-all
-test-all: test-checks test-unit test-contract test-integration test-e2e
+test-all: test-checks test-quick
 
 .PHONY: test-checks
 test-checks: setup
 	@$(MAKE) --no-print-directory -j 2 $(WHOLE) typecheck chart-lint lint
 
+# In one session, which collects and imports once. What waits for processes comes first, so that workers end at the same time.
+.PHONY: test-quick
+test-quick: setup
+	@QUICK_TESTS=1 CLIENT_LANGUAGES=python,node $(PYTEST) $(TESTS) -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+
 .PHONY: test-slow
 test-slow: setup ## The tests that `make test` leaves out because they take long
-	@CLIENT_LANGUAGES=python,node $(PYTEST) tests/unit tests/contract tests/integration tests/e2e tests/clients -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
+	@CLIENT_LANGUAGES=python,node $(PYTEST) $(TESTS) -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: retest
-retest: lint typecheck chart-lint ## Lint and types again, and the tests that failed last
+retest: lint typecheck ## Lint and types again, and what failed last of the tests, the chart, the soak and the sanitizers
+	@test ! -e $(CHART_FAILED) || $(MAKE) chart-lint
 	@test ! -e $(SOAK_FAILED) || $(MAKE) soak-short
 	@test ! -e $(SANITIZE_FAILED) || $(MAKE) sanitize
-	@$(PYTEST) tests --last-failed --last-failed-no-failures none -q; status=$$?; test $$status -eq 5 || exit $$status
+	@files=$$($(BIN)/python -m tests.failed) || exit; test -z "$$files" || $(PYTEST) $$files --last-failed --last-failed-no-failures none -q
 
 .PHONY: test-unit
 test-unit: setup ## Unit tests
@@ -201,8 +209,9 @@ rules-test: setup ## The chart's alerts on series, and with faults that are made
 
 .PHONY: chart-lint
 chart-lint: setup ## helm lint, render every value set, validate the manifests, chart tests
+	@mkdir -p $(dir $(CHART_FAILED)) && touch $(CHART_FAILED)
 	@$(BIN)/python -m charts.lint
-	@$(PYTEST) tests/chart -q
+	@$(PYTEST) tests/chart -q && rm $(CHART_FAILED)
 
 .PHONY: images
 images: image-coordinator image-frontend image-enginecore ## Build the images with IMAGE_BUILDER, as REGISTRY/penstock/SERVICE:TAG

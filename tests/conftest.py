@@ -1,6 +1,7 @@
 """What holds for every test, wherever it runs."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _QUICK = "QUICK_TESTS"
 """The variable with which slow tests do not run."""
 
+_MAY_BE_SLOW = re.compile("slow|each_value|quick", re.IGNORECASE)
+"""What the text of a file has whose tests, or some of whose cases, are slow."""
+
 # How long an example of a property test takes depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -24,6 +28,13 @@ settings.load_profile("untimed")
 # Triton settles whether it interprets or compiles when it is imported, which transformers does as well: before any test is.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests alone are run, files without any are not imported, which takes longer than many tests."""
+    if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
+        return None
+    return None if _MAY_BE_SLOW.search(collection_path.read_text(encoding="utf-8")) else True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,18 @@
+"""``python -m tests.failed``: the files with tests that failed last, as pytest has kept them."""
+
+import json
+from pathlib import Path
+
+KEPT = Path(__file__).resolve().parents[1] / ".pytest_cache/v/cache/lastfailed"
+
+
+def files(kept: Path) -> list[str]:
+    """Relative to the repository's root; those that are gone are left out."""
+    if not kept.exists():
+        return []
+    names = {test.partition("::")[0] for test in json.loads(kept.read_text(encoding="utf-8"))}
+    return sorted(name for name in names if (KEPT.parents[3] / name).exists())
+
+
+if __name__ == "__main__":
+    print(*files(KEPT))
