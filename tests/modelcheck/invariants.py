@@ -159,7 +159,7 @@ def check_rest(machine: GroupMachine | None, living: Mapping[str, Rank], live: o
     """Where nothing is left to happen everything is done. ``machine``: None where no coordinator is. ``living``: ranks by name.
     ``live``: the requests that there are, if any. Returns the pause that is on, if one is.
     """
-    if machine and len(living) < machine.min_size:
+    if machine and len(living) < (machine.min_size if machine.group.epoch else machine.size):  # it waits for others
         return None
     groups = [machine.group] if machine else [rank.group for rank in living.values()]
     names = max(groups, key=lambda group: group.epoch).members

@@ -171,6 +171,19 @@ def test_what_machines_did_replays(recorded: Path) -> None:
     assert at_rest(traces_in(recorded))
 
 
+def test_a_rank_rests_while_its_first_group_waits_for_another_one_that_starts_late(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        network = Network(recorder)
+        network.coordinator("founded", 2, min_size=1, waits=False)
+        network.coordinator("recovered")
+        for name in "ab":
+            network.rank_comes(name)
+            network.run()
+            network.beat()
+    replayed = replay(tmp_path)
+    assert (replayed.epochs, replayed.rests) == (1, 2)
+
+
 def test_a_group_that_has_work_is_not_at_rest(traces: list[Lines]) -> None:
     rank = traces[1]
     rank.write(rank.lines[: -BEATS - 1])
