@@ -46,16 +46,19 @@ def test_distributions_without_the_model_do_not_depend_on_torch(service: str) ->
 
 
 def with_torch() -> list[str]:
-    """Tests of the frontend whose oracle, transformers' own processors and models, needs torch. That what they test does not is
+    """Tests of its processing whose oracle, transformers' own processors and models, needs torch. That what they test does not is
     shown by processes of their own, in tests/unit/frontend/processing/media.
     """
     oracles = "tests.fakes.multimodal_models"
     return sorted(
-        str(path) for path in (ROOT / "tests/unit/frontend").rglob("test_*.py") if oracles in path.read_text()
+        str(path)
+        for path in (ROOT / "tests/unit/frontend/processing").rglob("test_*.py")
+        if oracles in path.read_text()
     )
 
 
-def test_the_frontends_unit_tests_pass_where_torch_cannot_be_imported() -> None:
+def test_prompts_are_processed_where_torch_cannot_be_imported() -> None:
+    """By libraries, which might import it; that the rest of the frontend does not is read off its code, in test_imports."""
     left_out = [f"--ignore={path}" for path in with_torch()]
     blocker = (
         "import sys, pytest\n"
@@ -64,7 +67,7 @@ def test_the_frontends_unit_tests_pass_where_torch_cannot_be_imported() -> None:
         "        if name.split('.')[0] == 'torch':\n"
         "            raise ModuleNotFoundError('torch is not installed here', name='torch')\n"
         "sys.meta_path.insert(0, NoTorch())\n"
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/unit/frontend', 'tests/unit/common', *sys.argv[1:]]))\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/unit/frontend/processing', *sys.argv[1:]]))\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", blocker, *left_out], cwd=ROOT, capture_output=True, text=True, timeout=1800

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.pairs.features import GROUPS
+from tests.pairs.features import GROUPS, Feature
 from tests.pairs.table import Tested, Two, name_of, pairs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.usefixtures("warm_processes")]
-TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and two & GROUPS]
+WITH_GROUPS = [two for two, verdict in pairs() if isinstance(verdict, Tested) and two & GROUPS]
+TESTED = [
+    two
+    for two in WITH_GROUPS
+    if Feature.EXPERTS in two or (two - {Feature.GROUP} | {Feature.EXPERTS}) not in WITH_GROUPS
+]
+"""Ranks that share experts are a group as well: no others are started for features that run with shared experts."""
 
 
 @pytest.mark.parametrize("two", [pytest.param(two, id=name_of(two)) for two in TESTED])

@@ -43,7 +43,8 @@ make test-slow
 ```
 
 `tests/integration/test_feature_pairs.py` has the pairs without groups, `tests/e2e/test_feature_pairs.py` those with groups.
-Workers of tensor and pipeline parallel engines are threads there; nodes and ranks are processes.
+Workers of tensor and pipeline parallel engines are threads there; nodes and ranks are processes. Ranks that share experts are a
+group: they stand for the group in pairs with what both have.
 
 To add a feature, add a member to `Feature` in `tests/pairs/features.py`, with what it sets. Every pair with it is then
 tested, unless `tests/pairs/table.py` names the refusal or the reason. `make test` runs the quick pairs and the refusals, `make
