@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from penstock.common.v1 import sampling_pb2, structured_output_pb2
 from penstock.enginecore.v1 import messages_pb2 as engine
 from penstock.inference.v1 import messages_pb2 as pb
+from tests.fakes.patience import PATIENCE
 from tests.fuzz import hostile_grammars, http2_garbage, http_calls, json_places, rpc_calls, schemas, sizes
 from tests.fuzz.hostile_grammars import RAW, Constraint
 from tests.fuzz.http_calls import HttpCase
@@ -52,6 +53,12 @@ class Attempt(NamedTuple):
                 return f"{case.raw[:1200]!r}"
             case data:
                 return f"{data[:200]!r}"
+
+    def patient(self) -> "Attempt":
+        """The same one, which waits for its answer as long as a busy machine may take."""
+        if not isinstance(self.payload, Case | HttpCase):
+            return self
+        return self._replace(payload=self.payload._replace(timeout=max(self.payload.timeout, PATIENCE)))
 
     @property
     def size(self) -> int:

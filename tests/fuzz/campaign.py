@@ -246,7 +246,7 @@ class Campaign:
     ) -> tuple[list[Incident], bool]:
         """What happens when it is sent, and whether the system is still of use."""
         watch.take()
-        end = await storm.one(attempt)
+        end = await storm.one(attempt.patient() if late else attempt)
         storm.late = []
         await watch.settle()
         found = watch.take()

@@ -19,10 +19,11 @@ import grpc
 
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from penstock_common.rpc.channel import make_channel
+from tests.fakes.patience import PATIENCE
 from tests.fuzz.neighbour_kinds import KINDS, VARIETY, Ask
 
 _TELL = 0.25
-_PATIENCE = 120.0
+_PATIENCE = 1.2 * PATIENCE
 _START = 120.0
 
 

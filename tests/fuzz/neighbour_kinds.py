@@ -17,6 +17,7 @@ from penstock.common.v1.sampling_pb2 import SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc as rpc
 from tests.fakes.media_files import image_file, sound_file
+from tests.fakes.patience import PATIENCE
 from tests.fuzz.variants import Variant
 
 VARIETY = 3
@@ -68,7 +69,7 @@ async def _generate(ask: Ask, medium: Media | None = None, **fields: Any) -> dic
         request.cache_salt = _salt()
         request.mixed.CopyFrom(_beside(medium, ask))
     tokens: dict[str, Any] = {}
-    async for output in ask.stub.Generate(request, timeout=100):
+    async for output in ask.stub.Generate(request, timeout=PATIENCE):
         ask.came(len(output.token_ids))
         tokens.setdefault(f"tokens {output.index}", []).extend(output.token_ids)
         if output.finish_reason:
@@ -132,7 +133,7 @@ async def _streamed(ask: Ask, path: str, body: dict[str, Any]) -> dict[str, Any]
 
 def _stream(ask: Ask, path: str, prompt: dict[str, Any], came: Callable[[int], None]) -> dict[str, Any]:
     """A completion as a stream of events. ValueError for anything else."""
-    connection = http.client.HTTPConnection("127.0.0.1", ask.http_port, timeout=100)
+    connection = http.client.HTTPConnection("127.0.0.1", ask.http_port, timeout=PATIENCE)
     body = {
         **prompt,
         "stream": True,
@@ -174,7 +175,7 @@ async def _embed(
     params = pooling_pb2.PoolingParams(task=task)
     routing = pb.RoutingHints(tenant=_TENANT)
     request = pb.EmbedRequest(inputs=inputs, pooling_params=params, routing=routing)
-    answer = await ask.stub.Embed(request, timeout=100)
+    answer = await ask.stub.Embed(request, timeout=PATIENCE)
     ask.came(1)
     (vector,) = answer.embeddings
     return {"vector": array("f", vector.inline).tolist(), "shape": list(vector.shape)}
@@ -193,7 +194,7 @@ async def _health(ask: Ask) -> dict[str, Any]:
 
 
 async def _tokenize(ask: Ask) -> dict[str, Any]:
-    answer = await ask.stub.Tokenize(pb.TokenizeRequest(text=_PROMPTS[ask.number]), timeout=100)
+    answer = await ask.stub.Tokenize(pb.TokenizeRequest(text=_PROMPTS[ask.number]), timeout=PATIENCE)
     ask.came(len(answer.token_ids))
     return {"token_ids": list(answer.token_ids)}
 
@@ -210,7 +211,7 @@ async def _short_over_http(ask: Ask, method: str, path: str, body: dict[str, Any
 
 def _answer(port: int, method: str, path: str, body: dict[str, Any] | None) -> bytes:
     """The body of an answer on a connection of its own. ValueError for any status but 200."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         given = None if body is None else json.dumps(body)
         connection.request(method, path, given, {"content-type": "application/json"})

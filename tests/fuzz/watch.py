@@ -16,6 +16,8 @@ STARVED = 5.0
 HELD = 2000
 """Milliseconds of its own computing for which one callback may hold an event loop."""
 _DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
+_BY_THE_CLOCK = "the event loop is behind"
+"""Is no defect on a busy machine. ``Watch`` has what a loop was held for by its own computing."""
 _LOST = re.compile(r"engine lost.*engine-\d|lost their engine|given up")
 _WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")
 _FRAME = re.compile(r"[ \t|+]")
@@ -177,5 +179,5 @@ def _notable(text: str) -> Iterator[str]:
             if line.strip() and not _FRAME.match(line):
                 inside = False
                 yield line[:300]
-        elif _DEFECT.search(line) or _LOST.search(line):
+        elif (_DEFECT.search(line) and _BY_THE_CLOCK not in line) or _LOST.search(line):
             yield line[:400]
