@@ -20,6 +20,8 @@ NATIVE = ("llama", "gemma", "gemma2", "gemma3", "mistral", "olmo2", "phi3", "qwe
 PACKED = ("cohere", "glm4", "gpt_neox", "granite", "olmo", "opt", "phi", "starcoder2")
 """Others, whose linear layers the kernels compute."""
 QUICK = "llama"
+KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
+"""Plain layers, capped scores, projections in one, and of packed layers those with biases and with learned positions."""
 CACHE = {"block_size": 16, "num_blocks": 256}
 LORA = {"max_loras": len(ADAPTERS)}
 
@@ -30,7 +32,17 @@ LORA = {"max_loras": len(ADAPTERS)}
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     torch.set_num_threads(1)
-    return AdaptedModel(request.param, tmp_path_factory.mktemp(request.param), hidden_size=64, initializer_range=0.2)
+    made = AdaptedModel(request.param, tmp_path_factory.mktemp(request.param), hidden_size=64, initializer_range=0.2)
+    answers = {(question.adapter, tuple(question.prompt)): question.tokens for question in made.questions}
+    assert len(answers) == len(made.questions) >= 16
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(answers), (
+        "adapters and prompts make no difference"
+    )
+    assert {adapter for adapter, _ in answers} == {BASE, *ADAPTERS}
+    return made
+
+
+each_kind = pytest.mark.parametrize("model", KINDS, indirect=True)
 
 
 def engine_of(adapted: AdaptedModel, /, **sections: Any) -> EngineCore:
@@ -53,13 +65,6 @@ def check(model: AdaptedModel, run: Run, prefix: str = "r") -> float:
     return largest
 
 
-def test_the_reference_answers_differ_by_adapter(model: AdaptedModel) -> None:
-    answers = {(question.adapter, tuple(question.prompt)): question.tokens for question in model.questions}
-    assert len(answers) == len(model.questions) >= 16
-    assert len({tuple(tokens) for tokens in answers.values()}) == len(answers)
-    assert {adapter for adapter, _ in answers} == {BASE, *ADAPTERS}
-
-
 def test_one_batch_of_all_adapters_and_of_none(model: AdaptedModel) -> None:
     engine = engine_of(model)
     [info] = engine.executor.collective_rpc("worker_info")
@@ -71,26 +76,43 @@ def test_one_batch_of_all_adapters_and_of_none(model: AdaptedModel) -> None:
     assert run.stats.prefix_cache_hits > 0
 
 
+def few_blocks(model: AdaptedModel, *, enable_prefix_caching: bool) -> EngineCore:
+    """Has room for two of the longest requests, and computes them in chunks."""
+    length = max(len(question.prompt) for question in model.questions) + NEW_TOKENS
+    sections: dict[str, Any] = {"model": {"max_model_len": length}, "scheduler": {"max_num_batched_tokens": 24}}
+    roomy = engine_of(model, **sections)
+    num_blocks = 2 * roomy.scheduler.kv_cache.num_blocks_for(length) + 1
+    return engine_of(
+        model, **sections, cache={"num_blocks": num_blocks, "enable_prefix_caching": enable_prefix_caching}
+    )
+
+
 @pytest.mark.slow
+def test_chunks_prefix_hits_and_preemptions_at_once(model: AdaptedModel) -> None:
+    engine = few_blocks(model, enable_prefix_caching=True)
+    for prefix in ("r", "again"):
+        run = answer(engine, model.requests(prefix))
+        check(model, run, prefix)
+    assert run.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@each_kind
 def test_prompts_in_chunks(model: AdaptedModel) -> None:
     engine = engine_of(model, scheduler={"max_num_batched_tokens": 7})
     check(model, answer(engine, model.requests()))
 
 
 @pytest.mark.slow
+@each_kind
 def test_preempted_requests(model: AdaptedModel) -> None:
-    length = max(len(question.prompt) for question in model.questions) + NEW_TOKENS
-    sections: dict[str, Any] = {"model": {"max_model_len": length}, "scheduler": {"max_num_batched_tokens": 24}}
-    roomy = engine_of(model, **sections)
-    cache = {"num_blocks": 2 * roomy.scheduler.kv_cache.num_blocks_for(length) + 1}
-    for prefix_caching in (False, True):
-        engine = engine_of(model, **sections, cache={**cache, "enable_prefix_caching": prefix_caching})
-        run = answer(engine, model.requests())
-        check(model, run)
-        assert run.stats.num_preemptions > 0
+    run = answer(few_blocks(model, enable_prefix_caching=False), model.requests())
+    check(model, run)
+    assert run.stats.num_preemptions > 0
 
 
 @pytest.mark.slow
+@each_kind
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "prediction", "draft_model"])
 def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(model: AdaptedModel, drafter: str) -> None:
     speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": 4, "adaptive": False}
@@ -115,6 +137,7 @@ def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(mode
 
 
 @pytest.mark.slow
+@each_kind
 def test_prompts_are_scored_as_well(model: AdaptedModel) -> None:
     run = answer(engine_of(model, scheduler={"max_num_batched_tokens": 24}), model.requests(prompt_logprobs=-1))
     check(model, run)
@@ -130,6 +153,7 @@ def bits(run: Run, name: str) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.slow
+@each_kind
 def test_bits_are_those_of_an_engine_without_adapters_and_of_a_request_alone(model: AdaptedModel) -> None:
     with_adapters, without = engine_of(model), engine_of(model, lora={"max_loras": 0})
     run = answer(with_adapters, model.requests())

@@ -39,6 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
 PROCESSES = ("processes", "split")
+KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio")
+"""Squares, spans that see all of themselves, windows that the kernels do not compute, crops of any shape, grids, and sounds."""
 
 
 class Case:
@@ -71,9 +73,9 @@ class Case:
 
 
 every_family = pytest.mark.parametrize("case", FAMILIES, indirect=True)
-llava_soon = pytest.mark.parametrize(
+every_kind = pytest.mark.parametrize(
     "case",
-    [family if family == "llava" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    [family if family == "llava" else pytest.param(family, marks=pytest.mark.slow) for family in KINDS],
     indirect=True,
 )
 
@@ -94,11 +96,18 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
 @pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
-    engine = case.engine(scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
-    assert run(engine, case.requests()).tokens == case.expected
+    """In steps of seven tokens, by the modules and by the kernels' decoder, and again on prefixes that are cached."""
+    for block_size in (4, 16):
+        engine = case.engine(
+            cache={"block_size": block_size}, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1}
+        )
+        assert answer(engine, case.requests()).tokens == case.expected
+        again = run(engine, case.requests())
+        assert again.tokens == case.expected
+        assert again.stats.prefix_cache_hits > 0
 
 
-@llava_soon
+@every_kind
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.slow) if way in PROCESSES else way for way in WAYS]
 )
@@ -108,7 +117,7 @@ def test_tokens_are_those_of_transformers(case: Case, way: str, request: pytest.
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 
-@llava_soon
+@every_kind
 def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(case: Case) -> None:
     engine = case.engine(scheduler={"max_num_batched_tokens": 64})
     first = answer(engine, case.requests())
@@ -121,7 +130,7 @@ def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(c
     assert again.stats.prefix_cache_hits > 0
 
 
-@llava_soon
+@every_kind
 def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     count = 3 * COUNT
     prompts = {f"{name}{i}": prompt for i in range(2) for name, prompt in case.prompts.items()}
@@ -137,13 +146,13 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     assert found.tokens == {name: expected[name[:-1]] for name in prompts}
 
 
-@llava_soon
+@every_kind
 def test_a_cache_that_holds_one_image_serves_prompts_with_several(case: Case) -> None:
     engine = case.engine(multimodal={"encoder_cache_size": 1}, cache={"enable_prefix_caching": False})
     assert run(engine, case.requests()).tokens == case.expected
 
 
-@llava_soon
+@every_kind
 def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> None:
     image, plain = case.prompts["two"], case.prompts["text"].request("text", COUNT, logprobs=0)
     text = MediaPrompt([token % 200 for token in image.token_ids], [], {}, None)
@@ -155,7 +164,7 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
     assert beside_image.logprobs["text"] == beside_text.logprobs["text"]
 
 
-@llava_soon
+@every_kind
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
@@ -169,7 +178,7 @@ def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_
     assert beside.logprobs["text"] == alone.logprobs["text"]
 
 
-@llava_soon
+@every_kind
 @pytest.mark.parametrize("level", [1, 2])
 def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: Any) -> None:
     engine = case.engine()
@@ -183,7 +192,7 @@ def test_towers_sleep_with_the_model_and_rows_are_forgotten(case: Case, level: A
     assert before.tokens == after.tokens == case.expected
 
 
-@llava_soon
+@every_kind
 def test_an_image_that_cannot_be_encoded_ends_its_own_request_alone(case: Case) -> None:
     engine = case.engine()
     broken = case.prompts["last"].request("broken", COUNT)
@@ -195,7 +204,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_request_alone(case: Case) 
     assert {name: found.tokens[name] for name in case.expected} == case.expected
 
 
-@llava_soon
+@every_kind
 def test_the_text_model_alone_serves_text(case: Case) -> None:
     engine = case.engine(multimodal={"enabled": False})
     assert engine.model.media == ()

@@ -10,7 +10,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import Run, build_engine, generate
-from tests.fakes.models.quick_architectures import QUICK_ARCHITECTURES
+from tests.fakes.models.quick_architectures import KINDS, QUICK_ARCHITECTURES
 from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
@@ -45,20 +45,49 @@ def _greedy(engine: EngineCore, prompts: list[list[int]], prefix: str = "r") -> 
     return [run.tokens[f"{prefix}{i}"] for i in range(len(prompts))], run
 
 
+def _tight(case: Case, *, enable_prefix_caching: bool) -> EngineCore:
+    """Has room for the longest request, of 46 tokens, and little more. Windows make it small."""
+    scheduler = {"max_num_batched_tokens": 12}
+    roomy = build_engine(case.path, model={"max_model_len": 46}, scheduler=scheduler)
+    cache = {
+        "num_blocks": roomy.scheduler.kv_cache.num_blocks_for(46) + 2,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
+    return build_engine(case.path, model={"max_model_len": 46}, cache=cache, scheduler=scheduler)
+
+
+def test_chunks_prefix_hits_and_preemptions_at_once_give_the_same_tokens(case: Case) -> None:
+    engine = _tight(case, enable_prefix_caching=True)
+    preemptions = hits = 0
+    for turn in range(3):
+        tokens, run = _greedy(engine, case.prompts[:: -1 if turn % 2 else 1], prefix=f"{turn} ")
+        assert tokens[:: -1 if turn % 2 else 1] == case.expected, f"turn {turn}"
+        preemptions, hits = run.stats.num_preemptions, run.stats.prefix_cache_hits
+    assert preemptions > 0
+    assert hits > 0
+
+
+each_kind = pytest.mark.parametrize("case", KINDS, indirect=True)
+
+
+@each_kind
 def test_a_ragged_batch_gives_the_same_tokens(case: Case) -> None:
     assert _greedy(build_engine(case.path), case.prompts)[0] == case.expected
 
 
+@each_kind
 def test_the_reference_backend_gives_the_same_tokens(case: Case) -> None:
     engine = build_engine(case.path, model={"attention_backend": "reference"})
     assert _greedy(engine, case.prompts)[0] == case.expected
 
 
+@each_kind
 def test_chunked_prefill_gives_the_same_tokens(case: Case) -> None:
     engine = build_engine(case.path, scheduler={"max_num_batched_tokens": 7})
     assert _greedy(engine, case.prompts)[0] == case.expected
 
 
+@each_kind
 def test_prefix_hits_give_the_same_tokens(case: Case) -> None:
     engine = build_engine(case.path)
     _greedy(engine, case.prompts, prefix="first")
@@ -67,17 +96,9 @@ def test_prefix_hits_give_the_same_tokens(case: Case) -> None:
     assert run.stats.prefix_cache_hits > 0
 
 
+@each_kind
 def test_preempted_requests_give_the_same_tokens(case: Case) -> None:
-    # Room for the longest request, of 46 tokens, and little more. Windows make it small.
-    scheduler = {"max_num_batched_tokens": 12}
-    roomy = build_engine(case.path, model={"max_model_len": 46}, scheduler=scheduler)
-    num_blocks = roomy.scheduler.kv_cache.num_blocks_for(46) + 2
-    engine = build_engine(
-        case.path,
-        model={"max_model_len": 46},
-        cache={"num_blocks": num_blocks, "enable_prefix_caching": False},
-        scheduler=scheduler,
-    )
+    engine = _tight(case, enable_prefix_caching=False)
     tokens, run = _greedy(engine, case.prompts)
     assert tokens == case.expected
     assert run.stats.num_preemptions > 0
