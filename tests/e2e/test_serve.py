@@ -144,6 +144,7 @@ def test_a_stop_lets_running_requests_finish_and_frees_the_ports(own_server: Ser
     assert [port for port in own_server.ports if listening(port)] == []
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_reported_by_the_engine(tmp_path: Path) -> None:
     checkpoint = shutil.copytree(MODEL, tmp_path / "model")
     (checkpoint / "config.json").write_text('{"model_type": "no-such-architecture"}')

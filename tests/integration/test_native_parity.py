@@ -335,7 +335,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
     engine.shutdown()
 
 
-@pytest.mark.quick("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "glm4"])
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -354,7 +354,7 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
         engine.shutdown()
 
 
-@pytest.mark.quick("avx512_bf16-qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
 def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transformers_in_bfloat16(

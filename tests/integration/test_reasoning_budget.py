@@ -75,7 +75,7 @@ def test_the_reasoning_ends_at_its_budget(plain: tuple[float, Run]) -> None:
         assert [place for place, token in enumerate(tokens) if token == END] == ([] if budget is None else [budget])
 
 
-@pytest.mark.each_value
+@pytest.mark.quick("greedy-ngram", "greedy-preemption", "seeded-prediction")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_make_tokens_gives_the_same(plain: tuple[float, Run], way: str) -> None:
     temperature, expected = plain

@@ -18,7 +18,7 @@ from penstock_enginecore.structured_output.factory import make_grammar_backend
 from tests.fakes.engines.engine_server import EngineServer
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -85,9 +85,8 @@ CHATS: dict[str, dict[str, Any]] = {
 }
 WHOLE_ONLY = ("prompt_logprobs", "best_of", "echo")
 """What streams do not serve."""
-QUICK = {"completions": ("stop", "logprobs, stop", "min tokens", "everything"), "chat/completions": ("stop",)}
 CASES = [
-    pytest.param(path, name, marks=() if name in QUICK[path] else pytest.mark.slow, id=f"{path} {name}")
+    pytest.param(path, name, id=f"{path} {name}")
     for path, cases in (("completions", COMPLETIONS), ("chat/completions", CHATS))
     for name in cases
 ]

@@ -74,7 +74,8 @@ def params(seed: int, bias: dict[int, float] | None = None, max_tokens: int = 80
     )
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["40", "160"])
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(40), range(40, 200)], ids=["40", "160"])
 def test_random_schemas_give_valid_json_at_temperature_one(
     engine: EngineCore, closing: dict[int, float], seeds: range
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_structural_tag_constrains_what_stands_between_its_tags(engine: Engine
     assert re.fullmatch(r"<n>\d{2}</n>", text_of(run.tokens["r"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [{"async_scheduling": True}, {"max_num_batched_tokens": 8}])
 def test_tokens_are_the_same_however_steps_are_scheduled(
     path: Path, engine: EngineCore, scheduler: dict[str, Any]

@@ -186,6 +186,7 @@ def test_what_is_an_expression_only_behind_others_is_none_on_its_own(pattern: st
         Patterns("adapter_config.json").full("target_modules", pattern, NAMES[0])
 
 
+@pytest.mark.quick("(?>q)_proj")
 @pytest.mark.parametrize("pattern", ["", "(|)", "a{,3}q_proj", "^$", "(?i)Q_PROJ$", "(?>q)_proj", "q_proj++"])
 def test_unusual_expressions_mean_what_they_mean_for_peft(pattern: str) -> None:
     for name in NAMES:

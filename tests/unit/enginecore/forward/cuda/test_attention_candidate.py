@@ -124,6 +124,7 @@ def test_a_cpu_is_refused_unless_kernels_are_interpreted(monkeypatch: pytest.Mon
     create_backend("triton", CUDA)
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_cpu_imports_no_kernels_of_gpus() -> None:
     check = (
         "import sys, penstock_enginecore.executor.loading\n"

@@ -136,6 +136,7 @@ def test_draws_from_a_large_vocabulary_end_beside_their_number(dtype: torch.dtyp
     assert bool((before <= number + 1e-7).all())
 
 
+@pytest.mark.quick("{'top_k': 5}", "{'top_p': 0.5}", "{'min_p': 0.05}", "{'top_k': 40, 'top_p': 0.9, 'min_p': 0.1}")
 @pytest.mark.parametrize(
     "filters",
     [
