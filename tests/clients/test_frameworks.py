@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 from tests.fakes.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,10 +23,6 @@ BUILD = ROOT / "build" / "frameworks"
 TOKENIZER = byte_level()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 PERSON = '{"name": "Ada", "age": 36}'
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def answer_to(request: Any) -> list[int]:

@@ -9,6 +9,8 @@ import structlog
 
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import FrontendServer
+from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level, save_model
 
 VOCAB = byte_level().get_vocab_size()
@@ -24,6 +26,12 @@ def log_settings_of_earlier_tests_are_gone() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a frontend reads of a model."""
     return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="session")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a chat template."""
+    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture
@@ -53,3 +61,10 @@ async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendSer
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
         yield frontend
+
+
+@pytest.fixture
+async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
+    """The same with its HTTP port open, and OpenAI's client."""
+    async with openai_server(model, engines=[engine.address]) as server:
+        yield server

@@ -11,17 +11,11 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_frontend.config import LoraConfig, ModelConfig
 from tests.fakes.engines.lora_engine import LoraEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
 ALIASES = {"claude-haiku-4-5": "", "gpt-4o": "model", "sailor": "pirate", "ghost": "later"}
 LORA = LoraConfig(adapters={"pirate": "/a/pirate"}, roots=("/a",), http_loading=True)
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

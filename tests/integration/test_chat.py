@@ -30,11 +30,6 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
-
-
 @pytest.fixture
 async def writer() -> AsyncIterator[FakeEngine]:
     async with FakeEngine(vocab_size=TOKENIZER.get_vocab_size(), max_model_len=2048) as engine:

@@ -12,15 +12,11 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import DeadlineExceeded
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, collect, failure, make_request
-from tests.fakes.models.small_tokenizers import EOS, byte_level, save_model
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of, save_model
 from tests.fakes.patience import deadlines
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def says(text: str) -> FakeEngine:

@@ -8,7 +8,7 @@ from penstock.common.v1 import logprobs_pb2, sampling_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from tests.fakes.engines.fake_engine import FakeEngine, logprobs_of
 from tests.fakes.frontends.frontend_server import FrontendServer
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level, ids_of
 
 TOKENIZER = byte_level()
 DELTA, CUMULATIVE, FINAL = (
@@ -16,10 +16,6 @@ DELTA, CUMULATIVE, FINAL = (
     sampling_pb2.OUTPUT_KIND_CUMULATIVE,
     sampling_pb2.OUTPUT_KIND_FINAL,
 )
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def without_texts(logprobs: logprobs_pb2.Logprobs) -> logprobs_pb2.Logprobs:

@@ -11,7 +11,6 @@ import pytest
 from penstock_frontend.api.http.request_body import zstd
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
 PROMPT = b'{"prompt": "Once upon a time", "max_tokens": 2}'
@@ -23,11 +22,6 @@ BODIES = {
     "/v1/responses": b'{"input": "Hi", "max_output_tokens": 2}',
 }
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

@@ -2,23 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from penstock_frontend.api.http.streaming import Pieces
-from tests.fakes.engines.fake_engine import FakeEngine
-from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
+from tests.fakes.frontends.openai_server import OpenAIServer
 
 BODY = json.dumps({"prompt": "x", "stream": True, "max_tokens": 3}).encode()
-
-
-@pytest.fixture
-async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
-        yield server
 
 
 async def exchange(api: OpenAIServer, *requests: str) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:

@@ -23,7 +23,6 @@ from penstock_frontend.config import LoraConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.engines.lora_engine import LoraEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 from tests.integration.test_openai_pooling import serving
 
@@ -120,11 +119,6 @@ async def started(stack: AsyncExitStack, path: Path, http: dict[str, Any]) -> Se
         openai_server(path, engines=[loras.address], lora=loading, http=http)
     )
     return servers
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

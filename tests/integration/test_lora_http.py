@@ -11,7 +11,6 @@ from penstock_common.errors import ConfigError
 from penstock_frontend.config import AuthConfig, LoraConfig
 from tests.fakes.engines.lora_engine import LoraEngine, digest_of
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
 VOCAB = byte_level().get_vocab_size()
@@ -20,11 +19,6 @@ DISK = {"/a/pirate": "ahoy", "/a/new": "news"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 NEW = {"lora_name": "new", "lora_path": "/a/new"}
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from penstock_frontend.config import AuthConfig, ModelConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 from tests.fakes.patience import PATIENCE
 
 TOKENIZER = byte_level()
@@ -63,15 +62,6 @@ async def serving(
             base_url=url, api_key=key, max_retries=0, timeout=PATIENCE, http_client=plain
         ) as client:
             yield Api(server, client)
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from penstock.common.v1 import structured_output_pb2 as pb
 from tests.fakes.engines.fake_engine import FakeEngine, logprob_of
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 
 TOKENIZER = byte_level()
 HI: Any = {"role": "user", "content": "hi"}
@@ -28,15 +28,6 @@ WEATHER: Any = {
 }
 CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
 CALLS = CALL + '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

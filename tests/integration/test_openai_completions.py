@@ -1,6 +1,5 @@
 """``/v1/completions`` with the published OpenAI client, in front of an engine without a model."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,10 @@ from penstock.common.v1 import structured_output_pb2 as pb
 from penstock_frontend.processing.prompts.infill import FORMS, InfillForm
 from tests.fakes.engines.fake_engine import FakeEngine, logprob_of, token_at
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture
-async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
-        yield server
 
 
 async def complete(

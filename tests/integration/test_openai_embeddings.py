@@ -21,14 +21,10 @@ from penstock_frontend.config import LimitsConfig
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level, ids_of
 
 TOKENIZER = byte_level()
 VECTOR = [0.5, -0.25, 3.0]
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 @pytest.fixture

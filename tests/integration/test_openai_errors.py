@@ -22,12 +22,6 @@ TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
 
 
-@pytest.fixture
-async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
-        yield server
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path) -> AsyncIterator[OpenAIServer]:
     """A server for tests that leave nothing behind."""

@@ -16,20 +16,10 @@ from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level, ids_of
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture
-async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    async with openai_server(model, engines=[engine.address]) as server:
-        yield server
 
 
 TOO_SMALL = finish_pb2.RequestError(

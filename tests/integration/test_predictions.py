@@ -15,16 +15,11 @@ from penstock_common.errors import InvalidArgument
 from tests.fakes.engines.fake_engine import FakeEngine, token_at
 from tests.fakes.frontends.frontend_server import FrontendServer, failure, make_request
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level, ids_of
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.get_vocab_size()
 HI: Any = [{"role": "user", "content": "hi"}]
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def drafts(output: engine_pb.EngineCoreOutput) -> engine_pb.EngineCoreOutput:
@@ -34,11 +29,6 @@ def drafts(output: engine_pb.EngineCoreOutput) -> engine_pb.EngineCoreOutput:
             stats_pb2.SpecDecodingStats(num_drafts=2, num_draft_tokens=7, num_accepted_tokens=4)
         )
     return output
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from penstock_frontend.config import ResponsesConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import eventually
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 
 TOKENIZER = byte_level()
 WEATHER: Any = {
@@ -34,15 +33,6 @@ THOUGHTFUL = f"<think>\nA city.\n</think>\n\nLet me look.\n{CALLS}"
 RESOURCES = finish_pb2.RequestError(
     code="RESOURCE_EXHAUSTED", message="it needs more than there is", reason="KV_CACHE_TOO_SMALL"
 )
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from penstock_common.rpc import request
 from penstock_enginecore.structured_output.constraints.source import check_constraint
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
 
 HI: Any = {"role": "user", "content": "hi"}
@@ -41,11 +40,6 @@ class CheckingEngine(FakeEngine):
         super()._add(message, session)
 
     most_bytes = 1 << 18
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

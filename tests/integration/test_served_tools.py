@@ -13,8 +13,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.chat_templates import save_chat_model
-from tests.fakes.models.small_tokenizers import EOS, byte_level
+from tests.fakes.models.small_tokenizers import EOS, byte_level, ids_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -58,10 +57,6 @@ PATCH = f"<tool_call>\n{json.dumps({'name': 'patch', 'arguments': {'input': INPU
 CUSTOM = {"name": "patch", "description": "Changes files."}
 
 
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
 class Served:
     """A server and the engine behind it."""
 
@@ -100,11 +95,6 @@ def body_of(route: str, **body: Any) -> dict[str, Any]:
     if route == RESPONSES:
         return {"input": turn, "store": False, "max_output_tokens": 1000, **body}
     return {"messages": turn, "max_tokens": 1000, **body}
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

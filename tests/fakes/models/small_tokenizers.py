@@ -40,6 +40,17 @@ def byte_level() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(_byte_level_json())
 
 
+@functools.cache
+def _encoder() -> tokenizers.Tokenizer:
+    return byte_level()
+
+
+def ids_of(text: str) -> list[int]:
+    """The tokens of a text in ``byte_level``, without one that begins it."""
+    ids: list[int] = _encoder().encode(text, add_special_tokens=False).ids
+    return ids
+
+
 def byte_fallback() -> tokenizers.Tokenizer:
     """SentencePiece style, as of Llama 2: words begin with U+2581, unknown characters are spelt in bytes."""
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
