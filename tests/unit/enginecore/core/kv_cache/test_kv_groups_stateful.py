@@ -5,7 +5,7 @@ lost, and the events tell exactly what can be found.
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +14,7 @@ from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request
 from tests.fakes.engines.engine_harness import make_request
+from tests.fakes.engines.engine_lives import LIVES
 
 MAX_LEN = 40
 MAX_STEP = 12
@@ -207,13 +208,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert self.manager.pool.num_free_blocks == self.manager.pool.num_usable_blocks
 
 
-GroupsMachine.TestCase.settings = settings(
-    max_examples=80,
-    derandomize=True,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+GroupsMachine.TestCase.settings = LIVES
 TestRandomLivesOfGroups = GroupsMachine.TestCase
 
 

@@ -2,35 +2,21 @@
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from penstock_common.errors import Unavailable
 from penstock_common.lora_registry import LoraAdapter
-from penstock_common.types.outputs import FinishReason
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
-from penstock_enginecore.core.control import EngineControl
-from penstock_enginecore.core.scheduler.base import PauseState
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
-from tests.fakes.engines.engine_harness import (
-    CLIENT,
-    FakeClock,
-    Transcript,
-    add,
-    assert_nothing_left,
-    expected_output,
-    make_engine,
-    make_request,
-    run_to_end,
-    step,
-)
+from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end
+from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives
 from tests.fakes.engines.fake_disk import FakeDisk
-from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
+from tests.fakes.engines.fake_executor import oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
-VOCAB = 50
 EOS = frozenset({7})
 ADAPTERS = {
     f"/adapters/{i}": [
@@ -60,37 +46,17 @@ def drafter_of(kind):
     return None if kind is None else draft
 
 
-def poisoned(scheduled):
-    """A step fails that computes token n, or one behind it, of a request poison-n-..."""
-    drafts = scheduled.scheduled_spec_decode_tokens
-    return any(
-        key.startswith("poison") and count - len(drafts.get(key, ())) >= int(key.split("-")[1])
-        for key, count in scheduled.num_tokens_after.items()
-    )
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Adds, aborts, steps, pauses, resets and passing time on pools of a few blocks, with one or several steps in flight, and
-    requests that steps fail of. The fake executor checks each step's contract, at once or late, when its device gets to it.
+class EngineMachine(EngineLives):
+    """Resets, adapters, constraints, drafts and copies of blocks beside, on pools of a few blocks, with one or several steps in
+    flight, and requests that steps fail of.
     """
-
-    requests = Bundle("requests")
 
     @initialize(
         num_blocks=st.integers(4, 14),
-        block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 24),
-        max_num_seqs=st.integers(1, 5),
-        threshold=st.sampled_from([0, 0, 3]),
         watermark=st.sampled_from([0.0, 0.25]),
-        prefix_caching=st.sampled_from([True, True, False]),
         chunked=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(None, None), (None, 1), (6, None, None), (5, 5), (3, 9), (1, 1)]),
-        fails_late=st.booleans(),
-        late=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        async_scheduling=st.booleans(),
-        max_concurrent_batches=st.integers(1, 3),
         drafter=st.sampled_from([None, "right", "wrong", "up to 1", "up to 2", "chance"]),
         num_drafts=st.integers(1, 5),
         max_loras=st.integers(1, 3),
@@ -100,80 +66,50 @@ class EngineMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 2, 6, 40]),
         min_load_tokens=st.integers(1, 6),
         disk_slots=st.sampled_from([0, 2, 30]),
+        **ENGINES,
     )
     def start(
         self,
-        num_blocks,
-        block_size,
         budget,
-        max_num_seqs,
-        threshold,
-        watermark,
         chunked,
-        windows,
-        fails_late,
-        late,
         drafter,
         num_drafts,
         max_loras,
         room,
         max_wait,
-        loads_at_once,
         prefix_caching,
         host_blocks,
         disk_slots,
         **config,
     ):
-        self.clock = FakeClock()
-        self.budget = budget if chunked else 64
-        self.max_num_seqs = max_num_seqs
-        executor = FakeExecutor(
-            vocab_size=VOCAB,
-            eos_token_ids=EOS,
-            block_size=block_size,
-            model_max_len=48,
-            available_memory=0,
-            unhurried=True,
-            late=late,
-            windows=windows,
-            fails=poisoned,
-            fails_late=fails_late,
-            drafter=drafter_of(drafter),
-        )
         speculative = SpeculativeConfig()
         if drafter is not None:
             speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, adaptive=False)
-        executor.adapters.update({path: versions[0] for path, versions in ADAPTERS.items()})
-        executor.loads_at_once = loads_at_once
+        self.loads_at_once = config.pop("loads_at_once")
         self.max_loras = max_loras
         self.grammars = FakeGrammars(VOCAB, *EOS, manual=True)
-        self.engine = make_engine(
-            executor,
-            self.clock,
-            self.grammars,
-            num_blocks=1 + (num_blocks - 1) * len(set(windows)),
-            block_size=block_size,
+        self.begin(
+            budget=budget if chunked else 64,
+            executor={"eos_token_ids": EOS, "drafter": drafter_of(drafter)},
+            grammars=self.grammars,
             prefix_caching=prefix_caching,
             host_blocks=host_blocks if prefix_caching else 0,
-            max_num_batched_tokens=self.budget,
-            max_num_seqs=max_num_seqs,
-            long_prefill_token_threshold=threshold,
-            watermark=watermark,
             enable_chunked_prefill=chunked,
             speculative=speculative,
             lora=LoraConfig(max_loras=max_loras, cpu_memory=room * 2**20, max_wait=max_wait),
             **config,
         )
         if disk_slots and host_blocks and prefix_caching:
-            self.engine.connector.begin(executor.copier, host_blocks, FakeDisk(disk_slots))
-        self.control = EngineControl(self.engine)
-        self.transcript = Transcript()
-        self.added = {}
-        self.aborted = set()
+            self.engine.connector.begin(self.engine.executor.copier, host_blocks, FakeDisk(disk_slots))
         self.answers = []
 
+    def prepared(self, executor):
+        executor.adapters.update({path: versions[0] for path, versions in ADAPTERS.items()})
+        executor.loads_at_once = self.loads_at_once
+        return executor
+
     @rule(
-        target=requests,
+        target=EngineLives.requests,
         prompt_length=st.integers(1, 20),
         family=st.integers(0, 2),
         seed=st.integers(0, 5),
@@ -181,17 +117,14 @@ class EngineMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 1),
         ignore_eos=st.booleans(),
         num_prior=st.sampled_from([0, 0, 0, 3]),
-        salt=st.sampled_from(["", "", "salt"]),
         life=st.one_of(st.none(), st.floats(0.5, 20)),
-        priority=st.integers(0, 2),
-        tenant=st.sampled_from(["", "", "a", "b"]),
         attempt=st.sampled_from([0, 0, 1]),
         tenant_weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
         constraint=st.sampled_from([None, None, "even", "odd:4"]),
         repetition=st.sampled_from([None, None, RepetitionDetection(max_pattern_size=2)]),
-        poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
         adapter=st.sampled_from([None, None, *ADAPTERS]),
         version=st.sampled_from([0, 0, 1, None]),
+        **REQUESTS,
     )
     def add_request(
         self,
@@ -213,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_length = min(prompt_length, self.engine.max_model_len - 1)
         request = make_request(
             [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],
-            request_id=f"poison-{poison}-{len(self.added)}" if poison else "",
+            request_id=self.name(poison),
             cache_salt=salt,
             deadline=None if life is None else self.clock.now + life,
             priority=priority,
@@ -226,10 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
         tokens, _ = self.expected(request)
         if num_prior < len(tokens) and (adapter is None or version is not None):
             request = msgspec.structs.replace(request, prior_output_token_ids=tokens[:num_prior])
-        self.added[request.request_id] = request
-        self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
-        add(self.engine, request)
-        return request.request_id
+        return self.queue(request)
 
     @rule()
     def a_load_ends(self):
@@ -279,23 +209,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.engine.executor.copier.work(1)
 
-    @rule(request_id=consumes(requests))
-    def abort(self, request_id):
-        self.aborted.update(self.engine.scheduler.abort_requests(CLIENT, [request_id]))
-
-    @rule(count=st.integers(1, 3))
-    def the_device_gets_on(self, count):
-        self.engine.executor.work(count)
-
-    @rule(count=st.integers(1, 6))
-    def steps(self, count):
-        for _ in range(count):
-            self.step()
-
-    @rule(request_id=consumes(requests))
-    def abort_during_a_step(self, request_id):
-        self.step(lambda: self.abort(request_id))
-
     @rule()
     def constraints_are_compiled(self):
         self.grammars.compile_all()
@@ -315,36 +228,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.finish_steps()
         was_running = self.engine.scheduler.stats().num_running_reqs > 0
         assert self.control.reset_prefix_cache(preempt_running) == (preempt_running or not was_running)
-
-    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
-    def pause(self, mode, clear_cache):
-        done = self.control.pause(mode, clear_cache)
-        assert done.done() == (self.engine.scheduler.pause_state is PauseState.PAUSED)
-
-    @rule(level=st.integers(0, 2), mode=st.sampled_from(["abort", "wait", "keep"]))
-    def sleep(self, level, mode):
-        self.control.sleep(level, mode)
-
-    @rule()
-    def wake_up(self):
-        self.control.wake_up()
-
-    @rule()
-    def resume(self):
-        if not self.control.is_sleeping():
-            self.control.resume()
-
-    @rule(seconds=st.floats(0.1, 5))
-    def time_passes(self, seconds):
-        self.clock.now += seconds
-
-    def step(self, drain_aborts=lambda: None):
-        step(self.engine, self.transcript, drain_aborts)
-        self.control.after_step()
-        for scheduled in self.engine.executor.steps:
-            assert scheduled.total_num_scheduled_tokens <= self.budget
-            assert len(scheduled.num_scheduled_tokens) <= self.max_num_seqs
-        self.engine.executor.steps.clear()
 
     @invariant()
     def no_block_is_lost_or_freed_early(self):
@@ -411,34 +294,18 @@ class EngineMachine(RuleBasedStateMachine):
             assert (asked is None) == (lora is None)
             if asked is not None:
                 assert lora.digest in ({asked.digest} if asked.digest else {a.digest for a in ADAPTERS[asked.path]})
-        assert set(self.transcript.ends) == set(self.added)
-        for request_id, request in self.added.items():
-            tokens, reason = self.expected(request)
-            got = [*request.prior_output_token_ids, *self.transcript.tokens[request_id]]
-            end = self.transcript.ends[request_id]
-            if end.finish_reason is FinishReason.ABORT and end.error is not None:
-                assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
-            elif end.error is not None and request.lora is not None and end.error.reason in REFUSALS:
-                assert self.transcript.tokens[request_id] == []
-                assert (end.error.retry_after == 1.0) == (end.error.reason == "LORA_CACHE_FULL")
-                assert request.lora.digest or end.error.reason != "LORA_CHANGED"
-            elif end.error is not None and request_id.startswith("poison"):
-                assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
-            elif request_id in self.aborted:
-                assert end.finish_reason is FinishReason.ABORT
-            else:
-                assert end.finish_reason is reason
-                assert got == tokens
-            assert got[: len(tokens)] == tokens[: len(got)]
+        self.assert_all_ended()
+
+    def excused(self, request, end):
+        if request.lora is None or end.error.reason not in REFUSALS:
+            return False
+        assert self.transcript.tokens[request.request_id] == []
+        assert (end.error.retry_after == 1.0) == (end.error.reason == "LORA_CACHE_FULL")
+        assert request.lora.digest or end.error.reason != "LORA_CHANGED"
+        return True
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=80,
-    derandomize=True,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+EngineMachine.TestCase.settings = LIVES
 TestRandomLives = EngineMachine.TestCase
 
 

@@ -3,33 +3,19 @@ once.
 """
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from penstock_common.types.media import EmbedRun
-from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import MultimodalConfig, SpeculativeConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
-from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.model_info import MediaInfo
-from penstock_enginecore.core.scheduler.base import PauseState
-from tests.fakes.engines.engine_harness import (
-    CLIENT,
-    FakeClock,
-    Transcript,
-    add,
-    assert_nothing_left,
-    expected_output,
-    make_engine,
-    make_request,
-    run_to_end,
-    step,
-)
+from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end, step
+from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives
 from tests.fakes.engines.fake_encoder import make_feature
-from tests.fakes.engines.fake_executor import FakeExecutor, oracle_token
+from tests.fakes.engines.fake_executor import oracle_token
 
-VOCAB = 50
 LENGTHS = {number: 1 + number % 6 for number in range(12)}
 """By item, its positions; items 10 and 11 cannot be read."""
 UNREADABLE = (10, 11)
@@ -42,12 +28,6 @@ def item(number, offset, modality):
     return make_feature(number, offset, length, modality=modality, embed_runs=runs, embeds=number == 7)
 
 
-def poisoned(scheduled):
-    """A step fails that computes token n, or one behind it, of a request poison-n-..."""
-    after = scheduled.num_tokens_after.items()
-    return any(key.startswith("poison") and count >= int(key.split("-")[1]) for key, count in after)
-
-
 def drafter_of(held):
     """One whose first tokens are right, ``held`` of them."""
 
@@ -58,94 +38,49 @@ def drafter_of(held):
     return draft
 
 
-class MediaMachine(RuleBasedStateMachine):
+class MediaMachine(EngineLives):
     """The fake executor encodes as workers do, and checks each step's contract. Prompts may have more media than there is room
     for.
     """
 
-    requests = Bundle("requests")
-
     @initialize(
         num_blocks=st.integers(6, 20),
-        block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(8, 24),
-        max_num_seqs=st.integers(1, 5),
-        threshold=st.sampled_from([0, 0, 3]),
-        prefix_caching=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(None, None), (6, None), (3, 9)]),
         both_ways=st.booleans(),
         size=st.integers(6, 16),
         num_blocks_of_tower=st.integers(1, 5),
         max_num_encoder_tokens=st.integers(0, 12),
-        fails_late=st.booleans(),
-        late=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        async_scheduling=st.booleans(),
-        max_concurrent_batches=st.integers(1, 3),
         drafter=st.sampled_from([None, None, 0, 1, 3]),
+        **ENGINES,
     )
-    def start(
-        self,
-        num_blocks,
-        block_size,
-        budget,
-        max_num_seqs,
-        threshold,
-        prefix_caching,
-        windows,
-        both_ways,
-        size,
-        num_blocks_of_tower,
-        fails_late,
-        late,
-        drafter,
-        **config,
-    ):
+    def start(self, both_ways, size, num_blocks_of_tower, drafter, **config):
         """``drafter``: how many of its three drafts are right; None: there is none."""
-        self.clock = FakeClock()
-        self.budget = budget
         facts = {"max_embeds": 6, "max_tokens": 6, "num_blocks": num_blocks_of_tower}
         self.unreadable = {f"{number:064x}": 1 + number % num_blocks_of_tower for number in UNREADABLE}
-        executor = FakeExecutor(
-            vocab_size=VOCAB,
-            block_size=block_size,
-            model_max_len=48,
-            available_memory=0,
-            unhurried=True,
-            late=late,
-            windows=windows,
-            fails=poisoned,
-            fails_late=fails_late,
-            media=(
-                MediaInfo(modality="image", attends_both_ways=both_ways, **facts),
-                MediaInfo(modality="audio", **facts),
-            ),
-            unreadable=self.unreadable.get,
-            drafter=None if drafter is None else drafter_of(drafter),
-        )
-        executor.encoder.capacity = size
-        self.engine = make_engine(
-            executor,
-            self.clock,
-            num_blocks=1 + (num_blocks - 1) * len(set(windows)),
-            block_size=block_size,
-            prefix_caching=prefix_caching,
-            max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs,
-            long_prefill_token_threshold=threshold,
+        self.size = size
+        self.begin(
+            executor={
+                "media": (
+                    MediaInfo(modality="image", attends_both_ways=both_ways, **facts),
+                    MediaInfo(modality="audio", **facts),
+                ),
+                "unreadable": self.unreadable.get,
+                "drafter": None if drafter is None else drafter_of(drafter),
+            },
             multimodal=MultimodalConfig(encoder_cache_size=size),
             speculative=SpeculativeConfig()
             if drafter is None
             else SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False),
             **config,
         )
-        self.control = EngineControl(self.engine)
-        self.transcript = Transcript()
-        self.added = {}
-        self.aborted = set()
+
+    def prepared(self, executor):
+        executor.encoder.capacity = self.size
+        return executor
 
     @rule(
-        target=requests,
+        target=EngineLives.requests,
         family=st.integers(0, 3),
         num_shared=st.integers(0, 5),
         places=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3)), max_size=2),
@@ -154,10 +89,7 @@ class MediaMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         max_tokens=st.integers(1, 8),
         life=st.one_of(st.none(), st.none(), st.floats(0.5, 20)),
-        priority=st.integers(0, 2),
-        tenant=st.sampled_from(["", "", "a", "b"]),
-        salt=st.sampled_from(["", "", "salt"]),
-        poison=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 4, 15]),
+        **REQUESTS,
     )
     def add_request(self, family, num_shared, places, behind, audio, life, salt, poison, **fields):
         # Few families of prompts, so that prefixes are shared.
@@ -177,33 +109,13 @@ class MediaMachine(RuleBasedStateMachine):
         prompt = prompt[:longest]
         request = make_request(
             prompt or [3],
-            request_id=f"poison-{poison}-{len(self.added)}" if poison else "",
+            request_id=self.name(poison),
             deadline=None if life is None else self.clock.now + life,
             cache_salt=salt,
             mm_features=features,
             **fields,
         )
-        self.added[request.request_id] = request
-        self.transcript.prior[request.request_id] = 0
-        add(self.engine, request)
-        return request.request_id
-
-    @rule(request_id=consumes(requests))
-    def abort(self, request_id):
-        self.aborted.update(self.engine.scheduler.abort_requests(CLIENT, [request_id]))
-
-    @rule(count=st.integers(1, 3))
-    def the_device_gets_on(self, count):
-        self.engine.executor.work(count)
-
-    @rule(count=st.integers(1, 6))
-    def steps(self, count):
-        for _ in range(count):
-            self.step()
-
-    @rule(request_id=consumes(requests))
-    def abort_during_a_step(self, request_id):
-        self.step(lambda: self.abort(request_id))
+        return self.queue(request)
 
     @rule(preempt_running=st.booleans())
     def reset(self, preempt_running):
@@ -219,28 +131,6 @@ class MediaMachine(RuleBasedStateMachine):
         for identifier, blocks in self.unreadable.items():
             self.unreadable[identifier] = 0 if blocks else 1
 
-    @rule(mode=st.sampled_from(["abort", "wait", "keep"]), clear_cache=st.booleans())
-    def pause(self, mode, clear_cache):
-        done = self.control.pause(mode, clear_cache)
-        assert done.done() == (self.engine.scheduler.pause_state is PauseState.PAUSED)
-
-    @rule(level=st.integers(0, 2), mode=st.sampled_from(["abort", "wait", "keep"]))
-    def sleep(self, level, mode):
-        self.control.sleep(level, mode)
-
-    @rule()
-    def wake_up(self):
-        self.control.wake_up()
-
-    @rule()
-    def resume(self):
-        if not self.control.is_sleeping():
-            self.control.resume()
-
-    @rule(seconds=st.floats(0.1, 5))
-    def time_passes(self, seconds):
-        self.clock.now += seconds
-
     @rule()
     def a_step_loses_its_peers(self):
         """It is scheduled, and then taken back."""
@@ -255,13 +145,6 @@ class MediaMachine(RuleBasedStateMachine):
                 self.transcript.add(frame)
         finally:
             executor.sample_tokens = sample
-
-    def step(self, drain_aborts=lambda: None):
-        step(self.engine, self.transcript, drain_aborts)
-        self.control.after_step()
-        for scheduled in self.engine.executor.steps:
-            assert scheduled.total_num_scheduled_tokens <= self.budget
-        self.engine.executor.steps.clear()
 
     @invariant()
     def pins_are_those_of_running_requests(self):
@@ -296,40 +179,25 @@ class MediaMachine(RuleBasedStateMachine):
         assert not work._pins
         assert not work._claimed
         assert set(work._cache._items) == set(work._cache.not_pinned)
-        assert set(self.transcript.ends) == set(self.added)
-        for request_id, request in self.added.items():
-            tokens, reason = expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB)
-            got, end = self.transcript.tokens[request_id], self.transcript.ends[request_id]
-            may_fail = any(feature.identifier in self.unreadable for feature in request.mm_features)
-            if end.finish_reason is FinishReason.ABORT and end.error is not None:
-                assert end.error.reason in ("DEADLINE_EXCEEDED", "PAUSED")
-            elif end.error is not None and end.error.reason == "MEDIA_UNREADABLE":
-                assert may_fail
-                assert end.error.code == "INVALID_ARGUMENT"
-                assert got == []
-            elif end.error is not None and request_id.startswith("poison"):
-                assert (end.finish_reason, end.error.reason) == (FinishReason.ERROR, "STEP_FAILED")
-            elif end.error is not None:
-                assert end.error.reason == "KV_CACHE_TOO_SMALL", end.error
-            elif request_id in self.aborted:
-                assert end.finish_reason is FinishReason.ABORT
-            else:
-                assert end.finish_reason is reason
-                assert got == tokens
-            assert got == tokens[: len(got)]
+        self.assert_all_ended()
+
+    def expected(self, request):
+        return expected_output(request, max_model_len=self.engine.max_model_len, vocab_size=VOCAB)
+
+    def excused(self, request, end):
+        if end.error.reason == "MEDIA_UNREADABLE":
+            assert any(feature.identifier in self.unreadable for feature in request.mm_features)
+            assert end.error.code == "INVALID_ARGUMENT"
+            assert self.transcript.tokens[request.request_id] == []
+            return True
+        return end.error.reason == "KV_CACHE_TOO_SMALL"
 
 
 def _lose_peers(grammar=None):
     raise CollectiveBroken("a rank has gone")
 
 
-MediaMachine.TestCase.settings = settings(
-    max_examples=80,
-    derandomize=True,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+MediaMachine.TestCase.settings = LIVES
 TestRandomLivesWithMedia = MediaMachine.TestCase
 
 
