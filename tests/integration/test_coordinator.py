@@ -8,15 +8,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
+from penstock.coordinator.v1 import service_pb2_grpc
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.config.sections import ServerConfig
+from penstock_common.rpc import handshake
+from penstock_common.rpc.server import RpcServer
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.types.cluster import EngineState
+from penstock_common.types.cluster import DrainCommand, EngineState
 from penstock_common.types.outputs import SchedulerStats
 from penstock_coordinator.app import SERVICE_NAME
 from tests.fakes.systems.cluster_members import (
     HELLO,
+    LONG_LEASE,
     TIMEOUT,
     Engine,
     Frontend,
@@ -340,3 +345,153 @@ async def test_health_is_serving(service):
     async with running() as coordinator, grpc.aio.insecure_channel(address_of(coordinator)) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+# The engine's coordinator client against a coordinator that misbehaves or is not served yet.
+
+
+class ScriptedCoordinator(service_pb2_grpc.CoordinatorServiceServicer):
+    """Accepts an engine and then says what the test wants."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+        self.num_sessions = 0
+
+    async def EngineSession(self, request_iterator, context):
+        self.num_sessions += 1
+        await anext(aiter(request_iterator))
+        for answer in self.answers:
+            yield answer
+        await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def scripted(*answers):
+    rpc = RpcServer(ServerConfig(host="127.0.0.1", port=0), service_names=[SERVICE_NAME])
+    servicer = ScriptedCoordinator(*answers)
+    service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, rpc.server)
+    port = await rpc.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        await rpc.stop(0)
+
+
+REGISTERED = pb.EngineCommand(registered=pb.Registered(lease_seconds=LONG_LEASE))
+
+
+async def test_a_drain_command_reaches_the_engine():
+    async with scripted(REGISTERED, pb.EngineCommand(drain=pb.Drain(timeout_seconds=12.5))) as (_, address):
+        engine = Engine(address)
+        async with alive(engine):
+            await eventually(lambda: engine.commands == [DrainCommand(12.5)])
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [REGISTERED, pb.EngineCommand(start_dp_wave=pb.StartDpWave(wave=1))],
+        [REGISTERED, pb.EngineCommand(reconfigure=pb.Reconfigure())],
+        [pb.EngineCommand(drain=pb.Drain())],
+        [pb.EngineCommand(registered=pb.Registered())],
+    ],
+)
+async def test_an_engine_ends_a_session_that_asks_for_what_it_does_not_serve_and_tries_again(answers):
+    async with scripted(*answers) as (coordinator, address), alive(Engine(address)) as (engine,):
+        await eventually(lambda: coordinator.num_sessions >= 3)
+        assert engine.commands == []
+
+
+async def test_an_engine_can_close_while_the_coordinator_does_not_answer():
+    async with scripted() as (coordinator, address), alive(Engine(address)):
+        await eventually(lambda: coordinator.num_sessions == 1)
+
+
+async def test_a_defect_in_the_engine_s_statistics_does_not_end_the_client():
+    async with running() as coordinator:
+        engine, frontend = Engine(address_of(coordinator)), Frontend(address_of(coordinator))
+        engine.load = "not statistics"
+        async with alive(engine, frontend):
+            await frontend.engines("engine-0")
+            engine.load = SchedulerStats(num_running_reqs=1)
+            await frontend.view_where(lambda v: v.engines[0].num_running_reqs == 1)
+
+
+# Wrong messages end a stream with an error that names the field, and nothing else.
+
+OUTPUTS = enginecore_pb.EngineCoreOutputs
+
+
+@pytest.mark.parametrize(
+    ("messages", "code", "field"),
+    [
+        ([], "INVALID_ARGUMENT", "register"),
+        ([pb.EngineReport()], "INVALID_ARGUMENT", "register"),
+        ([pb.EngineReport(outputs=OUTPUTS())], "INVALID_ARGUMENT", "register"),
+        ([register(engine_id="")], "INVALID_ARGUMENT", "register.engine_id"),
+        ([register(), register()], "INVALID_ARGUMENT", "register"),
+        ([register(), pb.EngineReport()], "INVALID_ARGUMENT", "message"),
+        (
+            [register(), pb.EngineReport(outputs=OUTPUTS(scheduler_stats=stats_pb2.SchedulerStats(kv_cache_usage=2)))],
+            "INVALID_ARGUMENT",
+            "outputs.scheduler_stats.kv_cache_usage",
+        ),
+        ([register(), pb.EngineReport(notification=3)], "INVALID_ARGUMENT", "notification"),
+        ([register(), pb.EngineReport(notification=0)], "INVALID_ARGUMENT", "notification"),
+        (
+            [register(), pb.EngineReport(draining=enginecore_pb.Draining(deadline=float("nan")))],
+            "INVALID_ARGUMENT",
+            "draining.deadline",
+        ),
+    ],
+)
+async def test_wrong_engine_reports_end_the_stream_by_name(messages, code, field):
+    async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            async for _ in stub.EngineSession(iter(messages)):
+                pass
+        assert e.value.code().name == code
+        assert field in e.value.details()
+        assert (await stub.GetCluster(pb.GetClusterRequest())).HasField("view")
+
+
+@pytest.mark.parametrize(
+    ("messages", "code", "field"),
+    [
+        ([], "INVALID_ARGUMENT", "hello"),
+        ([pb.FrontendReport(demand=pb.Demand(num_held_requests=1))], "INVALID_ARGUMENT", "hello"),
+        ([pb.FrontendReport(hello=pb.FrontendHello())], "INVALID_ARGUMENT", "hello.frontend_id"),
+        ([pb.FrontendReport(hello=pb.FrontendHello(frontend_id="f"))], "INVALID_ARGUMENT", "hello.incarnation"),
+        ([HELLO, HELLO], "INVALID_ARGUMENT", "hello"),
+        ([HELLO, pb.FrontendReport()], "INVALID_ARGUMENT", "message"),
+        ([HELLO, pb.FrontendReport(first_request=pb.FirstRequest(wave=1))], "INVALID_ARGUMENT", "first_request.rank"),
+    ],
+)
+async def test_wrong_frontend_reports_end_the_stream_by_name(messages, code, field):
+    async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            async for _ in stub.FrontendSession(iter(messages)):
+                pass
+        assert e.value.code().name == code
+        assert field in e.value.details()
+        await eventually(lambda: gauge(coordinator, "frontends") == 0)
+
+
+async def test_scale_without_a_cluster_to_change_is_refused_by_the_settings_name():
+    async with running() as coordinator, connected(address_of(coordinator)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"kubernetes\.deployments is empty") as e:
+            await stub.Scale(pb.ScaleRequest(replicas=3))
+        assert e.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("method", ["FrontendSession", "EngineSession"])
+async def test_a_stream_without_a_first_message_ends(method, monkeypatch):
+    monkeypatch.setattr(handshake, "FIRST_MESSAGE_TIMEOUT", 0.05)
+    async with running() as coordinator, connected(address_of(coordinator)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            call = getattr(stub, method)()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            await call
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not come within 0.05 s" in str(ended.value.details())
