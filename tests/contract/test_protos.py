@@ -121,7 +121,11 @@ def test_repeated_numbers_are_packed(path: Path) -> None:
         ("outputs:FinishReason", "finish_pb2:FinishReason"),
         ("outputs:EventType", "events_pb2:EngineCoreEventType"),
         ("sampling:OutputKind", "sampling_pb2:OutputKind"),
+        ("sampling:JsonWhitespace", "structured_output_pb2:JsonWhitespace"),
         ("cluster:EngineState", "control_pb2:EngineState"),
+        ("kv_transfer:EngineRole", "kv_pb2:EngineRole"),
+        ("kv_transfer:KvMedium", "kv_pb2:KvMedium"),
+        ("request:PoolingTask", "pooling_pb2:PoolingTask"),
     ],
 )
 def test_domain_enums_have_the_values_of_the_contract(module: str, types: str) -> None:

@@ -3,6 +3,7 @@
 import msgspec
 
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock_common.rpc.by_field import to_message
 from penstock_common.types.kv_transfer import EngineRole, KvParams, KvSource
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, PrefillStats
 from penstock_common.types.request import RequestContext
@@ -59,7 +60,7 @@ def test_an_engine_says_what_it_is_preferred_for_and_whether_its_blocks_move():
         kv_address="h:50054",
         kv_fingerprint=b"f" * 16,
     )
-    wire = convert.ready_to_proto(ready, protocol_revision=1).SerializeToString()
+    wire = to_message(ready, pb.Ready, protocol_revision=1).SerializeToString()
     assert session_messages.engine_ready(pb.Ready.FromString(wire)) == ready
     earlier = pb.Ready(engine_id="a", incarnation="1", model="m")
     assert session_messages.engine_ready(earlier).role is EngineRole.BOTH

@@ -5,8 +5,8 @@ import contextvars
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import NamedTuple
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as Metric
 
@@ -90,7 +90,7 @@ _SHOWN = 20
 """Tenants in ``recent``, and in the log for one interval."""
 
 
-class Refused(NamedTuple):
+class Refused(msgspec.Struct, frozen=True):
     """How many requests of a tenant were refused for a reason.
 
     ``tenant``: its ``own_label``; empty for requests that name none, OTHER for all tenants that are not shown apart.

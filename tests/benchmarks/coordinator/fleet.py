@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from penstock.common.v1 import stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
-from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc.by_field import to_message
 from penstock_common.types.outputs import SchedulerStats
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -34,7 +35,7 @@ def report(number: int, step: int) -> pb.EngineReport:
         seconds_since_last_step=(number * 13 + step) % 37 / 1000,
     )
     outputs = enginecore_pb.EngineCoreOutputs(engine_index=number, timestamp=float(step))
-    outputs.scheduler_stats.CopyFrom(stats_codec.to_proto(stats))
+    outputs.scheduler_stats.CopyFrom(to_message(stats, stats_pb2.SchedulerStats))
     return pb.EngineReport(outputs=outputs)
 
 

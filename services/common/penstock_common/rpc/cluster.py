@@ -2,102 +2,66 @@
 
 from collections.abc import Iterable
 
-import msgspec
-
-from penstock.common.v1 import control_pb2
-from penstock.coordinator.v1 import messages_pb2
+from penstock.common.v1 import control_pb2, stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora_registry import MAX_REGISTRATIONS, LoraRefusal, LoraRegistration
+from penstock_common.lora_registry import MAX_REGISTRATIONS, LoraHeld, LoraRefusal, LoraRegistration
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.data_parallel import pool_group_from_proto, pool_group_to_proto
-from penstock_common.rpc.kv_transfer import role_from_proto, role_to_proto
-from penstock_common.rpc.stats import held_from_proto, held_to_proto
-from penstock_common.types.cluster import DEFAULT_POOL, ClusterView, EngineLoads, EngineState, EngineStatus, ViewDelta
-
-_STATES = {state.value: state for state in EngineState}
+from penstock_common.rpc.stats import check_held
+from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta
 
 
-def view_from_proto(message: messages_pb2.ClusterView) -> ClusterView:
+def view_from_proto(message: pb.ClusterView) -> ClusterView:
     """The domain's view. An engine in a state that this version does not know takes no requests: LOADING."""
     return ClusterView(
-        engines=tuple(engine_from_proto(engine) for engine in message.engines),
-        groups=tuple(pool_group_from_proto(group) for group in message.groups),
+        engines=tuple(map(engine_from_proto, message.engines)), groups=tuple(map(pool_group_from_proto, message.groups))
     )
 
 
-def view_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
+def view_to_proto(view: ClusterView) -> pb.ClusterView:
     """The message for this view."""
     message = groups_to_proto(view)
-    message.engines.extend(engine_to_proto(engine) for engine in view.engines)
+    message.engines.extend(to_message(engine, control_pb2.EngineStatus) for engine in view.engines)
     return message
 
 
-def groups_to_proto(view: ClusterView) -> messages_pb2.ClusterView:
+def groups_to_proto(view: ClusterView) -> pb.ClusterView:
     """The message for the groups of a view alone."""
-    message = messages_pb2.ClusterView(groups=[pool_group_to_proto(group) for group in view.groups])
+    message = pb.ClusterView(groups=map(pool_group_to_proto, view.groups))
     if len(view.groups) == 1:  # for readers of an earlier version
         only = view.groups[0].view
         message.group_epoch, message.current_wave, message.engines_running = only.group.epoch, only.wave, only.running
     return message
 
 
-def delta_to_proto(delta: ViewDelta, *, base_version: int) -> messages_pb2.ViewDelta:
+def delta_to_proto(delta: ViewDelta, *, base_version: int) -> pb.ViewDelta:
     """The message for what has changed since the view of ``base_version``."""
-    return messages_pb2.ViewDelta(
+    return to_message(
+        delta,
+        pb.ViewDelta,
         base_version=base_version,
-        removed=delta.removed,
-        changed=[engine_to_proto(engine) for engine in delta.changed],
-        loads=messages_pb2.EngineLoads(**msgspec.structs.asdict(delta.loads)) if delta.loads.indices else None,
-        loras=[messages_pb2.EngineLoras(index=index, loras=held_to_proto(held)) for index, held in delta.loras.items()],
+        loads=to_message(delta.loads, pb.EngineLoads) if delta.loads.indices else None,
+        loras=[
+            pb.EngineLoras(index=index, loras=to_message(held, stats_pb2.LoraHeld))
+            for index, held in delta.loras.items()
+        ],
     )
 
 
-def delta_from_proto(message: messages_pb2.ViewDelta) -> ViewDelta:
+def delta_from_proto(message: pb.ViewDelta) -> ViewDelta:
     """What has changed since the view of ``message.base_version``."""
-    loads = message.loads
-    return ViewDelta(
-        removed=message.removed,
-        changed=[engine_from_proto(engine) for engine in message.changed],
-        loads=EngineLoads(
-            indices=loads.indices,
-            num_waiting_reqs=loads.num_waiting_reqs,
-            num_running_reqs=loads.num_running_reqs,
-            kv_cache_usage=loads.kv_cache_usage,
-            seconds_since_last_step=loads.seconds_since_last_step,
-        ),
-        loras={each.index: held_from_proto(each.loras) for each in message.loras},
-    )
+    loras = {each.index: from_message(each.loras, LoraHeld) for each in message.loras}
+    for held in loras.values():
+        check_held(held)
+    return from_message(message, ViewDelta, changed=tuple(map(engine_from_proto, message.changed)), loras=loras)
 
 
 def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
     """One engine of a view."""
-    return EngineStatus(
-        engine_id=message.engine_id,
-        incarnation=message.incarnation,
-        address=message.address,
-        state=_STATES.get(message.state, EngineState.LOADING),
-        num_waiting_reqs=message.num_waiting_reqs,
-        num_running_reqs=message.num_running_reqs,
-        kv_cache_usage=message.kv_cache_usage,
-        seconds_since_last_step=message.seconds_since_last_step,
-        index=message.index,
-        model=message.model,
-        pool=message.pool or DEFAULT_POOL,
-        max_num_seqs=message.max_num_seqs,
-        loras=held_from_proto(message.loras) if message.HasField("loras") else None,
-        role=role_from_proto(message.role),
-        kv_address=message.kv_address,
-        kv_fingerprint=message.kv_fingerprint,
-    )
-
-
-def engine_to_proto(engine: EngineStatus) -> control_pb2.EngineStatus:
-    """The message for one engine."""
-    values = msgspec.structs.asdict(engine)
-    if engine.loras is not None:
-        values["loras"] = held_to_proto(engine.loras)
-    values["role"] = role_to_proto(engine.role)
-    return control_pb2.EngineStatus(**values)
+    engine = from_message(message, EngineStatus)
+    check_held(engine.loras)
+    return engine
 
 
 # Registrations of LoRA adapters to ``penstock.coordinator.v1`` and back: both ends of the wire in one place.
@@ -114,19 +78,8 @@ def registrations_to_proto(
 ) -> pb.LoraRegistrations:
     """The message of these, at most MAX_REGISTRATIONS of either."""
     return pb.LoraRegistrations(
-        registrations=[
-            pb.LoraRegistration(
-                name=each.name,
-                version=each.version,
-                frontend_id=each.frontend_id,
-                unloaded=each.unloaded,
-                path=each.path,
-                digest=each.digest,
-                pinned=each.pinned,
-            )
-            for each in registrations
-        ],
-        refused=[pb.LoraRefusal(name=each.name, reason=each.reason) for each in refused],
+        registrations=[to_message(each, pb.LoraRegistration) for each in registrations],
+        refused=[to_message(each, pb.LoraRefusal) for each in refused],
     )
 
 
@@ -146,19 +99,10 @@ def _registration(message: pb.LoraRegistration, path: str) -> LoraRegistration:
     _check(f"{path}.frontend_id", len(message.frontend_id), 1, MAX_NAME_LENGTH, "characters")
     _check(f"{path}.version", message.version, 1, MAX_VERSION)
     if message.unloaded:
-        return LoraRegistration(
-            name=message.name, version=message.version, frontend_id=message.frontend_id, unloaded=True
-        )
+        return from_message(message, LoraRegistration, path="", digest=b"", pinned=False)
     _check(f"{path}.path", len(message.path), 1, MAX_PATH_LENGTH, "characters")
     _check(f"{path}.digest", len(message.digest), _DIGEST_SIZE, _DIGEST_SIZE, "bytes")
-    return LoraRegistration(
-        name=message.name,
-        version=message.version,
-        frontend_id=message.frontend_id,
-        path=message.path,
-        digest=message.digest,
-        pinned=message.pinned,
-    )
+    return from_message(message, LoraRegistration)
 
 
 def _check(field: str, value: int, low: int, high: int, what: str = "") -> None:

@@ -7,16 +7,24 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.common.v1 import events_pb2, finish_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
+from penstock.common.v1 import events_pb2, kv_pb2, logprobs_pb2, pooling_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument, Unimplemented
-from penstock_common.rpc.kv_transfer import medium_from_proto, medium_to_proto
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.tensors.chunks import Buffer, Chunk, IncomingTensors, TensorRef
 from penstock_common.tensors.shared_memory import SegmentRef
-from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
-from penstock_common.types.outputs import UINT32, Logprobs, RequestError, TokenColumns
+from penstock_common.types.kv_transfer import (
+    AllBlocksCleared,
+    BlockMedia,
+    BlockRemoved,
+    BlockStored,
+    KvCacheEvent,
+    KvMedium,
+    KvSource,
+)
+from penstock_common.types.outputs import UINT32, EngineCoreOutput, Logprobs, TokenColumns
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
-from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.request import PoolingParams, Vectors
 
 # Columns of tokens to their message and back: a few copies of memory, however many outputs there are.
 
@@ -73,44 +81,12 @@ def _check(name: str, column: "array[int]", length: int) -> None:
 
 
 _FLOAT32_BYTES = 4
-
-
-def error_to_proto(error: RequestError) -> finish_pb2.RequestError:
-    """Return the message of an error of one request or call."""
-    return finish_pb2.RequestError(**msgspec.structs.asdict(error))
-
-
-def error_from_proto(message: finish_pb2.RequestError) -> RequestError:
-    """Return the error of one request or call."""
-    return RequestError(
-        code=message.code,
-        message=message.message,
-        field=message.field,
-        reason=message.reason,
-        retry_after=message.retry_after if message.HasField("retry_after") else None,
-        quota_subject=message.quota_subject,
-    )
-
-
-def logprobs_to_proto(logprobs: Logprobs) -> logprobs_pb2.Logprobs:
-    """The message of these log-probabilities."""
-    return logprobs_pb2.Logprobs(
-        offsets=logprobs.offsets,
-        token_ids=logprobs.token_ids,
-        logprobs=logprobs.logprobs,
-        ranks=logprobs.ranks,
-        tokens=logprobs.tokens,
-    )
+_MEDIA = frozenset(KvMedium)
 
 
 def logprobs_from_proto(message: logprobs_pb2.Logprobs) -> Logprobs:
-    """The domain's log-probabilities."""
-    return Logprobs(
-        offsets=list(message.offsets) or [0],
-        token_ids=list(message.token_ids),
-        logprobs=list(message.logprobs),
-        ranks=list(message.ranks),
-    )
+    """The domain's log-probabilities of an engine, which has no texts."""
+    return from_message(message, Logprobs, tokens=[])
 
 
 Place: TypeAlias = TensorRef | SegmentRef
@@ -286,80 +262,52 @@ def floats(vectors: Vectors) -> list[float]:
     return elements.tolist()
 
 
-def pooling_params_from_proto(message: pooling_pb2.PoolingParams, *, path: str = "pooling_params") -> PoolingParams:
-    """The domain's parameters. Raises InvalidArgument for an unknown task."""
-    known = [int(task) for task in PoolingTask]
-    if message.task not in known:
-        raise InvalidArgument(
-            f"{path}.task is {message.task}; known: {', '.join(task.name for task in PoolingTask)}",
-            field=f"{path}.task",
-        )
-    return PoolingParams(
-        task=PoolingTask(message.task),
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
-        normalize=message.normalize if message.HasField("normalize") else None,
-        use_activation=message.use_activation if message.HasField("use_activation") else True,
-    )
-
-
 def pooling_params_to_proto(params: PoolingParams) -> pooling_pb2.PoolingParams:
     """The message for these parameters."""
-    return pooling_pb2.PoolingParams(
-        task=pooling_pb2.PoolingTask.ValueType(params.task),
-        dimensions=params.dimensions,
-        normalize=params.normalize,
-        use_activation=params.use_activation,
-    )
+    return to_message(params, pooling_pb2.PoolingParams, use_activation=params.use_activation)
+
+
+def fill_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
+    """Write who keeps the request's keys and values, and what a plugin's connector says of them."""
+    if output.kv_source is not None:
+        message.kv_source.CopyFrom(to_message(output.kv_source, kv_pb2.KvSource))
+    message.kv_transfer_params = output.kv_params
+
+
+def read_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
+    """The reverse of ``fill_kv``."""
+    if message.HasField("kv_source"):
+        output.kv_source = from_message(message.kv_source, KvSource)
+    if message.kv_transfer_params:
+        output.kv_params = message.kv_transfer_params
 
 
 def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
-    """The message of a cache event."""
-    match event:
-        case BlockStored():
-            stored = events_pb2.BlockStored(
-                block_hashes=event.block_hashes,
-                parent_block_hash=event.parent_hash,
-                token_ids=event.token_ids,
-                block_size=event.block_size,
-                lora_name=event.lora_name,
-                extra_keys=[
-                    events_pb2.BlockExtraKeys(
-                        media=[events_pb2.BlockMedia(identifier=m.identifier, offset=m.offset) for m in media]
-                    )
-                    for media in event.extra_keys
-                ],
-                medium=medium_to_proto(event.medium),
-            )
-            return events_pb2.KvCacheEvent(block_stored=stored)
-        case BlockRemoved():
-            removed = events_pb2.BlockRemoved(block_hashes=event.block_hashes, medium=medium_to_proto(event.medium))
-            return events_pb2.KvCacheEvent(block_removed=removed)
-        case AllBlocksCleared():
-            return events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
+    """The message of a cache event. The device goes unsaid, as before there were other media."""
+    if isinstance(event, AllBlocksCleared):
+        return events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
+    medium = None if event.medium is KvMedium.DEVICE else event.medium
+    if isinstance(event, BlockRemoved):
+        return events_pb2.KvCacheEvent(block_removed=to_message(event, events_pb2.BlockRemoved, medium=medium))
+    extra_keys = [
+        events_pb2.BlockExtraKeys(media=[to_message(each, events_pb2.BlockMedia) for each in media])
+        for media in event.extra_keys
+    ]
+    stored = to_message(
+        event, events_pb2.BlockStored, parent_block_hash=event.parent_hash, extra_keys=extra_keys, medium=medium
+    )
+    return events_pb2.KvCacheEvent(block_stored=stored)
 
 
 def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None:
     """The domain's event; None for a kind or a medium that this version does not know."""
-    match message.WhichOneof("event"):
-        case "block_stored":
-            stored = message.block_stored
-            if (medium := medium_from_proto(stored.medium)) is None:
-                return None
-            return BlockStored(
-                block_hashes=list(stored.block_hashes),
-                parent_hash=stored.parent_block_hash,
-                token_ids=list(stored.token_ids),
-                block_size=stored.block_size,
-                lora_name=stored.lora_name,
-                extra_keys=[[BlockMedia(m.identifier, m.offset) for m in keys.media] for keys in stored.extra_keys],
-                medium=medium,
-            )
-        case "block_removed":
-            removed = message.block_removed
-            if (medium := medium_from_proto(removed.medium)) is None:
-                return None
-            return BlockRemoved(block_hashes=list(removed.block_hashes), medium=medium)
-        case "all_blocks_cleared":
-            return AllBlocksCleared()
-        case _:
-            return None
+    which = message.WhichOneof("event")
+    if which == "all_blocks_cleared":
+        return AllBlocksCleared()
+    if which is None or ((medium := getattr(message, which).medium) and medium not in _MEDIA):
+        return None
+    if which == "block_removed":
+        return from_message(message.block_removed, BlockRemoved)
+    stored = message.block_stored
+    extra_keys = [[from_message(each, BlockMedia) for each in keys.media] for keys in stored.extra_keys]
+    return from_message(stored, BlockStored, parent_hash=stored.parent_block_hash, extra_keys=extra_keys)

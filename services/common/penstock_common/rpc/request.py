@@ -1,18 +1,17 @@
 """Parts of requests to messages and back: sampling parameters, the context and media."""
 
-import enum
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import msgspec
 from google.protobuf.message import Message
 
 from penstock.common.v1 import media_pb2, sampling_pb2, structured_output_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
+from penstock_common.rpc.by_field import fill, from_message, member, to_message
 from penstock_common.rpc.outputs import Place, TakeShared, TakeTensor, payload, set_payload
 from penstock_common.types.kv_transfer import KvParams
 from penstock_common.types.media import DTYPE_BYTES, MODALITIES, MediaLimits, Modality, TensorData, TensorDtype
@@ -30,36 +29,15 @@ from penstock_common.types.sampling import (
 
 def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None:
     """Write the context's fields into a message that has none of them yet. ``time_left`` is set when the message is sent."""
-    message.external_request_id = context.external_request_id
-    if context.data_parallel_rank is not None:
-        message.data_parallel_rank = context.data_parallel_rank
-    message.priority = context.priority
-    message.tenant = context.tenant
-    if context.tenant_weight != 1.0:
-        message.tenant_weight = context.tenant_weight
-    message.cache_salt = context.cache_salt
-    message.arrival_time = context.arrival_time
-    if context.deadline is not None:
-        message.deadline = context.deadline
+    fill(message, context, "lora")
     message.lease_kv = context.kv.lease
     message.kv_transfer_params = context.kv.params
-    message.trace_context.update(context.trace_context)
 
 
 def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
     """The context; unset fields take the domain's defaults. Raises InvalidArgument for a ``time_left`` that is not finite."""
-    return RequestContext(
-        external_request_id=message.external_request_id,
-        data_parallel_rank=message.data_parallel_rank if message.HasField("data_parallel_rank") else None,
-        priority=message.priority,
-        tenant=message.tenant,
-        tenant_weight=message.tenant_weight if message.HasField("tenant_weight") else 1.0,
-        cache_salt=message.cache_salt,
-        arrival_time=message.arrival_time,
-        deadline=_deadline(message),
-        kv=KvParams(lease=message.lease_kv, params=message.kv_transfer_params),
-        trace_context=dict(message.trace_context),
-    )
+    kv = KvParams(lease=message.lease_kv, params=message.kv_transfer_params)
+    return from_message(message, RequestContext, lora="", deadline=_deadline(message), kv=kv)
 
 
 def _deadline(message: pb.EngineCoreRequest) -> float | None:
@@ -73,14 +51,12 @@ def _deadline(message: pb.EngineCoreRequest) -> float | None:
 
 # ``penstock.common.v1.SamplingParams`` to the domain and back, and the refusal of what is not served yet.
 
-E = TypeVar("E", bound=enum.IntEnum)
-
 
 def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> None:
     """Raise Unimplemented when one of the named fields of ``message`` is set."""
-    present = {field.name for field, _ in message.ListFields()}
     for name in names:
-        if name in present:
+        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
+        if message.HasField(name) if has_presence else getattr(message, name):
             refuse(f"{path}.{name}" if path else name)
 
 
@@ -109,93 +85,47 @@ def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
 
 def to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """The message for these parameters. Values that equal the default stay unset."""
-    message = sampling_pb2.SamplingParams()
-    for name, default in _DEFAULTS.items():
-        value = getattr(params, name)
-        if value == default:
-            continue
-        if (write := _WRITE.get(name)) is not None:
-            write(message, value)
-        elif isinstance(value, tuple):
-            getattr(message, name).extend(value)
-        elif isinstance(value, Mapping):
-            getattr(message, name).update(value)
-        else:
-            setattr(message, name, value)
-    return message
-
-
-def _constraint(message: structured_output_pb2.StructuredOutput) -> StructuredOutput:
-    kind = message.WhichOneof("constraint")
-    if kind is None or (kind == "json_object" and not message.json_object):
-        field = "sampling_params.structured_output"
-        raise InvalidArgument(
-            f"{field} is empty; set one of json_schema, json_object, regex, choice, grammar, structural_tag",
-            field=field,
-        )
-    constraint: dict[str, Any] = {kind: getattr(message, kind)}
-    if kind == "choice":
-        constraint = {"choice": tuple(message.choice.options)}
-    if message.json_whitespace:
-        path = "sampling_params.structured_output"
-        constraint["json_whitespace"] = _enum(JsonWhitespace, message.json_whitespace, f"{path}.json_whitespace")
-    return StructuredOutput(**constraint)
-
-
-def _add_constraint(message: sampling_pb2.SamplingParams, value: StructuredOutput) -> None:
-    kind, constraint = value.constraint
-    if kind == "choice":
-        message.structured_output.choice.options.extend(value.choice)
-    else:
-        setattr(message.structured_output, kind, constraint)
-    if value.json_whitespace is not JsonWhitespace.DUMPS:
-        blanks = cast("structured_output_pb2.JsonWhitespace.ValueType", value.json_whitespace.value)
-        message.structured_output.json_whitespace = blanks
-
-
-def _enum(kind: type[E], value: int, field: str) -> E:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(member.name for member in kind)
-        raise InvalidArgument(f"{field} is {value}; known: {known}", field=field) from None
-
-
-def _output_kind(value: int) -> OutputKind:
-    return _enum(OutputKind, value, "sampling_params.output_kind")
-
-
-def _repetition(message: sampling_pb2.RepetitionDetection) -> RepetitionDetection:
-    return RepetitionDetection(
-        max_pattern_size=message.max_pattern_size,
-        min_pattern_size=message.min_pattern_size or 1,
-        min_count=message.min_count or 2,
+    constraint = None if params.structured_output is None else _constraint_to_proto(params.structured_output)
+    words = [sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in params.bad_word_token_ids]
+    return to_message(
+        params,
+        sampling_pb2.SamplingParams,
+        output_kind=None if params.output_kind is OutputKind.DELTA else params.output_kind,
+        structured_output=constraint,
+        bad_word_token_ids=words,
     )
 
 
-def _add_repetition(message: sampling_pb2.SamplingParams, value: RepetitionDetection) -> None:
-    message.repetition_detection.CopyFrom(sampling_pb2.RepetitionDetection(**msgspec.structs.asdict(value)))
+def _constraint(message: structured_output_pb2.StructuredOutput) -> StructuredOutput:
+    kind, path = message.WhichOneof("constraint"), "sampling_params.structured_output"
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidArgument(
+            f"{path} is empty; set one of json_schema, json_object, regex, choice, grammar, structural_tag", field=path
+        )
+    given: dict[str, Any] = {kind: tuple(message.choice.options) if kind == "choice" else getattr(message, kind)}
+    if message.json_whitespace:
+        given["json_whitespace"] = member(JsonWhitespace, message.json_whitespace, f"{path}.json_whitespace")
+    return StructuredOutput(**given)
 
 
-def _add_bad_words(message: sampling_pb2.SamplingParams, value: Iterable[tuple[int, ...]]) -> None:
-    for token_ids in value:
-        message.bad_word_token_ids.add(token_ids=token_ids)
+def _constraint_to_proto(value: StructuredOutput) -> structured_output_pb2.StructuredOutput:
+    kind, constraint = value.constraint
+    blanks = None if value.json_whitespace is JsonWhitespace.DUMPS else value.json_whitespace
+    given: dict[str, Any] = {
+        kind: {"options": constraint} if kind == "choice" else constraint,
+        "json_whitespace": blanks,
+    }
+    return structured_output_pb2.StructuredOutput(**given)
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "output_kind": _output_kind,
+    "output_kind": lambda value: member(OutputKind, value, "sampling_params.output_kind"),
     "top_k": lambda value: max(value, 0) if value >= -1 else value,
     "logit_bias": dict,
     "structured_output": _constraint,
-    "repetition_detection": _repetition,
+    "repetition_detection": lambda value: from_message(value, RepetitionDetection),
     "bad_word_token_ids": lambda sequences: tuple(tuple(sequence.token_ids) for sequence in sequences),
 }
-_WRITE: dict[str, Callable[[sampling_pb2.SamplingParams, Any], None]] = {
-    "structured_output": _add_constraint,
-    "repetition_detection": _add_repetition,
-    "bad_word_token_ids": _add_bad_words,
-}
-_DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 # Media to messages of ``penstock.common.v1`` and back: tensors of any kind, and what is taken of each modality.
@@ -259,16 +189,4 @@ def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb
 
 def limits_from_proto(messages: Iterable[media_pb2.MediaLimits]) -> tuple[MediaLimits, ...]:
     """What is taken of each modality, as far as this revision knows it."""
-    return tuple(
-        MediaLimits(modality=modality, max_items=each.max_items, max_tokens=each.max_tokens)
-        for each in messages
-        if (modality := _MODALITIES.get(each.modality)) is not None
-    )
-
-
-def limits_to_proto(limits: Iterable[MediaLimits]) -> list[media_pb2.MediaLimits]:
-    """The messages of these limits."""
-    return [
-        media_pb2.MediaLimits(modality=each.modality, max_items=each.max_items, max_tokens=each.max_tokens)
-        for each in limits
-    ]
+    return tuple(from_message(each, MediaLimits) for each in messages if each.modality in MODALITIES)

@@ -18,8 +18,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whose a request is, where and until when it should run, and what it may share.
 
     ``context_of`` of each protocol makes it, the frontend's ``InputProcessor.checked_context`` completes it, and whatever passes
-    the request on, to the scheduler and the workers, passes it on whole. So a new field of this kind is added here, in
-    ``penstock_common.rpc.request`` where it crosses the wire, in the protocols that have it, and where it is read.
+    the request on, to the scheduler and the workers, passes it on whole. So a new field of this kind is added here, to the
+    message under the same name where it crosses the wire, in the protocols that have it, and where it is read.
     """
 
     external_request_id: str = ""

@@ -10,7 +10,7 @@ from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.lora_registry import LoraRefusal, LoraRegistration
 from penstock_common.rpc import cluster, data_parallel
 from penstock_common.rpc import stats as stats_codec
-from penstock_common.rpc.kv_transfer import role_from_proto
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.request import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
 from penstock_common.types.data_parallel import (
@@ -20,6 +20,8 @@ from penstock_common.types.data_parallel import (
     PrepareFailed,
     Reconfigure,
     StartDpWave,
+    StartWave,
+    WaveComplete,
     rank_name,
 )
 from penstock_common.types.outputs import SchedulerStats
@@ -50,19 +52,8 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
     pool = register.pool or DEFAULT_POOL
     _check_name("register.pool", pool)
     _check_kv(register)
-    return EngineRegistration(
-        engine_id=register.engine_id,
-        incarnation=register.incarnation,
-        address=register.address,
-        model=register.model,
-        draining=register.draining,
-        pool=pool,
-        max_num_seqs=register.max_num_seqs,
-        group=_group(register) if register.HasField("group") else None,
-        role=role_from_proto(register.role),
-        kv_address=register.kv_address,
-        kv_fingerprint=register.kv_fingerprint,
-    )
+    group = _group(register) if register.HasField("group") else None
+    return from_message(register, EngineRegistration, group=group)
 
 
 def _check_kv(register: pb.Register) -> None:
@@ -91,16 +82,8 @@ def _group(register: pb.Register) -> GroupRegistration:
         )
     _check_name(f"{path}.meeting_address", group.meeting_address)
     _check_address(f"{path}.meeting_address", group.meeting_address)
-    return GroupRegistration(
-        size=group.size,
-        min_size=group.min_size,
-        waits=group.waits,
-        meeting_address=group.meeting_address,
-        parallel_config=dict(group.parallel_config),
-        report=data_parallel.report_from_proto(group.report, rank_name(register.engine_id, register.incarnation)),
-        target_size=group.target_size,
-        max_size=group.max_size,
-    )
+    report = data_parallel.report_from_proto(group.report, rank_name(register.engine_id, register.incarnation))
+    return from_message(group, GroupRegistration, report=report)
 
 
 def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
@@ -109,9 +92,9 @@ def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
         case "rank_report":
             return data_parallel.report_from_proto(report.rank_report, rank)
         case "start_wave":
-            return data_parallel.start_wave_from_proto(report.start_wave, rank)
+            return data_parallel.wave_from_proto(report.start_wave, StartWave, rank)
         case "wave_complete":
-            return data_parallel.wave_complete_from_proto(report.wave_complete, rank)
+            return data_parallel.wave_from_proto(report.wave_complete, WaveComplete, rank)
         case "peer_lost":
             return PeerLost(rank, report.peer_lost.epoch)
         case "prepare_failed":
@@ -124,25 +107,20 @@ def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
 
 def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> pb.EngineCommand:
     """What a rank is told. ``meetings``: by rank, the address of its store."""
-    pauses = data_parallel.pauses_to_proto(message.pauses)
     if isinstance(message, StartDpWave):
-        return pb.EngineCommand(
-            start_dp_wave=pb.StartDpWave(wave=message.wave, group_epoch=message.epoch, pauses=pauses)
-        )
+        return pb.EngineCommand(start_dp_wave=to_message(message, pb.StartDpWave, group_epoch=message.epoch))
     members = message.group.members
     inside = message.engine in members
-    return pb.EngineCommand(
-        reconfigure=pb.Reconfigure(
-            data_parallel_size=len(members),
-            rank=members.index(message.engine) if inside else 0,
-            rank_change=pb.RANK_CHANGE_UNSPECIFIED if inside else pb.RANK_CHANGE_SHUTDOWN_CURRENT_RANK,
-            group=data_parallel.group_to_proto(message.group, meetings),
-            wave=message.wave,
-            pauses=pauses,
-            base_epoch=message.base,
-            target_size=message.target_size,
-        )
+    reconfigure = to_message(
+        message,
+        pb.Reconfigure,
+        data_parallel_size=len(members),
+        rank=members.index(message.engine) if inside else 0,
+        rank_change=pb.RANK_CHANGE_UNSPECIFIED if inside else pb.RANK_CHANGE_SHUTDOWN_CURRENT_RANK,
+        group=data_parallel.group_to_proto(message.group, meetings),
+        base_epoch=message.base,
     )
+    return pb.EngineCommand(reconfigure=reconfigure)
 
 
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:

@@ -5,21 +5,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.common.v1 import events_pb2, finish_pb2, stats_pb2
+from penstock.common.v1 import events_pb2, finish_pb2, logprobs_pb2, stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
-from penstock_common.lora_registry import LoraAdapter
 from penstock_common.rpc import outputs as parts
-from penstock_common.rpc import request, stats
+from penstock_common.rpc import request
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.data_parallel import checked
-from penstock_common.rpc.kv_transfer import fill_kv, role_to_proto, source_from_proto
 from penstock_common.rpc.outputs import fill_columns
-from penstock_common.rpc.request import context_from_proto, limits_to_proto
+from penstock_common.rpc.request import context_from_proto
 from penstock_common.tensors.chunks import TensorRef
 from penstock_common.types.media import MultiModalFeature
-from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, UtilityOutput
+from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, ReasoningTokens
+from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, PoolingParams, ReasoningTokens
 
 NOT_SERVED_YET = (
     "data_parallel_rank",
@@ -38,38 +37,22 @@ def request_from_proto(
     kind = message.WhichOneof("params")
     if kind is None:
         raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
-    pooling = parts.pooling_params_from_proto(message.pooling_params) if kind == "pooling_params" else None
+    pooling = from_message(message.pooling_params, PoolingParams, kind) if kind == "pooling_params" else None
     token_ids = list(message.prompt_token_ids)
     if embeds is not None and not token_ids:
         token_ids = [0] * embeds.num_tokens
-    return EngineCoreRequest(
-        request_id=message.request_id,
+    return from_message(
+        message,
+        EngineCoreRequest,
         prompt_token_ids=token_ids,
         prompt_embeds=embeds,
         mm_features=list(features),
         sampling_params=NO_SAMPLING if pooling else request.from_proto(message.sampling_params),
         pooling_params=pooling,
-        lora=_lora(message),
         context=context_from_proto(message),
         current_wave=checked("current_wave", message.current_wave),
-        group_epoch=message.group_epoch,
-        attempt=message.attempt,
-        never_admitted=message.never_admitted,
-        prior_output_token_ids=list(message.prior_output_token_ids),
-        second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
-        request_number=message.request_number,
-        reasoning_ended=message.reasoning_ended if message.HasField("reasoning_ended") else None,
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
-        prediction_token_ids=list(message.prediction_token_ids),
-        kv_source=source_from_proto(message.kv_source) if message.HasField("kv_source") else None,
-        handoff_after_tokens=message.handoff_after_tokens,
     )
-
-
-def _lora(message: pb.EngineCoreRequest) -> LoraAdapter | None:
-    if not message.HasField("lora"):
-        return None
-    return LoraAdapter(message.lora.name, message.lora.path, message.lora.digest)
 
 
 def _reasoning(text: str) -> ReasoningTokens | None:
@@ -98,9 +81,9 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
     if outputs.tokens is not None:
         fill_columns(message.token_columns, outputs.tokens)
     if outputs.scheduler_stats is not None:
-        message.scheduler_stats.CopyFrom(stats.to_proto(outputs.scheduler_stats))
+        message.scheduler_stats.CopyFrom(to_message(outputs.scheduler_stats, stats_pb2.SchedulerStats))
     if outputs.utility_output is not None:
-        message.utility_output.CopyFrom(utility_to_proto(outputs.utility_output))
+        message.utility_output.CopyFrom(to_message(outputs.utility_output, pb.UtilityOutput))
     return message
 
 
@@ -123,9 +106,9 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         num_nans_in_logits=output.num_nans_in_logits,
     )
     if output.new_logprobs is not None:
-        message.new_logprobs.CopyFrom(parts.logprobs_to_proto(output.new_logprobs))
+        message.new_logprobs.CopyFrom(to_message(output.new_logprobs, logprobs_pb2.Logprobs))
     if output.new_prompt_logprobs is not None:
-        message.new_prompt_logprobs.CopyFrom(parts.logprobs_to_proto(output.new_prompt_logprobs))
+        message.new_prompt_logprobs.CopyFrom(to_message(output.new_prompt_logprobs, logprobs_pb2.Logprobs))
     if output.pooling_output is not None:
         message.pooling_output.CopyFrom(parts.vectors_to_proto(output.pooling_output))
     if output.finish_reason is not None:
@@ -135,53 +118,12 @@ def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
         elif output.stop_reason is not None:
             message.stop_reason.text = output.stop_reason
         if output.error is not None:
-            message.error.CopyFrom(parts.error_to_proto(output.error))
+            message.error.CopyFrom(to_message(output.error, finish_pb2.RequestError))
     for event in output.events:
         message.events.add(type=events_pb2.EngineCoreEventType.ValueType(event.type), timestamp=event.timestamp)
     if output.prefill_stats is not None:
-        message.prefill_stats.CopyFrom(stats_pb2.PrefillStats(**msgspec.structs.asdict(output.prefill_stats)))
+        message.prefill_stats.CopyFrom(to_message(output.prefill_stats, stats_pb2.PrefillStats))
     if output.spec_decoding_stats is not None:
-        message.spec_decoding_stats.CopyFrom(stats.speculation_to_proto(output.spec_decoding_stats))
-    fill_kv(message, output)
+        message.spec_decoding_stats.CopyFrom(to_message(output.spec_decoding_stats, stats_pb2.SpecDecodingStats))
+    parts.fill_kv(message, output)
     return message
-
-
-def utility_to_proto(output: UtilityOutput) -> pb.UtilityOutput:
-    """The answer to a utility call."""
-    if output.error is not None:
-        return pb.UtilityOutput(call_id=output.call_id, error=parts.error_to_proto(output.error))
-    return pb.UtilityOutput(call_id=output.call_id, result=output.result)
-
-
-def ready_to_proto(ready: EngineReady, *, protocol_revision: int) -> pb.Ready:
-    """The first message of the engine on a session."""
-    lora = None if ready.lora is None else pb.LoraLimits(**msgspec.structs.asdict(ready.lora))
-    return pb.Ready(
-        engine_id=ready.engine_id,
-        incarnation=ready.incarnation,
-        max_model_len=ready.max_model_len,
-        num_kv_blocks=ready.num_kv_blocks,
-        block_size=ready.block_size,
-        model=ready.model,
-        revision=ready.revision,
-        data_parallel_rank=ready.data_parallel_rank,
-        data_parallel_size=ready.data_parallel_size,
-        config_hash=ready.config_hash,
-        config=ready.config,
-        capabilities=ready.capabilities,
-        vocab_size=ready.vocab_size,
-        protocol_revision=protocol_revision,
-        hidden_size=ready.hidden_size,
-        embedding_size=ready.embedding_size,
-        max_num_seqs=ready.max_num_seqs,
-        max_message_bytes=ready.max_message_bytes,
-        max_tensor_bytes=ready.max_tensor_bytes,
-        lora=lora,
-        receiver_cache_bytes=ready.receiver_cache_bytes,
-        shared_memory_id=ready.shared_memory_id,
-        media=limits_to_proto(ready.media),
-        encoder_cache_size=ready.encoder_cache_size,
-        role=role_to_proto(ready.role),
-        kv_address=ready.kv_address,
-        kv_fingerprint=ready.kv_fingerprint,
-    )

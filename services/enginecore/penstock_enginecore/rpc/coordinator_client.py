@@ -10,20 +10,19 @@ from collections.abc import Callable
 import grpc
 import msgspec
 
+from penstock.common.v1 import data_parallel_pb2, stats_pb2
 from penstock.coordinator.v1 import messages_pb2 as pb
 from penstock.coordinator.v1 import service_pb2_grpc
 from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.errors import Internal
 from penstock_common.lora_registry import LoraHeld
 from penstock_common.rpc import data_parallel, request
-from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
-from penstock_common.rpc.kv_transfer import role_to_proto
 from penstock_common.rpc.reconnect import Reconnector, wait_at_most
 from penstock_common.types.cluster import DrainCommand, EngineRegistration
 from penstock_common.types.data_parallel import (
-    GroupRegistration,
     PeerLost,
     PrepareFailed,
     Reconfigure,
@@ -43,46 +42,23 @@ def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
     """What the rank says."""
     match message:
         case StartWave():
-            return pb.EngineReport(start_wave=data_parallel.wave_to_proto(message))
+            return pb.EngineReport(start_wave=to_message(message, data_parallel_pb2.GroupWave))
         case WaveComplete():
-            return pb.EngineReport(wave_complete=data_parallel.wave_to_proto(message))
+            return pb.EngineReport(wave_complete=to_message(message, data_parallel_pb2.GroupWave))
         case PeerLost():
-            return pb.EngineReport(peer_lost=pb.PeerLost(epoch=message.epoch))
+            return pb.EngineReport(peer_lost=to_message(message, pb.PeerLost))
         case PrepareFailed():
-            return pb.EngineReport(prepare_failed=pb.PrepareFailed(epoch=message.epoch))
+            return pb.EngineReport(prepare_failed=to_message(message, pb.PrepareFailed))
         case _:
             return pb.EngineReport(rank_report=data_parallel.report_to_proto(message))
 
 
 def register_to_proto(engine: EngineRegistration) -> pb.Register:
     """Return the message with which an engine introduces itself."""
-    return pb.Register(
-        engine_id=engine.engine_id,
-        incarnation=engine.incarnation,
-        address=engine.address,
-        model=engine.model,
-        draining=engine.draining,
-        pool=engine.pool,
-        max_num_seqs=engine.max_num_seqs,
-        group=None if engine.group is None else registration_to_proto(engine.group),
-        role=role_to_proto(engine.role),
-        kv_address=engine.kv_address,
-        kv_fingerprint=engine.kv_fingerprint,
+    group = engine.group and to_message(
+        engine.group, pb.GroupRegistration, report=data_parallel.report_to_proto(engine.group.report)
     )
-
-
-def registration_to_proto(group: GroupRegistration) -> pb.GroupRegistration:
-    """What the rank brings along."""
-    return pb.GroupRegistration(
-        size=group.size,
-        min_size=group.min_size,
-        waits=group.waits,
-        meeting_address=group.meeting_address,
-        parallel_config=group.parallel_config,
-        report=data_parallel.report_to_proto(group.report),
-        target_size=group.target_size,
-        max_size=group.max_size,
-    )
+    return to_message(engine, pb.Register, group=group)
 
 
 def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
@@ -92,13 +68,13 @@ def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
 
 def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
     """The coordinator wants ``rank`` in a group."""
-    command = Reconfigure(
+    command = from_message(
+        message,
+        Reconfigure,
         engine=rank,
         group=data_parallel.group_from_proto(message.group),
-        wave=message.wave,
         pauses=data_parallel.pauses_from_proto(message.pauses),
         base=message.base_epoch,
-        target_size=message.target_size,
     )
     return Named(command, data_parallel.meetings_from_proto(message.group))
 
@@ -271,5 +247,5 @@ def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport
     """A report; without statistics it only keeps the lease."""
     outputs = enginecore_pb.EngineCoreOutputs(engine_index=engine_index, timestamp=time.monotonic())
     if stats is not None:
-        outputs.scheduler_stats.CopyFrom(stats_codec.to_proto(stats))
+        outputs.scheduler_stats.CopyFrom(to_message(stats, stats_pb2.SchedulerStats))
     return pb.EngineReport(outputs=outputs)

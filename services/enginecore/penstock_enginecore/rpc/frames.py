@@ -8,6 +8,7 @@ import msgspec
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
 from penstock_common.observability.logging import incident
+from penstock_common.rpc.by_field import to_message
 from penstock_common.tensors.chunks import TensorRef
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, KvCacheEvent, KvMedium
 from penstock_common.types.outputs import (
@@ -71,7 +72,7 @@ def _sendable(output: EngineCoreOutput) -> EngineCoreOutput:
 
 def _sendable_answer(answer: UtilityOutput) -> UtilityOutput:
     try:
-        convert.utility_to_proto(answer)
+        to_message(answer, pb.UtilityOutput)
     except Exception as e:
         failed = incident(e, request="", doing="encoding the answer of a utility call")
         return UtilityOutput(call_id=answer.call_id, error=RequestError.from_exception(failed))

@@ -9,10 +9,11 @@ from functools import partial
 
 import msgspec
 
+from penstock.common.v1 import data_parallel_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import ResourceExhausted
 from penstock_common.observability.logging import get_logger, incident
-from penstock_common.rpc.data_parallel import wave_to_proto
+from penstock_common.rpc.by_field import to_message
 from penstock_common.rpc.handshake import ANNOUNCED_SINCE, COLUMNS_SINCE
 from penstock_common.rpc.outputs import chunk_to_proto
 from penstock_common.tensors.chunks import (
@@ -286,7 +287,9 @@ class Sessions:
 
     def start_wave(self, message: StartWave) -> None:
         """Have every frontend tell the other ranks of the group that this one waits for them."""
-        self._post(partial(self._put_to_all, pb.SessionResponse(start_wave=wave_to_proto(message))))
+        self._post(
+            partial(self._put_to_all, pb.SessionResponse(start_wave=to_message(message, data_parallel_pb2.GroupWave)))
+        )
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend, and those still to come."""

@@ -7,14 +7,16 @@ from typing import Any
 
 import grpc
 
+from penstock.common.v1 import stats_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable, Unimplemented
 from penstock_common.observability.logging import get_logger, incident
-from penstock_common.rpc import stats
-from penstock_common.rpc.data_parallel import MAX_NUMBER, start_dp_wave_from_proto
+from penstock_common.rpc.by_field import to_message
+from penstock_common.rpc.data_parallel import MAX_NUMBER, wave_from_proto
 from penstock_common.rpc.handshake import OLDEST_REVISION, PROTOCOL_REVISION, first_message
 from penstock_common.rpc.outputs import take_chunk
+from penstock_common.types.data_parallel import StartDpWave
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RequestError
 from penstock_enginecore.core.busy_loop import BusyLoop
@@ -50,7 +52,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
         session = self._sessions.open(hello, revision)
         log.info("session opened", frontend=session.client_id)
-        welcome = convert.ready_to_proto(ready, protocol_revision=revision)
+        welcome = to_message(ready, pb.Ready, protocol_revision=revision)
         self._sessions.welcome(session, welcome, hello.shared_memory_probe)
         if hello.follows_cache:
             busy_loop.follow_cache(session.client_id)
@@ -102,7 +104,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 if session.features is not None:
                     session.features.kept.drop(message.drop_media.identifiers)
             case "start_dp_wave":
-                busy_loop.group_changed(start_dp_wave_from_proto(message.start_dp_wave, ""))
+                busy_loop.group_changed(wave_from_proto(message.start_dp_wave, StartDpWave, ""))
             case "hello":
                 raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
             case _:
@@ -139,8 +141,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         """Who the engine is and how it is doing."""
         busy_loop, ready = self._attached()
         return pb.GetEngineInfoResponse(
-            ready=convert.ready_to_proto(ready, protocol_revision=PROTOCOL_REVISION),
-            scheduler_stats=stats.to_proto(busy_loop.stats()),
+            ready=to_message(ready, pb.Ready, protocol_revision=PROTOCOL_REVISION),
+            scheduler_stats=to_message(busy_loop.stats(), stats_pb2.SchedulerStats),
         )
 
     def _attached(self) -> tuple[BusyLoop, EngineReady]:

@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from penstock_common.bounded_queue import TenantRoom
 from penstock_common.errors import DeadlineExceeded, Internal, RequestFailed, ResourceExhausted, Unavailable
@@ -34,12 +36,12 @@ MAX_KEPT = 20
 """Losses at once; the oldest go first."""
 
 
-class LostEngine(NamedTuple):
+class LostEngine(msgspec.Struct, frozen=True):
     """An engine whose session ended although the engine had not said that it would stop."""
 
     engine_id: str
     address: str
-    why: str
+    reason: str
     at: float
     """When, in seconds of the clock."""
     num_moved: int

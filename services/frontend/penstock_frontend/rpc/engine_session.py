@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import grpc
 import msgspec
 
+from penstock.common.v1 import data_parallel_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock.enginecore.v1 import service_pb2_grpc
 from penstock_common.errors import InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import incident
 from penstock_common.rpc import stats
+from penstock_common.rpc.by_field import to_message
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
-from penstock_common.rpc.data_parallel import start_wave_from_proto, wave_to_proto
+from penstock_common.rpc.data_parallel import wave_from_proto
 from penstock_common.rpc.handshake import COLUMNS_SINCE, OLDEST_REVISION, PROTOCOL_REVISION
 from penstock_common.rpc.outputs import Place, chunk_to_proto, take_chunk, taker
 from penstock_common.rpc.status import from_rpc_error
@@ -344,7 +346,7 @@ class EngineSession:
                     self._outgoing.media_cleared()
                     self._queued.set()
                 elif kind == "start_wave":
-                    self._on_start_wave(start_wave_from_proto(response.start_wave, ""))
+                    self._on_start_wave(wave_from_proto(response.start_wave, StartWave, ""))
                 elif kind == "engine_dead":
                     return SessionEnd(f"the engine failed: {response.engine_dead.reason}", by_engine=True)
         except grpc.aio.AioRpcError as e:
@@ -354,7 +356,7 @@ class EngineSession:
 
     def start_dp_wave(self, message: StartDpWave) -> None:
         """Have the engine, a rank of a data-parallel group, be in a wave."""
-        self._put(pb.SessionRequest(start_dp_wave=wave_to_proto(message)))
+        self._put(pb.SessionRequest(start_dp_wave=to_message(message, data_parallel_pb2.GroupWave)))
 
     def add(self, request: EngineCoreRequest) -> None:
         """Start a request. One that the engine would not take ends with an ERROR output; nothing is raised."""

@@ -11,7 +11,7 @@ from penstock_common.errors import Internal
 from penstock_common.observability.logging import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
-from penstock_common.rpc.kv_transfer import read_kv, role_from_proto, source_to_proto
+from penstock_common.rpc.by_field import fill, from_message
 from penstock_common.rpc.outputs import columns_from_proto
 from penstock_common.rpc.request import fill_context, limits_from_proto, to_proto
 from penstock_common.types.kv_transfer import KvCacheEvent
@@ -22,10 +22,10 @@ from penstock_common.types.outputs import (
     EngineReady,
     EventType,
     FinishReason,
-    LoraLimits,
     PrefillStats,
     RequestError,
     SchedulerStats,
+    SpecDecodingStats,
     UtilityOutput,
 )
 from penstock_common.types.request import EngineCoreRequest
@@ -42,8 +42,8 @@ def add_request(
     """
     message = pb.SessionRequest()
     add = message.add
-    add.request_id = request.request_id
-    add.prompt_token_ids.extend(request.prompt_token_ids)
+    fill_context(add, request.context)
+    fill(add, request, "sampling_params", "pooling_params", "prompt_embeds", "mm_features", "reasoning_parser_kwargs")
     if request.pooling_params is not None:
         add.pooling_params.CopyFrom(parts.pooling_params_to_proto(request.pooling_params))
     else:
@@ -52,63 +52,14 @@ def add_request(
         embeds = parts.prompt_embeds_to_proto(request.prompt_embeds, place, every_position=every_position)
         add.prompt_embeds.CopyFrom(embeds)
         add.prompt_is_token_ids.extend(map(bool, request.prompt_embeds.is_token))
-    if (lora := request.lora) is not None:
-        add.lora.CopyFrom(pb.LoraAdapter(name=lora.name, path=lora.path, digest=lora.digest))
-    if request.second_text_start is not None:
-        add.second_text_start = request.second_text_start
-    fill_context(add, request.context)
-    add.current_wave = request.current_wave
-    add.group_epoch = request.group_epoch
-    add.attempt = request.attempt
-    add.never_admitted = request.never_admitted
-    add.prior_output_token_ids.extend(request.prior_output_token_ids)
-    add.request_number = request.request_number
-    if request.reasoning_ended is not None:
-        add.reasoning_ended = request.reasoning_ended
     if request.reasoning_parser_kwargs is not None:
         add.reasoning_parser_kwargs = msgspec.json.encode(request.reasoning_parser_kwargs).decode()
-    add.prediction_token_ids.extend(request.prediction_token_ids)
-    if request.kv_source is not None:
-        add.kv_source.CopyFrom(source_to_proto(request.kv_source))
-    add.handoff_after_tokens = request.handoff_after_tokens
     return message
 
 
 def engine_ready(message: pb.Ready) -> EngineReady:
     """Who the engine is."""
-    return EngineReady(
-        engine_id=message.engine_id,
-        incarnation=message.incarnation,
-        model=message.model,
-        max_model_len=message.max_model_len,
-        num_kv_blocks=message.num_kv_blocks,
-        block_size=message.block_size,
-        vocab_size=message.vocab_size,
-        revision=message.revision,
-        data_parallel_rank=message.data_parallel_rank,
-        data_parallel_size=message.data_parallel_size,
-        config_hash=message.config_hash,
-        config=dict(message.config),
-        capabilities=tuple(message.capabilities),
-        hidden_size=message.hidden_size if message.HasField("hidden_size") else None,
-        embedding_size=message.embedding_size if message.HasField("embedding_size") else None,
-        max_num_seqs=message.max_num_seqs,
-        max_message_bytes=message.max_message_bytes,
-        max_tensor_bytes=message.max_tensor_bytes,
-        lora=_lora_limits(message.lora) if message.HasField("lora") else None,
-        receiver_cache_bytes=message.receiver_cache_bytes,
-        shared_memory_id=message.shared_memory_id,
-        media=limits_from_proto(message.media),
-        encoder_cache_size=message.encoder_cache_size,
-        role=role_from_proto(message.role),
-        kv_address=message.kv_address,
-        kv_fingerprint=message.kv_fingerprint,
-        shared_memory_nonce=message.shared_memory_nonce,
-    )
-
-
-def _lora_limits(message: pb.LoraLimits) -> LoraLimits:
-    return LoraLimits(max_loras=message.max_loras, max_lora_rank=message.max_lora_rank, cpu_memory=message.cpu_memory)
+    return from_message(message, EngineReady, media=limits_from_proto(message.media))
 
 
 def draining_time_left(message: pb.Draining) -> float | None:
@@ -133,7 +84,9 @@ def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | 
         outputs=[_readable_output(output, take) for output in message.outputs],
         scheduler_stats=_stats(message),
         timestamp=message.timestamp,
-        utility_output=_utility_output(message.utility_output) if message.HasField("utility_output") else None,
+        utility_output=from_message(message.utility_output, UtilityOutput)
+        if message.HasField("utility_output")
+        else None,
         finished_requests=list(message.finished_requests),
         kv_events=_kv_events(message),
         tokens=columns_from_proto(message.token_columns) if message.HasField("token_columns") else None,
@@ -186,14 +139,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("new_prompt_logprobs"):
         output.new_prompt_logprobs = parts.logprobs_from_proto(message.new_prompt_logprobs)
     if message.HasField("prefill_stats"):
-        prefill = message.prefill_stats
-        output.prefill_stats = PrefillStats(
-            num_prompt_tokens=prefill.num_prompt_tokens,
-            num_cached_tokens=prefill.num_cached_tokens,
-            num_host_tokens=prefill.num_host_tokens,
-            num_disk_tokens=prefill.num_disk_tokens,
-            num_peer_tokens=prefill.num_peer_tokens,
-        )
+        output.prefill_stats = from_message(message.prefill_stats, PrefillStats)
     if message.events:
         output.events = [
             EngineCoreEvent(kind, event.timestamp)
@@ -203,14 +149,14 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.num_nans_in_logits:
         output.num_nans_in_logits = message.num_nans_in_logits
     if message.HasField("spec_decoding_stats"):
-        output.spec_decoding_stats = stats.speculation_from_proto(message.spec_decoding_stats)
+        output.spec_decoding_stats = from_message(message.spec_decoding_stats, SpecDecodingStats)
     if message.finish_reason:
         # A reason that this revision does not know is no normal end either.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):
-            output.error = parts.error_from_proto(message.error)
-    read_kv(message, output)
+            output.error = from_message(message.error, RequestError)
+    parts.read_kv(message, output)
     if message.HasField("pooling_output"):
         output.pooling_output = parts.vectors_from_proto(message.pooling_output, take)
     return output
@@ -221,9 +167,3 @@ def _stop_reason(message: finish_pb2.StopReason) -> int | str | None:
     if which == "token_id":
         return message.token_id
     return message.text if which == "text" else None
-
-
-def _utility_output(message: pb.UtilityOutput) -> UtilityOutput:
-    if message.WhichOneof("outcome") == "error":
-        return UtilityOutput(call_id=message.call_id, error=parts.error_from_proto(message.error))
-    return UtilityOutput(call_id=message.call_id, result=message.result)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2_grpc
 from penstock_client.errors import of_call
+from penstock_common.rpc.by_field import from_message
 from penstock_common.rpc.cluster import engine_from_proto
 from penstock_common.rpc.data_parallel import pool_group_from_proto
 from penstock_common.types.cluster import EngineStatus
@@ -84,18 +85,8 @@ class AdminClient:
         """The cluster as the frontend sees it."""
         response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), deadline)
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
-        variants = tuple(
-            Variant(config_hash=v.config_hash, engine_ids=tuple(v.engine_ids), differs=dict(v.differs))
-            for v in response.variants
-        )
-        return Cluster(
-            engines=tuple(engines),
-            coordinator_connected=response.coordinator_connected,
-            variants=variants,
-            groups=tuple(map(pool_group_from_proto, response.groups)),
-            lost_engines=tuple(_plain(LostEngine, lost) for lost in response.lost_engines),
-            tenant_refusals=tuple(_plain(TenantRefusals, each) for each in response.tenant_refusals),
-        )
+        groups = tuple(map(pool_group_from_proto, response.groups))
+        return from_message(response, Cluster, engines=tuple(engines), groups=groups)
 
     async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:
         """Have ``replicas`` engines in ``pool``. Returns how many there were to be before."""
@@ -131,14 +122,6 @@ class AdminClient:
             raise await call_failure(of_call(e), self.address, prefix=ADMIN) from None
 
 
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def _plain(kind: type[S], message: Any) -> S:
-    """The fields of a message as a struct that has the same."""
-    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
-
-
 _SOURCES = {
     pb.LORA_SOURCE_CONFIG: "config",
     pb.LORA_SOURCE_DIRECTORY: "directory",
@@ -162,14 +145,4 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _listed(info: pb.LoraInfo) -> ListedAdapter:
-    return ListedAdapter(
-        name=info.name,
-        path=info.path,
-        digest=info.digest.hex(),
-        source=_SOURCES.get(info.source, ""),
-        rank=info.rank,
-        num_bytes=info.num_bytes,
-        modules=tuple(info.modules),
-        pinned=info.pinned,
-        engine_ids=tuple(info.engine_ids),
-    )
+    return from_message(info, ListedAdapter, digest=info.digest.hex(), source=_SOURCES.get(info.source, ""))

@@ -1,11 +1,12 @@
 import msgspec
 import pytest
 
-from penstock.common.v1 import control_pb2
+from penstock.common.v1 import control_pb2, stats_pb2
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora_registry import MAX_HELD, LoraHeld
 from penstock_common.rpc import cluster, stats
+from penstock_common.rpc.by_field import to_message
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus, changed_by, difference
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
@@ -85,16 +86,20 @@ CANNOT_BE_COUNTS = {
 }
 
 
+def message_of(statistics):
+    return to_message(statistics, stats_pb2.SchedulerStats)
+
+
 def test_an_engine_that_does_not_speculate_says_so_on_the_wire():
-    assert stats.from_proto(stats.to_proto(SchedulerStats())).spec_decoding_stats is None
+    assert stats.from_proto(message_of(SchedulerStats())).spec_decoding_stats is None
     nothing_yet = SchedulerStats(spec_decoding_stats=SpecDecodingStats())
-    assert stats.from_proto(stats.to_proto(nothing_yet)) == nothing_yet
+    assert stats.from_proto(message_of(nothing_yet)) == nothing_yet
 
 
 def test_statistics_survive_the_wire():
     values = {name: index for index, name in enumerate(SchedulerStats.__struct_fields__, start=1)}
     expected = SchedulerStats(**(values | CANNOT_BE_COUNTS))
-    assert stats.from_proto(stats.to_proto(expected)) == expected
+    assert stats.from_proto(message_of(expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_statistics_survive_the_wire():
     ],
 )
 def test_an_engine_cannot_hold_what_nobody_could(held, field):
-    message = stats.to_proto(SchedulerStats(lora=LoraStats(held=held)))
+    message = message_of(SchedulerStats(lora=LoraStats(held=held)))
     with pytest.raises(InvalidArgument) as refused:
         stats.from_proto(message)
     assert refused.value.field == f"scheduler_stats.{field}"

@@ -6,6 +6,7 @@ from penstock.common.v1 import data_parallel_pb2 as pb
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc import cluster, data_parallel
+from penstock_common.rpc.by_field import to_message
 from penstock_common.types.cluster import ClusterView
 from penstock_common.types.data_parallel import (
     GroupView,
@@ -41,7 +42,7 @@ def test_a_rank_is_its_engine_in_one_incarnation(engine_id, incarnation):
 
 @given(pauses)
 def test_turns_survive_the_wire(turns):
-    assert data_parallel.pauses_from_proto(sent(data_parallel.pauses_to_proto(turns))) == turns
+    assert data_parallel.pauses_from_proto(sent(to_message(turns, pb.Pauses))) == turns
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,9 @@ def test_a_group_survives_the_wire_with_its_addresses(group):
 
 @given(ranks, numbers, numbers, pauses)
 def test_waves_survive_the_wire(rank, epoch, wave, turns):
-    for kind, read in (
-        (StartWave, data_parallel.start_wave_from_proto),
-        (WaveComplete, data_parallel.wave_complete_from_proto),
-        (StartDpWave, data_parallel.start_dp_wave_from_proto),
-    ):
+    for kind in (StartWave, WaveComplete, StartDpWave):
         message = kind(rank, epoch, wave, turns)
-        assert read(sent(data_parallel.wave_to_proto(message)), rank) == message
+        assert data_parallel.wave_from_proto(sent(to_message(message, pb.GroupWave)), kind, rank) == message
 
 
 @given(ranks, groups, numbers, numbers, pauses, st.booleans(), st.booleans(), numbers)

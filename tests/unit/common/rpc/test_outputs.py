@@ -4,10 +4,11 @@ from array import array
 
 import pytest
 
-from penstock.common.v1 import events_pb2, tensor_pb2
+from penstock.common.v1 import events_pb2, logprobs_pb2, tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import Internal, InvalidArgument
 from penstock_common.rpc import outputs as parts
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.outputs import columns_from_proto, fill_columns
 from penstock_common.types.kv_transfer import (
     AllBlocksCleared,
@@ -30,8 +31,8 @@ def some_logprobs() -> Logprobs:
 
 
 def test_logprobs_survive_the_wire() -> None:
-    assert parts.logprobs_from_proto(parts.logprobs_to_proto(some_logprobs())) == some_logprobs()
-    assert parts.logprobs_from_proto(parts.logprobs_to_proto(Logprobs())) == Logprobs()
+    assert parts.logprobs_from_proto(to_message(some_logprobs(), logprobs_pb2.Logprobs)) == some_logprobs()
+    assert parts.logprobs_from_proto(to_message(Logprobs(), logprobs_pb2.Logprobs)) == Logprobs()
 
 
 def test_logprobs_are_cut_and_joined_by_position() -> None:
@@ -69,7 +70,7 @@ def test_what_is_no_float32_vector_is_refused(tensor: tensor_pb2.Tensor) -> None
     ],
 )
 def test_pooling_parameters_survive_the_wire(params: PoolingParams) -> None:
-    assert parts.pooling_params_from_proto(parts.pooling_params_to_proto(params)) == params
+    assert from_message(parts.pooling_params_to_proto(params), PoolingParams) == params
 
 
 @pytest.mark.parametrize(

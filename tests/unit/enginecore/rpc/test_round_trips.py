@@ -4,21 +4,37 @@ The values are made from the structs' own definitions, each another one and none
 tests without being named here. A field that is left out on purpose stands in ``STAYS``, with the reason.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+from penstock.admin.v1 import messages_pb2 as admin_pb
+from penstock.common.v1 import (
+    control_pb2,
+    data_parallel_pb2,
+    events_pb2,
+    finish_pb2,
+    kv_pb2,
+    logprobs_pb2,
+    media_pb2,
+    pooling_pb2,
+    sampling_pb2,
+    stats_pb2,
+)
 from penstock.coordinator.v1 import messages_pb2 as coordinator_pb
 from penstock.enginecore.v1 import messages_pb2 as pb
+from penstock.inference.v1 import messages_pb2 as inference_pb
 from penstock_common.errors import RequestFailed, ResourceExhausted
-from penstock_common.lora_registry import LoraHeld, LoraRegistration
+from penstock_common.lora_registry import LoraAdapter, LoraHeld, LoraRefusal, LoraRegistration
 from penstock_common.rpc import cluster, data_parallel
-from penstock_common.rpc.outputs import error_from_proto, error_to_proto
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.tensors.chunks import IncomingTensors
-from penstock_common.types.cluster import ClusterView, EngineRegistration, EngineStatus, ViewDelta
+from penstock_common.types.cluster import ClusterView, EngineLoads, EngineRegistration, EngineStatus, ViewDelta
 from penstock_common.types.data_parallel import (
     GroupRegistration,
     GroupView,
@@ -35,23 +51,26 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock_common.types.media import MultiModalFeature, TensorData
+from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvSource
+from penstock_common.types.media import MediaLimits, MultiModalFeature, TensorData
 from penstock_common.types.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
     FinishReason,
     Logprobs,
+    LoraLimits,
     MediaStats,
+    PrefillStats,
     RequestError,
     SchedulerStats,
+    SpecDecodingStats,
     TokenColumns,
     UtilityOutput,
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
-from penstock_common.types.request import EngineCoreRequest, RequestContext, Vectors
-from penstock_common.types.sampling import SamplingParams, StructuredOutput
+from penstock_common.types.request import EngineCoreRequest, PoolingParams, RequestContext, Vectors
+from penstock_common.types.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 from penstock_coordinator.rpc import convert as coordinator
 from penstock_enginecore.config import EngineCoreConfig, ModelConfig
 from penstock_enginecore.config.executor import NodesConfig
@@ -71,9 +90,14 @@ from penstock_enginecore.structured_output import grammar_processes as following
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 from penstock_enginecore.worker import failures, messages
 from penstock_enginecore.worker.messages import WorkerConfig
+from penstock_frontend.call_types import ToolCall, Usage
+from penstock_frontend.ports import Variant
 from penstock_frontend.processing.media import worker_messages
 from penstock_frontend.rpc.session_messages import add_request, engine_core_outputs, engine_ready
 from penstock_frontend.rpc.tensor_sender import Sent, fill_feature
+from penstock_frontend.tenants import Refused
+from penstock_local.rpc.admin import Cluster, ListedAdapter, LostEngine, TenantRefusals
+from penstock_local.rpc.admin import Variant as ListedVariant
 from tests.fakes.whole_structs import Whole, lost
 
 RANK = "engine#1"
@@ -251,12 +275,85 @@ def test_an_error_of_a_worker_is_raised_with_all_that_it_said() -> None:
 
 def test_an_error_of_a_request_is_told_whole() -> None:
     error = whole(RequestError, code="NOT_FOUND")
-    assert lost(error, error_from_proto(error_to_proto(error))) == []
+    assert lost(error, from_message(to_message(error, finish_pb2.RequestError), RequestError)) == []
     assert lost(error, RequestError.from_exception(error.to_exception())) == []
 
 
 def vars_of(error: RequestFailed) -> dict[str, Any]:
     return {name: value for name, value in vars(error).items() if name != "__notes__"} | {"code": error.code}
+
+
+# Structs and messages with fields of the same names.
+
+CONVERTED: dict[type[msgspec.Struct], tuple[Any, set[str]]] = {
+    BlockMedia: (events_pb2.BlockMedia, set()),
+    EngineLoads: (coordinator_pb.EngineLoads, set()),
+    EngineReady: (pb.Ready, set()),
+    EngineStatus: (control_pb2.EngineStatus, set()),
+    KvSource: (kv_pb2.KvSource, set()),
+    ListedVariant: (admin_pb.Variant, set()),
+    Logprobs: (logprobs_pb2.Logprobs, set()),
+    LoraAdapter: (pb.LoraAdapter, set()),
+    LoraHeld: (stats_pb2.LoraHeld, set()),
+    LoraLimits: (pb.LoraLimits, set()),
+    LoraRefusal: (coordinator_pb.LoraRefusal, set()),
+    LoraRegistration: (coordinator_pb.LoraRegistration, set()),
+    LostEngine: (admin_pb.LostEngine, set()),
+    MediaLimits: (media_pb2.MediaLimits, set()),
+    Pauses: (data_parallel_pb2.Pauses, set()),
+    PeerLost: (coordinator_pb.PeerLost, {"engine"}),
+    PoolingParams: (pooling_pb2.PoolingParams, set()),
+    PrefillStats: (stats_pb2.PrefillStats, set()),
+    PrepareFailed: (coordinator_pb.PrepareFailed, {"engine"}),
+    Refused: (admin_pb.TenantRefusals, set()),
+    RepetitionDetection: (sampling_pb2.RepetitionDetection, set()),
+    RequestError: (finish_pb2.RequestError, set()),
+    SchedulerStats: (stats_pb2.SchedulerStats, set()),
+    SpecDecodingStats: (stats_pb2.SpecDecodingStats, set()),
+    StartDpWave: (data_parallel_pb2.GroupWave, {"engine"}),
+    StartWave: (data_parallel_pb2.GroupWave, {"engine"}),
+    TenantRefusals: (admin_pb.TenantRefusals, set()),
+    ToolCall: (inference_pb.ToolCall, set()),
+    Usage: (stats_pb2.Usage, {"reasoning_tokens"}),
+    Variant: (admin_pb.Variant, set()),
+    WaveComplete: (data_parallel_pb2.GroupWave, {"engine"}),
+}
+"""By struct, its message and the fields that the message does not have. Structs of which callers give fields have other tests:"""
+GIVEN_BY_CALLERS = {
+    BlockRemoved,
+    BlockStored,
+    Cluster,
+    EngineCoreRequest,
+    EngineRegistration,
+    GroupRegistration,
+    GroupView,
+    ListedAdapter,
+    PoolGroup,
+    RankReport,
+    Reconfigure,
+    RequestContext,
+    UtilityOutput,
+    ViewDelta,
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("kind", CONVERTED, ids=lambda kind: kind.__name__)
+def test_a_struct_arrives_whole_by_the_names_of_its_fields(kind: type[msgspec.Struct], turn: int) -> None:
+    message, stays = CONVERTED[kind]
+    assert stays == set(kind.__struct_fields__).difference(message.DESCRIPTOR.fields_by_name)
+    sent = Whole(GIVEN, turn).struct(kind)
+    arrived = message.FromString(to_message(sent, message).SerializeToString())
+    assert lost(sent, from_message(arrived, kind, **{name: getattr(sent, name) for name in stays})) == []
+
+
+def test_each_struct_that_services_convert_by_field_is_in_these_tests() -> None:
+    tested = {kind.__name__ for kind in (*CONVERTED, *GIVEN_BY_CALLERS)}
+    read = re.compile(r"\bfrom_message\(\s*[\w.\[\]]+,\s*([A-Z]\w+)")
+    services = Path(__file__).parents[4] / "services"
+    found = {name for path in services.rglob("*.py") for name in read.findall(path.read_text())}
+    assert found <= tested
+    assert {"KvSource", "EngineCoreRequest", "LoraHeld"} <= found
 
 
 # Between a frontend and an engine.
@@ -317,7 +414,7 @@ def test_the_failure_of_a_call_arrives_whole() -> None:
 
 def test_what_an_engine_is_arrives_whole() -> None:
     sent = whole(EngineReady)
-    message = pb.Ready.FromString(convert.ready_to_proto(sent, protocol_revision=1).SerializeToString())
+    message = pb.Ready.FromString(to_message(sent, pb.Ready, protocol_revision=1).SerializeToString())
     assert lost(sent, engine_ready(message)) == []
 
 

@@ -10,7 +10,7 @@ def test_a_loss_is_kept_for_ten_minutes_with_what_became_of_its_requests() -> No
     lost.add("engine-0", "host:1", "the connection broke", 6)
     clock.now += 12.0
     [(engine, seconds)] = lost.recent()
-    assert (engine.engine_id, engine.address, engine.why, engine.num_moved) == (
+    assert (engine.engine_id, engine.address, engine.reason, engine.num_moved) == (
         "engine-0",
         "host:1",
         "the connection broke",

@@ -13,13 +13,13 @@ from penstock.common.v1 import control_pb2
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, RequestFailed, quoted
 from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.observability.logging import get_logger
-from penstock_common.rpc.cluster import engine_to_proto
+from penstock_common.rpc.by_field import fill, to_message
 from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
 from penstock_frontend.call_types import current_principal
-from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo
+from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo, HeldAdapter
 from penstock_frontend.dispatch.client import LostEngines
 from penstock_frontend.ports import EngineClient
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
@@ -28,18 +28,10 @@ from penstock_frontend.tenants import TenantRefusals
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:
     """The message of what is known of an adapter."""
-    adapter, held = info.adapter, info.held
-    return pb.LoraInfo(
-        name=adapter.name,
-        path=adapter.path,
-        digest=adapter.digest,
-        rank=held.rank if held is not None else 0,
-        modules=held.modules if held is not None else (),
-        num_bytes=held.num_bytes if held is not None else 0,
-        pinned=info.pinned,
-        source=pb.LoraSource.ValueType(info.source),
-        engine_ids=info.engine_ids,
-    )
+    message = to_message(info.held or HeldAdapter(b""), pb.LoraInfo, digest=None, pinned=None)
+    fill(message, info.adapter)
+    fill(message, info)
+    return message
 
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["AdminService"]
@@ -128,24 +120,14 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
         """The cluster as this frontend sees it."""
         return pb.GetClusterResponse(
-            engines=[engine_to_proto(status) for status in self._engines.view.cluster()],
+            engines=[to_message(status, control_pb2.EngineStatus) for status in self._engines.view.cluster()],
             coordinator_connected=self._coordinator is not None and self._coordinator.connected,
-            variants=[pb.Variant(**msgspec.structs.asdict(variant)) for variant in self._engines.view.variants()],
+            variants=[to_message(variant, pb.Variant) for variant in self._engines.view.variants()],
             groups=[pool_group_to_proto(group) for group in self._engines.view.groups()],
             lost_engines=[
-                pb.LostEngine(
-                    engine_id=lost.engine_id,
-                    address=lost.address,
-                    reason=lost.why,
-                    seconds_ago=seconds,
-                    num_moved=lost.num_moved,
-                )
-                for lost, seconds in self._lost.recent()
+                to_message(lost, pb.LostEngine, seconds_ago=seconds) for lost, seconds in self._lost.recent()
             ],
-            tenant_refusals=[
-                pb.TenantRefusals(tenant=each.tenant, reason=each.reason, num_refused=each.num_refused)
-                for each in self._tenants.recent()
-            ],
+            tenant_refusals=[to_message(each, pb.TenantRefusals) for each in self._tenants.recent()],
         )
 
     async def ResetPrefixCache(

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from penstock.common.v1 import finish_pb2, stats_pb2
+from penstock.common.v1.media_pb2 import MediaLimits
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2, service_pb2_grpc
 from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, NotFound, RequestFailed, ResourceExhausted, quoted
 from penstock_common.observability.logging import incident, peer_address
+from penstock_common.rpc.by_field import to_message
 from penstock_common.rpc.interceptor import check_response_size
-from penstock_common.rpc.outputs import error_to_proto
-from penstock_common.rpc.request import limits_to_proto
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.request import PoolingTask
 from penstock_frontend.api.call_context import tenant_of_message
@@ -187,7 +187,9 @@ class GenerateSession:
             await self._fail(live.request_id, incident(e, request=live.request_id, doing="serving the request"))
 
     async def _fail(self, request_id: str, error: RequestFailed) -> None:
-        failed = pb.SessionError(request_id=request_id, error=error_to_proto(RequestError.from_exception(error)))
+        failed = pb.SessionError(
+            request_id=request_id, error=to_message(RequestError.from_exception(error), finish_pb2.RequestError)
+        )
         await self._out.put(pb.GenerateSessionResponse(error=failed))
 
     def _end(self, live: LiveRequest) -> None:
@@ -349,7 +351,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             capabilities=engines.capabilities,
             num_engines=engines.num_engines,
             vocab_size=self._llm.vocab_size,
-            media=limits_to_proto(media_limits(self._llm, self._limits.now)),
+            media=[to_message(each, MediaLimits) for each in media_limits(self._llm, self._limits.now)],
         )
 
 

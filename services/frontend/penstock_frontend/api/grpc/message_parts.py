@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock.common.v1 import finish_pb2, logprobs_pb2, media_pb2, stats_pb2
+from penstock.common.v1 import finish_pb2, media_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented, quoted
-from penstock_common.rpc.outputs import logprobs_to_proto, prompt_embeds_from_proto
+from penstock_common.rpc.by_field import to_message
+from penstock_common.rpc.outputs import prompt_embeds_from_proto
 from penstock_common.rpc.request import modality_from_proto, tensor_from_proto
 from penstock_common.types.media import EMBEDS, Modality, TensorData
-from penstock_common.types.outputs import Logprobs
 from penstock_common.types.request import RequestContext
 from penstock_frontend.api.call_context import context_of_call, deadline_after
 from penstock_frontend.api.media_sources import MAX_FRAMES, source_of_url
@@ -31,15 +31,9 @@ from penstock_frontend.call_types import (
     Part,
     Prediction,
     Source,
-    Usage,
 )
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.prompts.sampling_params import check_count
-
-
-def logprobs(values: Logprobs | None) -> logprobs_pb2.Logprobs | None:
-    """The message for log-probabilities, where there are some."""
-    return None if values is None else logprobs_to_proto(values)
 
 
 def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
@@ -49,19 +43,7 @@ def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -
         message.stop_reason.text = finish.stop_reason
     elif finish.stop_reason is not None:
         message.stop_reason.token_id = finish.stop_reason
-    message.usage.CopyFrom(usage(finish.usage))
-
-
-def usage(counts: Usage) -> stats_pb2.Usage:
-    """The message for token counts."""
-    return stats_pb2.Usage(
-        prompt_tokens=counts.prompt_tokens,
-        cached_tokens=counts.cached_tokens,
-        completion_tokens=counts.completion_tokens,
-        accepted_draft_tokens=counts.accepted_draft_tokens,
-        rejected_draft_tokens=counts.rejected_draft_tokens,
-        media_tokens={str(modality): count for modality, count in counts.media_tokens.items()},
-    )
+    message.usage.CopyFrom(to_message(finish.usage, stats_pb2.Usage))
 
 
 def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | None:

@@ -6,15 +6,14 @@ from penstock.common.v1 import pooling_pb2, stats_pb2
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import outputs as parts
+from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.outputs import prompt_embeds_from_proto
 from penstock_common.rpc.request import set_fields
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import PoolingParams, PoolingTask
-from penstock_frontend.api.grpc import message_parts
 from penstock_frontend.api.grpc.message_parts import (
     add_finish,
     context_of,
-    logprobs,
     media_part,
     mixed_prompt,
     object_of,
@@ -80,14 +79,7 @@ def _prompt(message: pb.GenerateRequest, limits: LimitsConfig) -> str | Sequence
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
     """The message for a piece of output."""
-    message = pb.GenerateResponse(
-        request_id=request_id,
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        logprobs=logprobs(output.logprobs),
-        prompt_logprobs=logprobs(output.prompt_logprobs),
-    )
+    message = to_message(output, pb.GenerateResponse, request_id=request_id)
     if output.finish is not None:
         add_finish(message, output.finish)
     return message
@@ -119,24 +111,16 @@ def chat_request(
         continue_final_message=message.continue_final_message,
         template_kwargs=object_of(message.chat_template_kwargs, "chat_template_kwargs") or {},
         sampling=set_fields(message.sampling_params),
-        prediction=message_parts.prediction_of(message),
+        prediction=prediction_of(message),
         context=context_of(message, metadata, time_left),
     )
 
 
 def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
     """The message for a piece of an answer."""
-    message = pb.ChatResponse(
-        request_id=request_id,
-        index=output.index,
-        content=output.content,
-        reasoning=output.reasoning,
-        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls],
-        token_ids=output.token_ids,
-        logprobs=message_parts.logprobs(output.logprobs),
-    )
+    message = to_message(output, pb.ChatResponse, request_id=request_id)
     if output.finish is not None:
-        message_parts.add_finish(message, output.finish)
+        add_finish(message, output.finish)
     return message
 
 
@@ -146,7 +130,7 @@ def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
     return ChatMessage(
         role=message.role,
         content=[_part(part, f"{path}.parts[{index}]") for index, part in enumerate(message.parts)] or message.content,
-        tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls],
+        tool_calls=[from_message(call, ToolCall) for call in message.tool_calls],
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning,
     )
@@ -244,7 +228,7 @@ def classify_response(
 
 def score_response(result: ScoreResult) -> pb.ScoreResponse:
     """The message for scored pairs."""
-    usage = message_parts.usage(Usage(prompt_tokens=result.prompt_tokens))
+    usage = stats_pb2.Usage(prompt_tokens=result.prompt_tokens)
     return pb.ScoreResponse(request_id=result.request_id, scores=result.scores, usage=usage)
 
 
@@ -262,7 +246,7 @@ def _params(
     given.CopyFrom(message)
     if not given.task:
         given.task = pooling_pb2.PoolingTask.ValueType(tasks[0])
-    params = parts.pooling_params_from_proto(given)
+    params = from_message(given, PoolingParams, "pooling_params")
     if params.task not in tasks:
         raise InvalidArgument(
             f"pooling_params.task is {params.task.name}; this call serves {' and '.join(task.name for task in tasks)}",
@@ -272,7 +256,8 @@ def _params(
 
 
 def _usage(result: PoolingResult) -> stats_pb2.Usage:
-    return message_parts.usage(Usage(prompt_tokens=result.prompt_tokens, media_tokens=result.media_tokens))
+    usage = Usage(prompt_tokens=result.prompt_tokens, media_tokens=result.media_tokens)
+    return to_message(usage, stats_pb2.Usage)
 
 
 def _inputs(inputs: Iterable[pb.PoolingInput], limits: LimitsConfig) -> tuple[list[PoolingPrompt], list[str]]:
