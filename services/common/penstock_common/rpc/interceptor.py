@@ -1,5 +1,6 @@
 """Server interceptors: they map exceptions to gRPC statuses, refuse unreadable messages, and count and trace calls."""
 
+import contextlib
 import inspect
 import zlib
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
@@ -230,45 +231,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _single(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(given: Any, context: Context) -> Any:
-            request = _message(given)
-            ended, code = self._started(method, kind, request, context), ""
-            try:
-                response = await behaviour(_readable(request, kind), context)
+            async with self._observed(given, method, kind, context) as request:
+                response = await behaviour(request, context)
                 self._check_size(response)
-                code = "OK"
                 return response
-            except (grpc.aio.AbortError, grpc.aio.BaseError):
-                code = _code_of(context)
-                raise
-            except Exception as e:
-                failed = _failed(e, method, request)
-                code = failed.code
-                await abort(context, failed)
-            finally:
-                ended(code or _cut_short(context))
 
         return call
 
     def _stream(self, behaviour: Any, method: str, kind: str) -> Any:
         async def call(given: Any, context: Context) -> AsyncIterator[Any]:
-            request = _message(given)
-            ended, code = self._started(method, kind, request, context), ""
-            try:
-                async for response in behaviour(_readable(request, kind), context):
+            async with self._observed(given, method, kind, context) as request:
+                async for response in behaviour(request, context):
                     self._check_size(response)
                     yield response
-                code = "OK"
-            except (grpc.aio.AbortError, grpc.aio.BaseError):
-                code = _code_of(context)
-                raise
-            except Exception as e:
-                failed = _failed(e, method, request)
-                code = failed.code
-                await abort(context, failed)
-            finally:
-                ended(code or _cut_short(context))
 
         return call
+
+    @contextlib.asynccontextmanager
+    async def _observed(self, given: Any, method: str, kind: str, context: Context) -> AsyncIterator[Any]:
+        """Give what the servicer is called with. A failure ends the call with its status, and the observer is told of the end."""
+        request = _message(given)
+        ended, code = self._started(method, kind, request, context), ""
+        try:
+            yield _readable(request, kind)
+            code = "OK"
+        except (grpc.aio.AbortError, grpc.aio.BaseError):
+            code = _code_of(context)
+            raise
+        except Exception as e:
+            failed = _failed(e, method, request)
+            code = failed.code
+            await abort(context, failed)
+        finally:
+            ended(code or _cut_short(context))
 
 
 def check_response_size(response: Message, limit: int) -> None:
