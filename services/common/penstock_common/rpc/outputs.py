@@ -148,13 +148,7 @@ def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = Non
 
 def chunk_to_proto(chunk: Chunk) -> tensor_pb2.TensorChunk:
     """The message of a piece of a tensor."""
-    return tensor_pb2.TensorChunk(
-        transfer_id=chunk.transfer_id,
-        offset=chunk.offset,
-        data=chunk.data,
-        abandoned=chunk.abandoned,
-        size=chunk.size,
-    )
+    return tensor_pb2.TensorChunk(**chunk._asdict())
 
 
 def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> None:

@@ -106,13 +106,8 @@ class EngineLoads(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, engines: Sequence[EngineStatus]) -> Self:
         """The loads of these."""
-        return cls(
-            indices=[engine.index for engine in engines],
-            num_waiting_reqs=[engine.num_waiting_reqs for engine in engines],
-            num_running_reqs=[engine.num_running_reqs for engine in engines],
-            kv_cache_usage=[engine.kv_cache_usage for engine in engines],
-            seconds_since_last_step=[engine.seconds_since_last_step for engine in engines],
-        )
+        names = cls.__struct_fields__[1:]
+        return cls([engine.index for engine in engines], *([getattr(each, name) for each in engines] for name in names))
 
 
 class ViewDelta(msgspec.Struct, frozen=True):

@@ -191,14 +191,7 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_exception(cls, error: RequestFailed) -> "RequestError":
         """The same failure as data."""
-        return cls(
-            code=error.code,
-            message=error.message,
-            field=error.field,
-            reason=error.reason,
-            retry_after=error.retry_after,
-            quota_subject=error.quota_subject,
-        )
+        return cls(**{name: getattr(error, name) for name in cls.__struct_fields__})
 
     def to_exception(self) -> RequestFailed:
         """The failure as an exception; an unknown code becomes Internal."""

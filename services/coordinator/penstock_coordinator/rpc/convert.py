@@ -8,8 +8,7 @@ from penstock.enginecore.v1 import messages_pb2 as enginecore_pb
 from penstock_common.addresses import split
 from penstock_common.errors import InvalidArgument, quoted
 from penstock_common.lora_registry import LoraRefusal, LoraRegistration
-from penstock_common.rpc import cluster, data_parallel
-from penstock_common.rpc import stats as stats_codec
+from penstock_common.rpc import cluster, data_parallel, stats
 from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.request import refuse_set
 from penstock_common.types.cluster import DEFAULT_POOL, EngineRegistration
@@ -135,7 +134,7 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
         return None
     if outputs.scheduler_stats.current_wave:
         refuse_set(outputs.scheduler_stats, ("current_wave",), path="outputs.scheduler_stats")
-    return stats_codec.from_proto(outputs.scheduler_stats, path="outputs.scheduler_stats")
+    return stats.from_proto(outputs.scheduler_stats, path="outputs.scheduler_stats")
 
 
 def check_draining(draining: enginecore_pb.Draining) -> None:

@@ -12,8 +12,6 @@ from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import request
 from penstock_common.rpc.by_field import from_message, to_message
 from penstock_common.rpc.data_parallel import checked
-from penstock_common.rpc.outputs import fill_columns
-from penstock_common.rpc.request import context_from_proto
 from penstock_common.tensors.chunks import TensorRef
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.outputs import EngineCoreOutput, EngineCoreOutputs
@@ -49,7 +47,7 @@ def request_from_proto(
         mm_features=list(features),
         sampling_params=NO_SAMPLING if pooling else request.from_proto(message.sampling_params),
         pooling_params=pooling,
-        context=context_from_proto(message),
+        context=request.context_from_proto(message),
         current_wave=checked("current_wave", message.current_wave),
         reasoning_parser_kwargs=_reasoning(message.reasoning_parser_kwargs),
     )
@@ -79,7 +77,7 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
         kv_events=[parts.kv_event_to_proto(event) for event in outputs.kv_events],
     )
     if outputs.tokens is not None:
-        fill_columns(message.token_columns, outputs.tokens)
+        parts.fill_columns(message.token_columns, outputs.tokens)
     if outputs.scheduler_stats is not None:
         message.scheduler_stats.CopyFrom(to_message(outputs.scheduler_stats, stats_pb2.SchedulerStats))
     if outputs.utility_output is not None:

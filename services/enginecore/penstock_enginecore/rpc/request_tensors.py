@@ -6,11 +6,12 @@ from weakref import WeakValueDictionary
 from penstock.common.v1 import tensor_pb2
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument, ResourceExhausted, Unimplemented
+from penstock_common.rpc.by_field import from_message
 from penstock_common.rpc.outputs import prompt_embeds_from_proto, taker
 from penstock_common.rpc.request import modality_from_proto, tensor_from_proto
 from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, Buffer, IncomingTensors
 from penstock_common.tensors.shared_memory import SegmentReader
-from penstock_common.types.media import EmbedRun, MultiModalFeature, TensorData
+from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.media.core.receiver_cache import ReceivedFeature, SessionFeatures
 
@@ -61,14 +62,9 @@ class FeatureReader:
             raise InvalidArgument(
                 f"{path}.data has {len(message.data)} tensors; the limit is {MAX_TENSORS}", field=f"{path}.data"
             )
-        return MultiModalFeature(
-            modality=modality_from_proto(message.modality, path=f"{path}.modality"),
-            identifier=message.identifier,
-            offset=message.offset,
-            length=message.length,
-            embed_runs=tuple(EmbedRun(start=run.start, count=run.count) for run in message.embed_runs),
-            data={name: self._tensor(tensor, f"{path}.data[{name[:64]}]") for name, tensor in message.data.items()},
-        )
+        modality = modality_from_proto(message.modality, path=f"{path}.modality")
+        data = {name: self._tensor(tensor, f"{path}.data[{name[:64]}]") for name, tensor in message.data.items()}
+        return from_message(message, MultiModalFeature, modality=modality, data=data)
 
     def _tensor(self, message: tensor_pb2.Tensor, path: str) -> TensorData:
         shared = None if self._segments is None else self._shared

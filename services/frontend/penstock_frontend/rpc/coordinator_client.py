@@ -13,9 +13,13 @@ from penstock_common.errors import FailedPrecondition, Internal, PermissionDenie
 from penstock_common.lora_registry import Gossip, LoraRegistry
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import current_call
-from penstock_common.rpc import cluster
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.cluster import registrations_from_proto, registrations_to_proto
+from penstock_common.rpc.cluster import (
+    delta_from_proto,
+    registrations_from_proto,
+    registrations_to_proto,
+    view_from_proto,
+)
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials, advised
 from penstock_common.rpc.data_parallel import member_to_proto
 from penstock_common.rpc.reconnect import Reconnector
@@ -37,13 +41,13 @@ class ReceivedView:
         """The view after this message. Raises Internal where it does not follow the one before: then nobody knows the engines,
         and the stream has to end.
         """
-        view = cluster.view_from_proto(message)
+        view = view_from_proto(message)
         if message.HasField("delta"):
             base = message.delta.base_version
             if not self._version or base != self._version:
                 raise Internal(f"delta.base_version is {base}; the view here is of version {self._version}")
             try:
-                engines = changed_by(self._view.engines, cluster.delta_from_proto(message.delta))
+                engines = changed_by(self._view.engines, delta_from_proto(message.delta))
             except ValueError as e:
                 raise Internal(f"delta does not fit the view of version {base}: {e}") from None
             view = msgspec.structs.replace(view, engines=engines)

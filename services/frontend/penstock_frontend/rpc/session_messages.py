@@ -12,7 +12,6 @@ from penstock_common.observability.logging import incident
 from penstock_common.rpc import outputs as parts
 from penstock_common.rpc import stats
 from penstock_common.rpc.by_field import fill, from_message
-from penstock_common.rpc.outputs import columns_from_proto
 from penstock_common.rpc.request import fill_context, limits_from_proto, to_proto
 from penstock_common.types.kv_transfer import KvCacheEvent
 from penstock_common.types.outputs import (
@@ -89,7 +88,7 @@ def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | 
         else None,
         finished_requests=list(message.finished_requests),
         kv_events=_kv_events(message),
-        tokens=columns_from_proto(message.token_columns) if message.HasField("token_columns") else None,
+        tokens=parts.columns_from_proto(message.token_columns) if message.HasField("token_columns") else None,
     )
 
 
@@ -164,6 +163,4 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
 
 def _stop_reason(message: finish_pb2.StopReason) -> int | str | None:
     which = message.WhichOneof("reason")
-    if which == "token_id":
-        return message.token_id
-    return message.text if which == "text" else None
+    return getattr(message, which) if which else None

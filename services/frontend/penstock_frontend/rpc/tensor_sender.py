@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from penstock.enginecore.v1 import messages_pb2 as pb
 from penstock_common.errors import InvalidArgument
+from penstock_common.rpc.by_field import fill
 from penstock_common.rpc.outputs import Place
 from penstock_common.rpc.request import tensor_to_proto
 from penstock_common.tensors.chunks import Buffer, Limits, TensorRef
@@ -393,11 +394,7 @@ class TensorSender:
 def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
     """Write an item of media into its message. ``places``: where tensors are that do not go inline, by identity."""
     feature = sent.feature
-    message.modality = feature.modality
-    message.identifier = feature.identifier
-    message.offset, message.length = feature.offset, feature.length
-    for run in feature.embed_runs:
-        message.embed_runs.add(start=run.start, count=run.count)
+    fill(message, feature, "data")
     message.keep = sent.keep
     if sent.with_data:
         for name, tensor in feature.data.items():

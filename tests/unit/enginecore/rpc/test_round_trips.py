@@ -328,6 +328,7 @@ GIVEN_BY_CALLERS = {
     GroupRegistration,
     GroupView,
     ListedAdapter,
+    MultiModalFeature,
     PoolGroup,
     RankReport,
     Reconfigure,

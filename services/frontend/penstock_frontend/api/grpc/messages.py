@@ -34,7 +34,6 @@ from penstock_frontend.call_types import (
     ScoreResult,
     Tool,
     ToolCall,
-    Usage,
 )
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.chat.answers import ChatOutput
@@ -206,7 +205,7 @@ def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
     return pb.EmbedResponse(
         request_id=request_id,
         embeddings=[parts.vectors_to_proto(vectors_of(output)) for output in result.outputs],
-        usage=_usage(result),
+        usage=to_message(result, stats_pb2.Usage),
     )
 
 
@@ -214,7 +213,7 @@ def classify_response(
     result: PoolingResult, request_id: str, *, per_token: bool, labels: Sequence[str]
 ) -> pb.ClassifyResponse:
     """The message for classified inputs."""
-    response = pb.ClassifyResponse(request_id=request_id, usage=_usage(result))
+    response = pb.ClassifyResponse(request_id=request_id, usage=to_message(result, stats_pb2.Usage))
     for output in result.outputs:
         vectors = vectors_of(output)
         if per_token:
@@ -228,8 +227,7 @@ def classify_response(
 
 def score_response(result: ScoreResult) -> pb.ScoreResponse:
     """The message for scored pairs."""
-    usage = stats_pb2.Usage(prompt_tokens=result.prompt_tokens)
-    return pb.ScoreResponse(request_id=result.request_id, scores=result.scores, usage=usage)
+    return to_message(result, pb.ScoreResponse, usage=to_message(result, stats_pb2.Usage))
 
 
 def _params(
@@ -253,11 +251,6 @@ def _params(
             field="pooling_params.task",
         )
     return params
-
-
-def _usage(result: PoolingResult) -> stats_pb2.Usage:
-    usage = Usage(prompt_tokens=result.prompt_tokens, media_tokens=result.media_tokens)
-    return to_message(usage, stats_pb2.Usage)
 
 
 def _inputs(inputs: Iterable[pb.PoolingInput], limits: LimitsConfig) -> tuple[list[PoolingPrompt], list[str]]:

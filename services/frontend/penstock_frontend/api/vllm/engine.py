@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, OutOfRange, Unavailable, Unimplemented
+from penstock_common.rpc.by_field import to_message
 from penstock_common.rpc.request import refuse_set
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockRemoved, BlockStored, EngineRole, KvCacheEvent
 from penstock_common.types.media import MediaLimits, Modality
@@ -253,17 +254,16 @@ class VllmEngineServicer:
             version=_VERSION,
             dp_rank_count=len(loads),
             loads=[
-                pb.SchedulerLoad(
+                to_message(
+                    load,
+                    pb.SchedulerLoad,
                     dp_rank=load.rank,
-                    num_running_reqs=load.num_running_reqs,
-                    num_waiting_reqs=load.num_waiting_reqs,
                     num_total_reqs=load.num_running_reqs + load.num_waiting_reqs,
                     num_used_tokens=round(load.kv_cache_usage * load.capacity),
                     max_total_num_tokens=load.capacity,
                     token_usage=load.kv_cache_usage,
                     utilization=load.kv_cache_usage,
                     max_running_requests=load.max_running,
-                    cache_hit_rate=load.cache_hit_rate,
                 )
                 for load in loads
             ],
