@@ -109,19 +109,17 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def run_prompt(forward: ForwardPass) -> torch.Tensor:
         return torch.cat([probe_logits(forward, prompt).clone() for prompt in prompts])
 
-    def run() -> torch.Tensor:
-        return run_prompt(reference)
+    run = partial(run_prompt, reference)
 
     def run_parts(forward: ForwardPass) -> torch.Tensor:
         return torch.cat([probe_parts(forward, prompt, CUTS) for prompt in prompts])
 
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
-    def attended(attends: AttentionBackend) -> ForwardPass:
-        return ModulesForward(probed, attends, adapted=adapted)
+    def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
+        return ModulesForward(probed, attends, packed_bytes, adapted)
 
-    def serve(packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(probed, backend, packed_bytes, adapted)
+    serve = partial(attended, backend)
 
     # What ranks exchange is not captured.
     replay = None if config.part else partial(_replayed, probed, adapted)
@@ -139,12 +137,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     if not isinstance(proven.serves, FusedForward):  # beside which weights stay as they are read
         _dequantize(model)
         pack_towers(model.encoder, native)
-    sampling, computing = None, proven.name or "torch"
-    if native is not None:
-        sampling = native.sampling()
-        computing = native.describe(
-            proven.name, config.int8 and "int8 weights", attends and "attention", sampling and "sampler"
-        )
+    sampling = native.sampling() if native is not None else None
+    computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     launcher = _launcher(model, config, sampling, proven.serves)
     vocabulary = config.vocabulary if launcher is None else None  # a device chooses from all logits
     if launcher is not None:
@@ -176,11 +170,10 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     whole = probe_model(model, torch.device("cpu"), config.block_size, config.cache_dtype)
     left = cut(whole, stage).placed(config.device)
 
-    def attended(attends: AttentionBackend) -> ForwardPass:
-        return ModulesForward(left.probed, attends)
+    def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
+        return ModulesForward(left.probed, attends, packed_bytes)
 
-    def serve(packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(left.probed, backend, packed_bytes)
+    serve = partial(attended, backend)
 
     attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
@@ -190,12 +183,8 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
         candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))
     proven = first_proven(candidates, lambda: left.expected, config.agree)
     _settle(model.module)
-    sampling, computing = None, proven.name or "torch"
-    if native is not None:
-        sampling = native.sampling()
-        computing = native.describe(
-            proven.name, config.int8 and "int8 weights", attends and "attention", sampling and "sampler"
-        )
+    sampling = native.sampling() if native is not None else None
+    computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     computing += f", layers {left.own.start} to {left.own.stop - 1} of {left.num_layers}"
     _log(computing, proven)
     stage.links.open(
@@ -222,29 +211,22 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
     reference = backbone(create_backend("reference", config.device))
 
-    def run() -> torch.Tensor:
-        return probe_states(reference, Probe.prompt(model.vocab_size))
-
-    def run_again(backbone: Backbone) -> torch.Tensor:
-        return probe_states(backbone, Probe.prompt(model.vocab_size))
-
-    def serve(packed_bytes: int = 0) -> Backbone:
-        return backbone(backend, packed_bytes)
-
-    attending = Attending(config.device, specs, model.dtype, backbone, run_again)
+    probed = partial(probe_states, probe=Probe.prompt(model.vocab_size))
+    run, serve = partial(probed, reference), partial(backbone, backend)
+    attending = Attending(config.device, specs, model.dtype, backbone, probed)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
     _settle(*model.modules())
     pack_towers(model.encoder, native)
-    computing = proven.name or "torch"
-    if native is not None:
-        computing = native.describe(
-            proven.name, config.int8 and "int8 weights", attends and not model.is_encoder and "attention"
-        )
+    computing = _describe(native, config, proven.name, attends and not model.is_encoder and "attention")
     _log(computing, proven)
     return BuiltBackbone(serve() if proven.serves is None else proven.serves, computing)
+
+
+def _describe(native: NativeBackend | None, config: ForwardConfig, name: str | None, *parts: object) -> str:
+    return (name or "torch") if native is None else native.describe(name, config.int8 and "int8 weights", *parts)
 
 
 def _replayed(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepShape, VectorLayout
-from penstock_enginecore.forward.cuda.linear import Linear, Product
+from penstock_enginecore.forward.cuda.linear import Held, Linear, Product
 from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import (
     BLANK,
@@ -298,7 +298,7 @@ def unadapted(linears: Sequence[Linear], product: Product) -> Product:  # noqa: 
     return product
 
 
-class AdaptedProduct:
+class AdaptedProduct(Held):
     """A ``Product``. In a step with adapters it adds theirs behind the product with its bias and scale: a row that has none keeps
     its bits.
     """
@@ -321,11 +321,6 @@ class AdaptedProduct:
     def in_features(self) -> int:
         """Those of the product."""
         return self._product.in_features
-
-    @property
-    def num_bytes(self) -> int:
-        """Those of the product."""
-        return self._product.num_bytes
 
     @property
     def tensors(self) -> list[torch.Tensor]:

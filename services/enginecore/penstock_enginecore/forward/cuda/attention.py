@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, IntArray, StepPlan
@@ -12,7 +13,7 @@ from penstock_enginecore.attention.factory import TRITON
 from penstock_enginecore.attention.kv_cache import HEADS, NO_SCALES, KVArena, KVCache, KVLayout, KVScales
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.cuda.buffers import VectorLayout
+from penstock_enginecore.forward.cuda.buffers import to_device
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
@@ -64,23 +65,12 @@ class TritonAttention(AttentionBackend):
         """All of it crosses to the device in one copy, which is not waited for."""
         requests, blocks = metadata.block_table.shape
         width = -(-blocks // _COLUMNS) * _COLUMNS
-        key_ends = () if metadata.key_ends is None else (metadata.key_ends,)
-        layout = VectorLayout(
-            [
-                (len(metadata.slot_mapping), torch.int64),
-                (requests + 1, torch.int32),
-                (requests, torch.int32),
-                (requests * width, torch.int32),
-                *((len(ends), torch.int32) for ends in key_ends),
-            ]
-        )
-        host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         table = np.zeros((requests, width), dtype=np.int32)
         table[:, :blocks] = metadata.block_table
-        told = (metadata.slot_mapping, metadata.query_start_loc, metadata.seq_lens, table.reshape(-1), *key_ends)
-        for view, values in zip(layout.views(host), told, strict=True):
-            view.numpy()[:] = values
-        slots, starts, lengths, tables, *ends = layout.views(host.to(device, non_blocking=True))
+        told: list[npt.NDArray[Any]] = [metadata.query_start_loc, metadata.seq_lens, table.reshape(-1)]
+        told += [] if metadata.key_ends is None else [metadata.key_ends]
+        vectors = [(metadata.slot_mapping, torch.int64), *((vector, torch.int32) for vector in told)]
+        slots, starts, lengths, tables, *ends = to_device(vectors, device)
         group = GroupInputs(tables.view(requests, width), starts, lengths, slots, *ends)
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 

@@ -145,18 +145,13 @@ def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str,
     return found
 
 
-class HeadWeights:
+class HeadWeights(Held):
     """A matrix for each head: ``weight`` ``[heads, in_features, out_features]``, ``transposed`` with the last two exchanged."""
 
     def __init__(self, weight: torch.Tensor, kernels: "TritonKernels", *, transposed: bool) -> None:
         self._weight = weight
         self._kernels = kernels
         self._transposed = transposed
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of it."""
-        return self._weight.numel() * self._weight.element_size()
 
     @property
     def tensors(self) -> list[torch.Tensor]:

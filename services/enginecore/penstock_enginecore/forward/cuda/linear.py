@@ -20,6 +20,45 @@ from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
+
+class Held(Protocol):
+    """Weights that the decoder holds in place of a module."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to(self, device: torch.device) -> None:
+        """Move them."""
+
+
+class Product(Held, Protocol):
+    """Rows times a weight that is kept in some way. ``tensors`` are weight and bias, in all their parts."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[out_features]``."""
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of a row of the product."""
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row that is multiplied."""
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
+
+    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        """As ``product``, with the bias where there is one, times ``scale``."""
+
+
 # Products of the fused decoder with weights that stay quantized.
 
 _MIN_WIDTH = 16
@@ -41,7 +80,7 @@ def keeps(scheme: Scheme) -> bool:
     return isinstance(scheme, Awq | Gptq | Packed) and (scheme.group_size < 0 or _half(scheme.group_size) >= _MIN_WIDTH)
 
 
-class QuantizedProduct:
+class QuantizedProduct(Held):
     """Quantized weights, by kernels of our own. As ``Dense``, of which it has the methods."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
@@ -56,11 +95,6 @@ class QuantizedProduct:
     @property
     def in_features(self) -> int:
         return self._weight.in_features
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of numbers, zeros, scales and bias."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -140,56 +174,8 @@ def _half(width: int) -> int:
     return min(_MAX_HALF, (width & -width) // 2)
 
 
-class Held(Protocol):
-    """Weights that the decoder holds in place of a module."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of them."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them, in order."""
-
-    def to(self, device: torch.device) -> None:
-        """Move them."""
-
-
-class Product(Held, Protocol):
-    """Rows times a weight that is kept in some way."""
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """``[out_features]``."""
-
-    @property
-    def out_features(self) -> int:
-        """Numbers of a row of the product."""
-
-    @property
-    def in_features(self) -> int:
-        """Numbers of a row that is multiplied."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weight and bias."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Weight and bias, in all their parts."""
-
-    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
-
-    def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """As ``product``, with the bias where there is one, times ``scale``."""
-
-    def to(self, device: torch.device) -> None:
-        """Move the weights."""
-
-
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Held):
     """``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]`` as they are in the checkpoint, by torch's own
     product (cuBLAS on a GPU, which chooses an order of sums by the number of rows), or by batch-invariant ``kernels``.
     """
@@ -205,10 +191,6 @@ class Dense:
     @property
     def in_features(self) -> int:
         return self.weight.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

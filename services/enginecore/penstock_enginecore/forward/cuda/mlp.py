@@ -114,7 +114,7 @@ class DenseGroups:
         return product
 
 
-class QuantizedGroups:
+class QuantizedGroups(Held):
     """A weight that stays quantized, by kernels of our own. ``bias`` as of ``DenseGroups``, kept by the model's module."""
 
     def __init__(self, weight: StackedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
@@ -126,11 +126,6 @@ class QuantizedGroups:
     def held(self) -> tuple[Held, ...]:
         """Itself."""
         return (self,)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of numbers, zeros and scales."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

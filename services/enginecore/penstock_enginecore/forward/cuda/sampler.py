@@ -12,8 +12,8 @@ from penstock_enginecore.forward.cuda.buffers import (
     MAX_CAPTURED_TOKENS,
     StepInputs,
     StepShape,
-    VectorLayout,
     draw_values,
+    to_device,
 )
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
@@ -46,7 +46,9 @@ class DeviceLauncher:
         width = aligned_rows(rows)
         results = torch.zeros(2, width, dtype=torch.int32, device=self._device)
         peaks = torch.empty(rows, dtype=torch.float32, device=self._device)
-        on_device = _upload(draws, self._device) if draws.any_drawn else None
+        on_device = None
+        if draws.any_drawn:
+            on_device = Draws(*to_device(list(zip(draw_values(draws), DRAW_DTYPES, strict=True)), self._device))
         self._kernels.sample(
             logits.contiguous(), on_device, results[0, :rows], peaks, results[1, :rows], filtered=draws.any_filtered
         )
@@ -75,15 +77,6 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     found = launcher.launch(logits, PlainDraws.of(settings, seeds, number)).token_ids.cpu().numpy()
     wrong = int((found != expected).sum())
     return f"{wrong} of {rows} tokens differ" if wrong else ""
-
-
-def _upload(draws: PlainDraws, device: torch.device) -> Draws:
-    """In one copy, which is not waited for."""
-    layout = VectorLayout([(len(draws.temperature), dtype) for dtype in DRAW_DTYPES])
-    host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, of_rows in zip(layout.views(host), draw_values(draws), strict=True):
-        view.numpy()[:] = of_rows
-    return Draws(*layout.views(host.to(device, non_blocking=True)))
 
 
 # Tokens that stay on the device: those that a step is computed on, and those that it ends with.

@@ -37,7 +37,14 @@ def write_cache(
     """
     tokens, kv_heads, size = keys.shape
     size_v = values.shape[2]
-    _check(keys, values, slots, key_cache, value_cache)
+    for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
+        if (new.shape[1], new.shape[2]) != (cache.shape[1], cache.shape[3]) or len(new) != len(slots):
+            raise ValueError(f"{name} {list(new.shape)} for {len(slots)} slots of a cache of {list(cache.shape)}")
+        if new.stride(2) != 1 or not cache[0].is_contiguous():
+            strides = f"{list(new.stride())}, those of the cache {list(cache.stride())}"
+            raise ValueError(f"heads and blocks must be contiguous; the strides of {name} are {strides}")
+    if key_cache.shape[2] != value_cache.shape[2]:
+        raise ValueError(f"blocks of {key_cache.shape[2]} keys and {value_cache.shape[2]} values")
     if scales != UNSCALED and not key_cache.dtype == value_cache.dtype == FLOAT8:
         raise ValueError(f"{scales} for caches of {key_cache.dtype} and {value_cache.dtype}")
     if not tokens:
@@ -49,23 +56,6 @@ def write_cache(
         SIZE=size, SIZE_V=size_v, PADDED=triton.next_power_of_2(size), PADDED_V=triton.next_power_of_2(size_v),
         HEADS=_HEADS, num_warps=2,
     )  # fmt: skip
-
-
-def _check(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-) -> None:
-    for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
-        if (new.shape[1], new.shape[2]) != (cache.shape[1], cache.shape[3]) or len(new) != len(slots):
-            raise ValueError(f"{name} {list(new.shape)} for {len(slots)} slots of a cache of {list(cache.shape)}")
-        if new.stride(2) != 1 or not cache[0].is_contiguous():
-            strides = f"{list(new.stride())}, those of the cache {list(cache.stride())}"
-            raise ValueError(f"heads and blocks must be contiguous; the strides of {name} are {strides}")
-    if key_cache.shape[2] != value_cache.shape[2]:
-        raise ValueError(f"blocks of {key_cache.shape[2]} keys and {value_cache.shape[2]} values")
 
 
 @triton.jit
