@@ -49,6 +49,13 @@ class Replacement(msgspec.Struct, frozen=True):
     variant: str = ""
 
     @property
+    def span(self) -> int:
+        """Tokens from the first row to the last."""
+        if not self.embed_runs:
+            return len(self.token_ids)
+        return self.embed_runs[-1].start + self.embed_runs[-1].count - self.embed_runs[0].start
+
+    @property
     def num_embeds(self) -> int:
         """Rows that are put into it."""
         return sum(run.count for run in self.embed_runs) if self.embed_runs else len(self.token_ids)

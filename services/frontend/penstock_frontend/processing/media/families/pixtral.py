@@ -3,7 +3,7 @@
 https://huggingface.co/docs/transformers/model_doc/pixtral
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock_common.errors import ConfigError
@@ -66,11 +66,9 @@ class Pixtral(ImageFamily):
         super().__init__(checkpoint, tokens[0], self._patches, media_tokens=tuple(tokens[1:]))
         self._break, self._end = (checkpoint.token_id(token) for token in tokens[1:])
 
-    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+    def replacement(self, item: ProcessedItem) -> Replacement:
         """A line of tokens for each row of the image."""
-        return [self._replacement(*item.layout) for item in items]
-
-    def _replacement(self, rows: int, columns: int) -> Replacement:
+        rows, columns = item.layout
         token_ids = ([self.token_id] * columns + [self._break]) * rows
         token_ids[-1] = self._end
         return Replacement(token_ids, tuple(EmbedRun(row * (columns + 1), columns) for row in range(rows)))

@@ -1,8 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos that keep their shape."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +12,10 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import base as arguments
 from penstock_frontend.processing.media.families import tensors
-from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
+from penstock_frontend.processing.media.families.base import ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval
-from penstock_frontend.processing.media.families.single_images import ImageAndVideoProcessor, ImageFamily, grown
+from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
 # Images of the Qwen-VL families keep their shape within a number of pixels.
 
@@ -166,7 +165,7 @@ class VideoGrids(NamedTuple):
             data[_SECONDS] = np.array([seconds], dtype=np.float32)
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
-    def described(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Of the tensors alone. Raises ValueError where the times of frames are wanted, which they do not have."""
         if self.tells_times:
             raise ValueError(f"{_PIXELS} do not say when the frames are seen, which stands in prompts of this model")
@@ -272,48 +271,29 @@ def video_grids(checkpoint: Checkpoint) -> VideoGrids:
 class QwenVL(ImageFamily):
     """One token for each row. Qwen3-VL's videos have the time of each step before it, between tokens that begin and end it."""
 
-    modalities: frozenset[Modality] = frozenset({"image", "video"})
-
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._grids = image_grids(checkpoint, checkpoint.image_processor)
-        self._videos = video_grids(checkpoint)
-        self._video = checkpoint.token("video_token", "<|video_pad|>")
+        self._grids = video_grids(checkpoint)
         self._begin = checkpoint.token("vision_start_token", "<|vision_start|>")
+        self._video = checkpoint.token("video_token", "<|video_pad|>")
         self._end = checkpoint.token("vision_end_token", "<|vision_end|>")
         super().__init__(
-            checkpoint, checkpoint.token("image_token", "<|image_pad|>"), self._grids, media_tokens=(self._video,)
+            checkpoint,
+            checkpoint.token("image_token", "<|image_pad|>"),
+            image_grids(checkpoint, checkpoint.image_processor),
+            videos=self._grids,
+            video_token=self._video,
         )
-        self._video_id = checkpoint.token_id(self._video)
-        self._encode = checkpoint.encode
 
-    def placeholder(self, modality: Modality) -> str:
-        """The token of a row."""
-        return self._video if modality == "video" else super().placeholder(modality)
-
-    def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        return [
-            self._timed(*item.layout)
-            if item.modality == "video" and self._videos.tells_times
-            else Replacement([self._video_id if item.modality == "video" else self.token_id] * item.num_embeds)
-            for item in items
-        ]
-
-    def _timed(self, _time: int, height: int, width: int, *tenths: int) -> Replacement:
+    def replacement(self, item: ProcessedItem) -> Replacement:
+        if item.modality == "image" or not self._grids.tells_times:
+            return super().replacement(item)
+        _, height, width, *tenths = item.layout
         times = [f"<{each // 10}.{each % 10} seconds>" for each in tenths]
         steps = [f"{self._begin}{self._video}{self._end}{time}" for time in (*times[1:], "")]
-        rows = height * width // self._videos.grids.merge_size**2
-        return grown(self._encode("".join(steps)), self._video_id, rows, before=times[0])
-
-    def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors that the processors give. The times of Qwen3-VL's videos are not among them."""
-        return self._videos.described(data) if modality == "video" else super().described(modality, data)
+        rows = height * width // self._grids.grids.merge_size**2
+        return grown(self.encode("".join(steps)), self._token_ids["video"], rows, before=times[0])
 
     def max_tokens(self, modality: Modality) -> int:
         """Of the largest image, or video: its times have at most as many tokens as its steps have rows."""
-        if modality == "image":
-            return super().max_tokens(modality)
-        return self._videos.max_rows * (2 if self._videos.tells_times else 1)
-
-    def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """An ``ImageAndVideoProcessor``."""
-        return partial(ImageAndVideoProcessor, self._folder, self._grids, self._videos)
+        timed = modality == "video" and self._grids.tells_times
+        return super().max_tokens(modality) * (2 if timed else 1)

@@ -1,4 +1,4 @@
-"""Base of the families that take images, and the prompt texts of items with several pieces."""
+"""Base of the families that take images and videos, and the prompt texts of items with several pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,11 +47,46 @@ class Images(Protocol):
         """What the image processor is called with: what a request says, and what the checkpoint says. Raises ValueError."""
 
 
-class ImageFamily:
-    """One token for each row, unless a family says more. ``token``: the placeholder."""
+class Videos(Protocol):
+    """What a family knows of videos in both halves; it can be pickled."""
 
-    modalities: frozenset[Modality] = frozenset({"image"})
+    @property
+    def max_rows(self) -> int:
+        """Of the largest video."""
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """Of frames of one size, and when they are seen. Raises ValueError."""
+
+    def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Of a processed video. Raises ValueError for tensors that the processor would not give."""
+
+
+class ImageProcessor(MediaProcessor):
+    """The image processor of transformers, and what the family says of what it gives. ``videos``: None where it takes none."""
+
+    def __init__(self, folder: Path, images: Images, videos: Videos | None) -> None:
+        self.processor = PilImages(folder)
+        self._images = images
+        self._videos = videos
+
+    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """One image, with the arguments that the family takes."""
+        return checked(self._images, self.processor([image], **self._images.arguments(kwargs)))
+
+    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
+        """One video, with the arguments that the family takes."""
+        if self._videos is None:
+            return super().video(frames, timestamps, kwargs)
+        return self._videos.video(frames, timestamps, kwargs)
+
+
+class ImageFamily:
+    """One token for each row, unless a family says more. ``token`` and ``video_token``: the placeholders; ``videos``: of a family
+    that takes some.
+    """
+
     sampling_rate = 0
+    processor: type[ImageProcessor] = ImageProcessor
 
     def __init__(
         self,
@@ -61,30 +96,42 @@ class ImageFamily:
         *,
         media_tokens: tuple[str, ...] = (),
         least_embeds: int = 0,
+        videos: Videos | None = None,
+        video_token: str = "",
     ) -> None:
-        """``media_tokens``: beside the placeholder. ``least_embeds``: embeddings that may take the place of an image at least; 0
+        """``media_tokens``: beside the placeholders. ``least_embeds``: embeddings that may take the place of an image at least; 0
         where they may not, because they do not say what the image looks like in a prompt.
         """
+        self.modalities: frozenset[Modality] = frozenset({"image"} if videos is None else {"image", "video"})
         self.identity = checkpoint.identity
-        self.media_tokens = tuple(dict.fromkeys((token, *media_tokens)))
-        self.token_id = checkpoint.token_id(token)
-        self._token = token
+        self._tokens: dict[Modality, str] = (
+            {"image": token} if videos is None else {"image": token, "video": video_token}
+        )
+        self.media_tokens = tuple(dict.fromkeys((token, *media_tokens, *self._tokens.values())))
+        self._token_ids = {modality: checkpoint.token_id(each) for modality, each in self._tokens.items()}
+        self.token_id = self._token_ids["image"]
+        self.encode = checkpoint.encode
         self._folder = checkpoint.folder
         self._images = images
+        self._videos = videos
         self._least_embeds = least_embeds
 
     def placeholder(self, modality: Modality) -> str:
-        """One for all."""
-        del modality
-        return self._token
+        """The token of a row, or of all; that of images for what the family does not take."""
+        return self._tokens.get(modality, self._tokens["image"])
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
+        """Each by itself."""
+        return [self.replacement(item) for item in items]
+
+    def replacement(self, item: ProcessedItem) -> Replacement:
         """Tokens, each of them a row."""
-        return [Replacement([self.token_id] * item.num_embeds) for item in items]
+        return Replacement([self._token_ids[item.modality]] * item.num_embeds)
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors that the image processor gives, or of embeddings where these say all that a prompt needs."""
-        del modality
+        """Of the tensors that the processors give, or of embeddings where these say all that a prompt needs."""
+        if modality == "video" and self._videos is not None:
+            return self._videos.item(data)
         if EMBEDS in data:
             return self._embedded(data)
         tensors.check_names(data, self._images.names)
@@ -97,44 +144,14 @@ class ImageFamily:
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of the largest image, as many as it has rows. What begins and ends it are tokens as any other."""
-        del modality
+        """Of the largest item, as many as it has rows. What begins and ends it are tokens as any other."""
+        if modality == "video" and self._videos is not None:
+            return self._videos.max_rows
         return self._images.max_rows
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
         """An ``ImageProcessor``."""
-        return partial(ImageProcessor, self._folder, self._images)
-
-
-class ImageProcessor(MediaProcessor):
-    """The image processor of transformers, and what the family says of what it gives."""
-
-    def __init__(self, folder: Path, images: Images) -> None:
-        self.processor = PilImages(folder)
-        self._images = images
-
-    def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One image, with the arguments that the family takes."""
-        return checked(self._images, self.processor([image], **self._images.arguments(kwargs)))
-
-
-class Videos(Protocol):
-    """What a family knows of videos; it can be pickled."""
-
-    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of frames of one size, and when they are seen. Raises ValueError."""
-
-
-class ImageAndVideoProcessor(ImageProcessor):
-    """Videos beside images."""
-
-    def __init__(self, folder: Path, images: Images, videos: Videos) -> None:
-        super().__init__(folder, images)
-        self._videos = videos
-
-    def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One video, with the arguments that the family takes."""
-        return self._videos.video(frames, timestamps, kwargs)
+        return partial(self.processor, self._folder, self._images, self._videos)
 
 
 def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
