@@ -77,8 +77,9 @@ class Intake(ABC):
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
-        """The settings of the checkpoint's image processor."""
-        return self.checkpoint.settings.image
+        """The settings of the checkpoint's processor of this modality."""
+        settings = self.checkpoint.settings
+        return settings.video if self.modality == "video" else settings.image
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,22 +180,17 @@ _WITH_CLASS = "clip_vision_model"
 SQUARE_TOWERS = (_WITH_CLASS, "siglip_vision_model")
 
 
-def check_square_tower(config: PretrainedConfig) -> str | None:
-    """Why a configuration's tower is not of this kind, None where it is."""
-    tower: Any = config.vision_config
-    if tower.model_type not in SQUARE_TOWERS:
-        return f"its tower is {tower.model_type}, and not one of {', '.join(SQUARE_TOWERS)}"
-    if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
-        return "its tower takes images that are not square"
-    return None
-
-
 class SquareFamily(Family):
     """A checkpoint with such a tower."""
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
-        return check_square_tower(config)
+        tower: Any = config.vision_config
+        if tower.model_type not in SQUARE_TOWERS:
+            return f"its tower is {tower.model_type}, and not one of {', '.join(SQUARE_TOWERS)}"
+        if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
+            return "its tower takes images that are not square"
+        return None
 
 
 def chosen_states(config: Any) -> dict[str, Any]:

@@ -184,10 +184,6 @@ class _OneVisionVideo(Intake):
     modality: Modality = "video"
 
     @property
-    def processor_settings(self) -> Mapping[str, Any]:
-        return self.checkpoint.settings.video
-
-    @property
     def specs(self) -> Mapping[str, Spec]:
         side = self.config.vision_config.image_size
         return {_VIDEO: Spec(PIXELS, (1, None, 3, side, side))}

@@ -105,10 +105,6 @@ class _Video(_Images):
         return {**super().specs, _SECONDS: _SECONDS_SPEC}
 
     @property
-    def processor_settings(self) -> Mapping[str, Any]:
-        return self.checkpoint.settings.video
-
-    @property
     def max_embeds(self) -> int:
         frames = max(int(self.processor_settings.get("max_frames") or _MAX_FRAMES) // self._temporal, 1)
         most = frames * max(self._max_pixels // self._cell**2, 1)

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from transformers import PretrainedConfig
 
 from penstock_common.types.media import Modality
 from penstock_enginecore.models.multimodal.base import INTEGERS, MASKS, PIXELS, Spec
-from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors, check_square_tower
+from penstock_enginecore.models.multimodal.families.base import Family, Intake, SquareFamily, Tensors, chosen_states
 
 _PIXELS, _VIDEO, _MASK = "pixel_values", "pixel_values_videos", "pixel_attention_mask"
 _MAX_PATCHES = 12
@@ -89,10 +88,7 @@ class _CroppedTiles(_Tiles):
         return most + 1 if most > 1 else 1
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "vision_feature_layer": self.config.vision_feature_layer,
-            "vision_feature_select_strategy": self.config.vision_feature_select_strategy,
-        }
+        return chosen_states(self.config)
 
 
 class _Gemma3Images(_Tiles):
@@ -132,10 +128,6 @@ class _InternVLVideo(_InternVLImages):
     @property
     def specs(self) -> Mapping[str, Spec]:
         return {_VIDEO: Spec(PIXELS, (1, None, 3, self.side, self.side))}
-
-    @property
-    def processor_settings(self) -> Mapping[str, Any]:
-        return self.checkpoint.settings.video
 
     @property
     def most_tiles(self) -> int:
@@ -208,10 +200,6 @@ class _SmolVLMVideo(_IdeficsImages):
     between = 12
 
     @property
-    def processor_settings(self) -> Mapping[str, Any]:
-        return self.checkpoint.settings.video
-
-    @property
     def most_tiles(self) -> int:
         return int((self.processor_settings.get("video_sampling") or {}).get("max_frames") or _MAX_FRAMES)
 
@@ -228,14 +216,10 @@ class InternVL(Family):
     intakes: ClassVar[tuple[type[Intake], ...]] = (_InternVLImages, _InternVLVideo)
 
 
-class AyaVision(Family):
+class AyaVision(SquareFamily):
     """Aya Vision."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_AyaImages,)
-
-    @classmethod
-    def unsupported(cls, config: PretrainedConfig) -> str | None:
-        return check_square_tower(config)
 
 
 class Idefics3(Family):
