@@ -13,7 +13,7 @@ from penstock_common.observability.tracer import make_tracer
 from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.loop import Liveness
 from penstock_common.security.tls import Certificates
-from penstock_frontend.app.assembly import assemble
+from penstock_frontend.app.assembly import AssemblyConfig, assemble
 from penstock_frontend.app.servers import QUIET, Draining, Servers
 from penstock_frontend.calls.adapters import AdapterDirectory
 from penstock_frontend.calls.admission import Readiness
@@ -62,17 +62,19 @@ class Frontend:
             )
 
         assembly = assemble(
-            config.model,
+            AssemblyConfig(
+                model=config.model,
+                tokenizer_threads=config.tokenizer_threads,
+                limits=config.limits,
+                fairness=config.fairness,
+                log=config.log,
+                lora=config.lora,
+                media=config.media,
+                disaggregation=config.disaggregation,
+                frontend_id=config.name,
+            ),
             engines,
-            tokenizer_threads=config.tokenizer_threads,
-            limits=config.limits,
-            fairness=config.fairness,
-            log=config.log,
             tracer=self._tracer,
-            lora=config.lora,
-            media=config.media,
-            disaggregation=config.disaggregation,
-            frontend_id=config.name,
             on_full=self._update_readiness,
         )
         self._assembly = assembly

@@ -74,37 +74,45 @@ class Assembly(NamedTuple, Generic[E]):
     """Of the calls of all protocols."""
 
 
+class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a frontend that say how it serves requests, whoever they come from. ``frontend_id``: under which it
+    registers adapters.
+    """
+
+    model: ModelConfig
+    tokenizer_threads: int
+    limits: LimitsConfig = LimitsConfig()
+    fairness: FairnessConfig = FairnessConfig()
+    log: LogConfig = LogConfig()
+    lora: LoraConfig = LoraConfig()
+    media: MediaConfig = MediaConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    frontend_id: str = ""
+
+
 def assemble(
-    model: ModelConfig,
+    config: AssemblyConfig,
     engines: Callable[[OutputHandler, FrontendMetrics], E],
     *,
-    tokenizer_threads: int,
     tokenizer_path: str = "",
-    limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
-    fairness: FairnessConfig = FairnessConfig(),  # noqa: B008 - it is not changed
-    log: LogConfig = LogConfig(),  # noqa: B008 - it is not changed
     tracer: Tracer | None = None,
-    lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is not changed
-    frontend_id: str = "",
     on_full: Callable[[], None] = lambda: None,
-    media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
-    disaggregation: DisaggregationConfig = DisaggregationConfig(),  # noqa: B008 - it is not changed
 ) -> Assembly[E]:
     """Read the model's files, which may take long, and put everything together. Raises ConfigError.
 
     ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
-    ``frontend_id``: under which this end registers adapters.
     ``tokenizer_path``: of the tokenizer and the chat template, where they are not the model's. ``on_full``: called whenever
     ``llm.full`` has changed.
     """
-    settings = LiveSettings(Reread(limits), Reread(fairness), Reread(log))
+    model = config.model
+    settings = LiveSettings(Reread(config.limits), Reread(config.fairness), Reread(config.log))
     metrics = FrontendMetrics(model.name)
-    files = _read(model, tokenizer_path, num_threads=tokenizer_threads, with_media=media.enabled)
+    files = _read(model, tokenizer_path, num_threads=config.tokenizer_threads, with_media=config.media.enabled)
     tokenizer, family, parsers = files.tokenizer, files.family, files.parsers
     service = None
     if family is not None:
-        service = MediaService(family, media, settings.limits, MediaMetrics(metrics.registry, model.name))
-    adapters = Adapters(lora, model=model.name, aliases=model.aliases, frontend_id=frontend_id)
+        service = MediaService(family, config.media, settings.limits, MediaMetrics(metrics.registry, model.name))
+    adapters = Adapters(config.lora, model=model.name, aliases=model.aliases, frontend_id=config.frontend_id)
     inputs = InputProcessor(
         tokenizer,
         files.generation_config,
@@ -118,8 +126,11 @@ def assemble(
     outputs = OutputProcessor(tokenizer, metrics)
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
     client = engines(SplitOutputs(outputs, pooled), metrics)
-    adapter_calls = AdapterCalls(adapters, lora, client)
-    pooling_inputs = PoolingInputs(tokenizer, inputs, settings.limits)
+    adapter_calls = AdapterCalls(adapters, config.lora, client)
+    limits = settings.limits
+    answers = BytesInFlight(  # counted in bytes while they are in flight
+        lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
+    )
     llm = AsyncLLM(
         tokenizer=tokenizer,
         inputs=inputs,
@@ -128,9 +139,15 @@ def assemble(
         limits=settings.limits,
         fairness=settings.fairness,
         observer=RequestObserver(metrics, settings.log, tracer),
-        pooling=_pooling_calls(pooling_inputs, pooled, client, adapter_calls, settings.limits),
+        pooling=PoolingCalls(
+            inputs=PoolingInputs(tokenizer, inputs, limits),
+            outputs=pooled,
+            engines=client,
+            adapters=adapter_calls,
+            answers=answers,
+        ),
         adapters=adapter_calls,
-        gateway=KvGateway(disaggregation, client.view),
+        gateway=KvGateway(config.disaggregation, client.view),
         on_full=on_full,
     )
     as_text = model.special_tokens_in_content == "text"
@@ -187,17 +204,3 @@ def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_med
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
     return _Files(tokenizer, generation_config, templates, parsers, family)
-
-
-def _pooling_calls(
-    inputs: PoolingInputs,
-    outputs: PooledOutputs,
-    engines: EngineClient,
-    adapters: AdapterCalls,
-    limits: Reread[LimitsConfig],
-) -> PoolingCalls:
-    """Their answers are counted in bytes while they are in flight."""
-    answers = BytesInFlight(
-        lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
-    )
-    return PoolingCalls(inputs=inputs, outputs=outputs, engines=engines, adapters=adapters, answers=answers)

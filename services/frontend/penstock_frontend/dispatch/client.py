@@ -23,7 +23,7 @@ from penstock_frontend.dispatch.disaggregation import Legs, Planned
 from penstock_frontend.dispatch.dispatch import Dispatch
 from penstock_frontend.dispatch.engine_loads import EngineLoads, describe_variants
 from penstock_frontend.dispatch.kv_event_subscriber import CacheFollower
-from penstock_frontend.dispatch.kv_events import KvEventListener
+from penstock_frontend.dispatch.kv_events import KvEventFeed
 from penstock_frontend.dispatch.pool import EnginePool
 from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.dispatch.router import Router
@@ -81,7 +81,7 @@ class EngineEvents:
         dispatch: Dispatch,
         router: Router,
         loads: EngineLoads,
-        kv_events: KvEventListener,
+        kv_events: KvEventFeed,
         *,
         caches: CacheFollower | None,
         lost: LostEngines,
@@ -201,7 +201,7 @@ class GrpcEngineClient:
         outputs: OutputHandler,
         on_change: Callable[[], None],
         on_moved: Callable[[int], None],
-        kv_events: KvEventListener,
+        kv_events: KvEventFeed,
         certificates: Certificates,
         on_planned: Planned = lambda *_: None,
         on_gap: Callable[[float], None] = lambda _: None,

@@ -5,7 +5,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,20 +29,8 @@ class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
     events: Sequence[KvCacheEvent]
 
 
-class KvEventListener(Protocol):
-    """Who is told of changes. Engines are named by their address; ``rank`` is what requests may name
-    them by.
-    """
-
-    def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
-        """An engine's prefix cache has changed."""
-
-    def gone(self, engine: str) -> None:
-        """The engine is gone, and its cache with it."""
-
-
 class KvEventFeed:
-    """The KvEventListener that numbers the changes of every engine and hands them to all subscribers.
+    """Numbers the changes of every engine and hands them to all subscribers. Engines are named by their address.
 
     It keeps what can be found in the caches, as far as it was told of it, so that every subscriber begins with the
     current state. Each engine is a rank with a numbering of its own, without gaps. Two engines of the

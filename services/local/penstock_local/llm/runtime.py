@@ -15,7 +15,7 @@ from penstock_common.memory import host_memory
 from penstock_common.observability.logging import configure_library
 from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
-from penstock_frontend.app.assembly import assemble
+from penstock_frontend.app.assembly import AssemblyConfig, assemble
 from penstock_frontend.config import LimitsConfig, LoraConfig, MediaConfig, ModelConfig
 from penstock_frontend.ports import OutputHandler
 from penstock_local.llm.engine import InProcessEngine
@@ -69,13 +69,9 @@ class Runtime:
         if model.name in lora.adapters:
             raise ConfigError(f"lora: {model.name!r} is the model's own name")
         assembly = assemble(
-            model,
+            AssemblyConfig(model=model, tokenizer_threads=_TOKENIZER_THREADS, lora=lora, media=media, limits=limits),
             engine,
-            tokenizer_threads=_TOKENIZER_THREADS,
             tokenizer_path=tokenizer,
-            lora=lora,
-            media=media,
-            limits=limits,
         )
         self.model, self.assembly = model, assembly
         self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
