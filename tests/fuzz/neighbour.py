@@ -24,7 +24,7 @@ from tests.fuzz.neighbour_kinds import KINDS, VARIETY, Ask
 
 _TELL = 0.25
 _PATIENCE = 1.2 * PATIENCE
-_START = 120.0
+_START = PATIENCE
 
 
 class Itl(NamedTuple):
