@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from charts.config_schema import STRUCTS
-from penstock_common.config.needs import Need, needs_of
+from penstock_common.config.setting_dependencies import Need, needs_of
 from penstock_common.config.settings import Section, Setting, sections_of
 
 _ABOUT = {

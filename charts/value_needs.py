@@ -12,7 +12,7 @@ import msgspec
 
 from charts import values_table
 from charts.config_schema import STRUCTS
-from penstock_common.config.needs import ABOVE_ONE, Need, Needs, When, needs_of, on
+from penstock_common.config.setting_dependencies import ABOVE_ONE, Need, Needs, When, needs_of, on
 from penstock_common.config.settings import settings_of
 
 FILE = Path(__file__).resolve().parent / "penstock" / "values_needs.json"

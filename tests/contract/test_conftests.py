@@ -8,9 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SKIPPING = sorted(
-    path.parent.relative_to(ROOT)
-    for path in (ROOT / "tests").rglob("conftest.py")
-    if "why_not" in path.read_text()
+    path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("conftest.py") if "why_not" in path.read_text()
 )
 
 

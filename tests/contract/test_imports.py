@@ -86,7 +86,7 @@ def test_llm_knows_only_the_doors_of_the_frontend() -> None:
             "calls.scoring",
             "config",
             "in_process_media",
-            "ports",
+            "interfaces",
         )
     }
     used = {

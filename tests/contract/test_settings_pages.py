@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from charts.settings import PAGE, ROOT, generated
-from penstock_common.config.needs import needs_of
+from penstock_common.config.setting_dependencies import needs_of
 from penstock_common.config.settings import settings_of
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig

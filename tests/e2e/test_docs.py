@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.documents.pages import ROOT, Block, blocks
 from tests.documents.shell import Command as Written
 from tests.documents.shell import commands

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai import NotFoundError, OpenAI
 
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK, Command, eventually
 from tests.fakes.patience import PATIENCE
 

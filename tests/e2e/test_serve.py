@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK, Command, listening
 from tests.fakes.patience import PATIENCE
 

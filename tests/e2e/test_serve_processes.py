@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK, Command, environment, eventually, listening
 from tests.fakes.patience import PATIENCE
 

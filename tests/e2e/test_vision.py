@@ -13,7 +13,7 @@ import pytest
 from openai import BadRequestError, OpenAI, PermissionDeniedError
 from PIL import Image
 
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import Command
 from tests.fakes.example_modules import example_modules
 

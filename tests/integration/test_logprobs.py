@@ -17,8 +17,8 @@ from penstock_enginecore.executor.generation import step_sampling
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.dummy_inputs import Probe
 from penstock_enginecore.forward.modules import Head
-from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.engines import in_process
 from tests.fakes.engines.in_process import build_engine, generate

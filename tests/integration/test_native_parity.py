@@ -14,8 +14,8 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
+from penstock_enginecore.forward.equivalence_check import TOLERANCES
 from penstock_enginecore.forward.native import NativeForward
-from penstock_enginecore.forward.proof import TOLERANCES
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable

@@ -7,7 +7,7 @@ import msgspec
 from penstock_common.types.data_parallel import PauseMode, StartWave
 from penstock_coordinator.group import GroupMachine, Waves
 from penstock_enginecore.data_parallel.core.rank import Forward, Phase, Rank, agree
-from penstock_frontend.dispatch.waves import Waves as Belief
+from penstock_frontend.dispatch.wave_state import Waves as Belief
 from tests.modelcheck.bounds import Bounds
 from tests.modelcheck.protocol import Protocol
 

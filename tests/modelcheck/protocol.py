@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from penstock_coordinator.group import GroupMachine, Waves
 from penstock_enginecore.data_parallel.core.rank import Agreement, Rank, agree
-from penstock_frontend.dispatch.waves import Waves as Belief
+from penstock_frontend.dispatch.wave_state import Waves as Belief
 
 
 class Protocol(NamedTuple):

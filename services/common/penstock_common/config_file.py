@@ -10,7 +10,7 @@ import msgspec
 from penstock_common.config.loader import ConfigSource
 from penstock_common.config.settings import differences, with_reread
 from penstock_common.observability.logging import get_logger, incident
-from penstock_common.security.watched import WatchedFiles
+from penstock_common.security.reloaded_files import WatchedFiles
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock_common.nesting import nests_deeper
+from penstock_common.nesting_depth import nests_deeper
 
 # Files that come from outside, such as those of models and adapters: opened without waiting, read and decoded within limits.
 #

@@ -12,7 +12,7 @@ from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import Readings, count_tasks, service_registry
 from penstock_common.observability.tracer import make_tracer
-from penstock_common.rpc.guard import PeerGuard
+from penstock_common.rpc.call_authorization import PeerGuard
 from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.loop import Liveness
 from penstock_common.rpc.reconnect import wait_at_most

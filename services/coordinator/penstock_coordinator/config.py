@@ -12,12 +12,23 @@ import msgspec
 from msgspec import Meta
 
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields
-from penstock_common.config.needs import Needs
 from penstock_common.config.sections import LogConfig, MetricsConfig, PeersConfig, ServerConfig, TracingConfig
+from penstock_common.config.setting_dependencies import OF_ALL, Need, Needs, on
 from penstock_common.config.settings import REREAD, ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
-from penstock_coordinator.needs import NEEDS
+
+# Settings of a coordinator that have an effect only together with another one.
+
+NEEDS: Needs = (
+    *OF_ALL,
+    Need(("peers.",), (on("server.tls.ca"),)),
+    Need(("kubernetes.ranks_per_pod",), (on("kubernetes.stateful_sets"),)),
+    Need(
+        ("kubernetes.min_replicas", "kubernetes.max_replicas"),
+        (on("kubernetes.deployments"), on("kubernetes.leader_worker_sets"), on("kubernetes.stateful_sets")),
+    ),
+)
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from penstock_common.observability.logging import get_logger
-from penstock_common.security.watched import WatchedFiles, read_bytes
+from penstock_common.security.reloaded_files import WatchedFiles, read_bytes
 from penstock_frontend.call_types import Principal, Scope
 from penstock_frontend.config import AuthConfig, JwtConfig
 

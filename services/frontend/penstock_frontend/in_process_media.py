@@ -18,7 +18,7 @@ from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.api.openai.conversation import MediaOptions, PartBody, is_media, media_of
 from penstock_frontend.call_types import ContentPart, EncodedFile, Frame, Frames, MediaPart, MixedPrompt, Source
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.flatten import flattened
+from penstock_frontend.processing.media.rgb import flattened
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 _FORMS: Mapping[Modality, str] = {

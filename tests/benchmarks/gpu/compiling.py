@@ -36,8 +36,8 @@ def stages(settings: Settings) -> list[Stage]:
 def _compile(settings: Settings, sizes: list[int], _: None) -> dict[str, Any]:
     from triton import knobs
 
-    from penstock_enginecore.kernel_cache.layered import use_cache
     from penstock_enginecore.kernel_cache.shapes import SHAPES as CACHED
+    from penstock_enginecore.kernel_cache.two_layer_cache import use_cache
     from penstock_enginecore.kernel_cache.warm import warm
 
     if settings.capability is None:

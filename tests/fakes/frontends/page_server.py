@@ -14,7 +14,7 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.config import HttpConfig
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 
 HOLD = "<hold>"
 """A piece at which the stream stands still until ``go_on`` is set, or the client is gone."""

@@ -13,9 +13,9 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.linear import keeps
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
+from penstock_enginecore.forward.equivalence_check import Candidate, Proven, first_proven
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
-from penstock_enginecore.forward.probe import Probe, probe_logits
-from penstock_enginecore.forward.proof import Candidate, Proven, first_proven
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import Keeps, keep_none, load_model
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels

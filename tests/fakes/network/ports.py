@@ -6,7 +6,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from penstock_local.serving.machine import LOOPBACK, why_taken
+from penstock_local.serving.machine_resources import LOOPBACK, why_taken
 
 _PORTS = range(10_000, 20_000)
 """Neither those that Linux gives to connections, any of which could take the port of a service that is down for a moment, nor

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C
 
 _HOLDS = """
 import ctypes, threading
-from penstock_common import allocator
+from penstock_common import memory
 {calls}
 
 def rss():
@@ -32,7 +32,7 @@ print(rss() - before)
 
 _ARENAS = """
 import ctypes, threading
-from penstock_common import allocator
+from penstock_common import memory
 {calls}
 libc = ctypes.CDLL(None)
 libc.fopen.restype = ctypes.c_void_p
@@ -62,25 +62,25 @@ def said(program: str, **environment: str) -> str:
 def test_large_blocks_go_back_to_the_system():
     """Small ones between them would keep them in the heap."""
     assert int(said(_HOLDS.format(calls=""))) > 60
-    assert int(said(_HOLDS.format(calls="allocator.give_back_large_blocks()"))) < 20
+    assert int(said(_HOLDS.format(calls="memory.give_back_large_blocks()"))) < 20
 
 
 def test_threads_share_two_arenas(tmp_path: Path):
     file = tmp_path / "info"
     said(_ARENAS.format(calls="", file=file))
     assert file.read_text().count("<heap nr") > 2
-    said(_ARENAS.format(calls="allocator.use_few_arenas()", file=file))
+    said(_ARENAS.format(calls="memory.use_few_arenas()", file=file))
     assert file.read_text().count("<heap nr") <= 2
 
 
 def test_the_environment_has_the_last_word(tmp_path: Path):
     file = tmp_path / "info"
-    said(_ARENAS.format(calls="allocator.use_few_arenas()", file=file), MALLOC_ARENA_MAX="8")
+    said(_ARENAS.format(calls="memory.use_few_arenas()", file=file), MALLOC_ARENA_MAX="8")
     assert file.read_text().count("<heap nr") > 2
 
 
 _FREED = """
-from penstock_common import allocator
+from penstock_common import memory
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 // 2**20
@@ -89,8 +89,8 @@ before = rss()
 blocks = [bytearray(b"x") * 100_000 for _ in range(1000)]
 between = blocks[::50]
 del blocks
-print(rss() - before, allocator.free_bytes() // 2**20)
-allocator.give_back_free()
+print(rss() - before, memory.free_bytes() // 2**20)
+memory.give_back_free()
 print(rss() - before)
 """
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_local.serving.machine import check_host
+from penstock_local.serving.machine_resources import check_host
 from penstock_local.serving.plan import check_configs, num_internal_ports, plan
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.settings import check_parsers, of_environment, parse_settings

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import yaml
 
-from penstock_common.config.needs import check_needs
+from penstock_common.config.setting_dependencies import check_needs
 from penstock_common.config.settings import (
     ENV_PREFIX,
     Section,

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from penstock_common.config.sections import ClientTlsConfig, TlsConfig
 from penstock_common.errors import ConfigError
 from penstock_common.observability.logging import get_logger
-from penstock_common.security.watched import WatchedFiles, read_bytes
+from penstock_common.security.reloaded_files import WatchedFiles, read_bytes
 
 if TYPE_CHECKING:
     from cryptography import x509

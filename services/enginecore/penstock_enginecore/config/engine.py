@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from penstock_common.addresses import with_default_port
 from penstock_common.config.checks import check_fields
-from penstock_common.config.needs import ABOVE_ONE, Need, Needs, When, on
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -25,8 +24,8 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.config.setting_dependencies import ABOVE_ONE, OF_ALL, Need, Needs, When, on
 from penstock_common.config.settings import REREAD, ByteSize
-from penstock_common.config.shared_needs import OF_ALL
 from penstock_common.errors import ConfigError
 from penstock_common.security.shared_secret import check_internal_port
 from penstock_common.types.cluster import DEFAULT_POOL

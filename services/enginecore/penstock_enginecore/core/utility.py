@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from penstock_common.errors import InvalidArgument, Unimplemented, nearest, quoted
-from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
+from penstock_common.nesting_depth import MAX_ARGUMENT_DEPTH, nests_deeper
 
 F = TypeVar("F", bound=Callable[..., Any])
 

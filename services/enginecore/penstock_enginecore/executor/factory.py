@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock_common.config.targets import load_target
+from penstock_common.config.class_paths import load_target
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 

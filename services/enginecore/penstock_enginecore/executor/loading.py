@@ -27,7 +27,7 @@ from penstock_enginecore.experts.layer import SpreadExperts, dispatched_layers
 from penstock_enginecore.experts.loading import ExpertReader, SharedModel, check_shared
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
 from penstock_enginecore.forward.cuda.decoder import kept_weights
-from penstock_enginecore.forward.proof import SpentError
+from penstock_enginecore.forward.equivalence_check import SpentError
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.lora.device_slots import SlotLimits
@@ -40,7 +40,7 @@ from penstock_enginecore.models.support import quantization_of
 from penstock_enginecore.native.backend import multiplies_linears
 from penstock_enginecore.native.weights import round_linears
 from penstock_enginecore.parallel.collectives import TimedCollectives
-from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.tensor_parallel import split_model
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task

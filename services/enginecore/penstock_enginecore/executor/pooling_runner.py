@@ -24,7 +24,7 @@ from penstock_enginecore.executor.generation.media import Placed, StepMedia, row
 from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
 from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
-from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.forward.dummy_inputs import Probe
 from penstock_enginecore.lora.adapter import AdaptedForward, ordered_by_adapter, segments_of
 from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.pooling.embedder import PoolingModel

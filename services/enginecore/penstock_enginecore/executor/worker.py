@@ -31,7 +31,7 @@ from penstock_enginecore.executor.device import (
 from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
 from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
-from penstock_enginecore.kernel_cache.opening import open_cache
+from penstock_enginecore.kernel_cache.precompiled import open_cache
 from penstock_enginecore.kv_transfer.core.base import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
 from penstock_enginecore.lora.store import AdapterReader, LoraStore, MakeReader, Onlooker, peft_reader

@@ -12,6 +12,7 @@ from penstock_enginecore.attention.base import AttentionBackend, AttentionMetada
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.adapters import SlotModules
+from penstock_enginecore.forward.dummy_inputs import Probe
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
     caches_by_module,
@@ -20,7 +21,6 @@ from penstock_enginecore.forward.modules import (
     position_inputs,
     unsupported,
 )
-from penstock_enginecore.forward.probe import Probe
 from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSegment, TakeAdapter, pooling_layer
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import EncoderContext, check_encoder_calls, encoder_inputs

@@ -19,10 +19,10 @@ from penstock_enginecore.forward.cuda.attention import Attending, TritonAttentio
 from penstock_enginecore.forward.cuda.decoder import FusedForward, device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
+from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
+from penstock_enginecore.forward.equivalence_check import Proven, first_proven
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate, pack_towers
-from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import Proven, first_proven
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.dtypes import settle
@@ -30,7 +30,7 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, first_line
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.native.backend import NativeBackend, open_backend
-from penstock_enginecore.parallel.part import Part, SplitVocabulary
+from penstock_enginecore.parallel.sharding import Part, SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler, TokenLauncher
 from penstock_enginecore.sample.sampler import SamplingKernels, SplitSampler, TorchSampler

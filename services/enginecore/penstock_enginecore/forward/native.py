@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.experts.layer import DispatchedExperts
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.equivalence_check import TOLERANCES, Candidate, distance
 from penstock_enginecore.forward.modules import ProbedModel
 from penstock_enginecore.forward.native_inputs import (
     ChainedTokens,
@@ -31,7 +32,6 @@ from penstock_enginecore.forward.native_inputs import (
     give_media,
 )
 from penstock_enginecore.forward.native_layers import KernelDecoder, unsuitable_part
-from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
 from penstock_enginecore.lora.adapter import (
     AdaptedModules,
     LoraAdapter,
@@ -51,7 +51,7 @@ from penstock_enginecore.native.backend import NativeBackend, PackedLayers
 from penstock_enginecore.native.ffi_structs import Segment, Step
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import MergedUpdate, PackedLinear, PackedUpdates
-from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stages import Seams
 
 # Adapters of a model that the CPU kernels' decoder computes.

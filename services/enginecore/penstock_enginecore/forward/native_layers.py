@@ -24,7 +24,7 @@ from penstock_enginecore.native.ffi_structs import Cache, Exchange, Fusion, Grou
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
-from penstock_enginecore.parallel.part import Part
+from penstock_enginecore.parallel.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """What the kernels call what a gate passes through."""

@@ -11,9 +11,9 @@ from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
+from penstock_enginecore.forward.equivalence_check import TOLERANCES, distance
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
-from penstock_enginecore.forward.probe import Probe, probe_logits
-from penstock_enginecore.forward.proof import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.placement import place

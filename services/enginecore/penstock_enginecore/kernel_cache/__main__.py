@@ -42,8 +42,8 @@ def _one(args: argparse.Namespace) -> int:
         os.environ["TRITON_CACHE_DIR"] = place if args.check else str(args.directory)
         # Triton reads its environment when it is imported.
         from penstock_enginecore.kernel_cache.driver_module import build_driver_module
-        from penstock_enginecore.kernel_cache.layered import use_cache
         from penstock_enginecore.kernel_cache.shapes import SHAPES
+        from penstock_enginecore.kernel_cache.two_layer_cache import use_cache
         from penstock_enginecore.kernel_cache.warm import warm
 
         lookups = use_cache(args.directory)

@@ -25,8 +25,8 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+from penstock_enginecore.forward.dummy_inputs import blank_decodes
 from penstock_enginecore.forward.modules import probe_model
-from penstock_enginecore.forward.probe import blank_decodes
 from penstock_enginecore.kernel_cache.shapes import Shape
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.lora.device_slots import SlotLimits

@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from penstock_common.files import MAX_DEPTH
-from penstock_common.nesting import nests_deeper
+from penstock_common.nesting_depth import nests_deeper
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.target import AdapterTarget
 

@@ -14,7 +14,7 @@ from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.families import FAMILIES, Family
 from penstock_enginecore.parallel.collectives import Collectives
-from penstock_enginecore.parallel.part import SplitVocabulary
+from penstock_enginecore.parallel.sharding import SplitVocabulary
 
 # Which module of a model is split over ranks, and how: transformers' own plans, checked.
 #

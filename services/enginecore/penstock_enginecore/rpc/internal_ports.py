@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from penstock_common.rpc.guard import PortSecret
+from penstock_common.rpc.call_authorization import PortSecret
 from penstock_common.security.shared_secret import check_internal_port, load_secret
 from penstock_enginecore.config import EngineCoreConfig
 

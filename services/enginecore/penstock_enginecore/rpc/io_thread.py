@@ -15,8 +15,8 @@ from penstock_common.config_file import ConfigFile
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, service_registry, tell_connected
 from penstock_common.observability.tracer import make_tracer
+from penstock_common.rpc.call_authorization import PeerGuard
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.rpc.guard import PeerGuard
 from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.server import LIVENESS, SERVICES, STARTUP, RpcServer
 from penstock_common.security.tls import Certificates

@@ -15,7 +15,7 @@ from penstock_common.addresses import with_port
 from penstock_common.errors import AlreadyExists, FailedPrecondition, InvalidArgument, RequestFailed, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.metrics import service_version
-from penstock_common.rpc.guard import PeerGuard, SecretGuard
+from penstock_common.rpc.call_authorization import PeerGuard, SecretGuard
 from penstock_common.rpc.handshake import first_message
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.tls import Certificates

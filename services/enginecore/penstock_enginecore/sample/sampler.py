@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_common.types.outputs import Logprobs
-from penstock_enginecore.parallel.part import SplitVocabulary
+from penstock_enginecore.parallel.sharding import SplitVocabulary
 from penstock_enginecore.sample.base import FloatArray, SampledTokens, Sampler, SamplingInputs
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered, largest, peak, row_slices
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules, lift_bans

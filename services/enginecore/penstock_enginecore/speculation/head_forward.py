@@ -16,6 +16,8 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.forward.build import ForwardConfig, open_backends
 from penstock_enginecore.forward.cuda.attention import Attending, attention_candidates
+from penstock_enginecore.forward.dummy_inputs import Probe
+from penstock_enginecore.forward.equivalence_check import Candidate, first_proven
 from penstock_enginecore.forward.modules import caches_by_module, module_bytes, unsupported
 from penstock_enginecore.forward.native import linear_candidate
 from penstock_enginecore.forward.native_inputs import (
@@ -24,8 +26,6 @@ from penstock_enginecore.forward.native_inputs import (
     expect_embeddings,
 )
 from penstock_enginecore.forward.native_layers import DecoderLayers, KernelDecoder, empty, linears
-from penstock_enginecore.forward.probe import Probe
-from penstock_enginecore.forward.proof import Candidate, first_proven
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.decoder_plan import ModelPlan, Norm, plan_head
 from penstock_enginecore.models.errors import ModelLoadError

@@ -20,8 +20,8 @@ from penstock_frontend.calls.admission import Readiness
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.client import GrpcEngineClient
 from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.ports import OutputHandler
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0

@@ -25,8 +25,8 @@ from penstock_frontend.config import (
 )
 from penstock_frontend.dispatch.adapters import Adapters
 from penstock_frontend.dispatch.kv_gateway import KvGateway
+from penstock_frontend.interfaces import EngineClient, OutputHandler
 from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
-from penstock_frontend.ports import EngineClient, OutputHandler
 from penstock_frontend.processing.chat.rendering import ChatRenderer, find_control_tokens
 from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.observability.tracing import Tracer
-from penstock_common.rpc.guard import CallerGuard, PeerGuard
+from penstock_common.rpc.call_authorization import CallerGuard, PeerGuard
 from penstock_common.rpc.interceptor import CallTelemetry
 from penstock_common.rpc.server import RpcServer
 from penstock_common.security.cross_site import caller_rules

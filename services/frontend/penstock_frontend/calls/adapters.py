@@ -29,7 +29,7 @@ from penstock_common.types.request import RequestContext
 from penstock_frontend.config.frontend import MAX_PATH_LENGTH, LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters, LoraSource, NamedAdapter
 from penstock_frontend.dispatch.pool import LORA, error_of_engine
-from penstock_frontend.ports import EngineClient
+from penstock_frontend.interfaces import EngineClient
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from penstock_frontend.calls.live_request import LiveRequest, RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.config import FairnessConfig, LimitsConfig
 from penstock_frontend.dispatch.kv_gateway import KvGateway
+from penstock_frontend.interfaces import EngineClient
 from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
-from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts import sampling_params

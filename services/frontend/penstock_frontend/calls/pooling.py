@@ -12,8 +12,8 @@ from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import PoolingRequest, PoolingResult
 from penstock_frontend.calls.adapters import AdapterCalls
+from penstock_frontend.interfaces import EngineClient
 from penstock_frontend.loop_yield import SEQUENCES_PER_TURN, Pace
-from penstock_frontend.ports import EngineClient
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, PooledState
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens
 from penstock_frontend.processing.prompts.pooling import AS_MANY_AS_FIT, PoolingInputs, answer_bytes

@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from penstock_common.addresses import split
 from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
-from penstock_common.config.needs import A_PORT, Need, Needs, When, on
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -26,8 +25,8 @@ from penstock_common.config.sections import (
     ServerConfig,
     TracingConfig,
 )
+from penstock_common.config.setting_dependencies import A_PORT, OF_ALL, Need, Needs, When, on
 from penstock_common.config.settings import REREAD
-from penstock_common.config.shared_needs import OF_ALL
 from penstock_common.errors import ConfigError
 from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from penstock_frontend.config.http import HttpConfig

@@ -27,7 +27,7 @@ from penstock_frontend.dispatch.kv_events import KvEventFeed
 from penstock_frontend.dispatch.pool import EnginePool
 from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.dispatch.router import Router
-from penstock_frontend.ports import ModelLimits, OutputHandler
+from penstock_frontend.interfaces import ModelLimits, OutputHandler
 from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts
 

@@ -16,8 +16,8 @@ from penstock_frontend.dispatch.prefix_caches import PrefixCaches, with_media
 from penstock_frontend.dispatch.retries import Blame, Retries
 from penstock_frontend.dispatch.router import Candidate, Engines, Router, takers
 from penstock_frontend.dispatch.wait_queue import Waiting
+from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.loop_yield import loop_time
-from penstock_frontend.ports import OutputHandler
 
 # The choice of an engine for the sequences of a call.
 

@@ -12,7 +12,7 @@ from penstock_common.types.outputs import EngineReady, SchedulerStats
 from penstock_frontend.dispatch.connection import EngineConnection
 from penstock_frontend.dispatch.pool import EnginePool
 from penstock_frontend.dispatch.router import Router
-from penstock_frontend.ports import ModelLimits, RankLoad, Variant
+from penstock_frontend.interfaces import ModelLimits, RankLoad, Variant
 
 
 def variants_of(engines: Iterable[EngineReady]) -> list[Variant]:

@@ -10,7 +10,7 @@ from penstock_common.errors import InvalidArgument, Unimplemented, quoted
 from penstock_common.types.kv_transfer import MAX_PARAMS_BYTES, KvParams, KvSource
 from penstock_frontend.call_types import Finish
 from penstock_frontend.config import DisaggregationConfig
-from penstock_frontend.ports import EngineView
+from penstock_frontend.interfaces import EngineView
 
 CONNECTOR = "NixlConnector"
 """Whose parameters these are, as gateways know them, where engines have no connector of their own."""

@@ -18,7 +18,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.connection import ConnectionListener, EngineConnection
 from penstock_frontend.dispatch.router import Candidate
-from penstock_frontend.dispatch.waves import Waves
+from penstock_frontend.dispatch.wave_state import Waves
 from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 

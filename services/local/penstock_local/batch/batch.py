@@ -24,7 +24,7 @@ from penstock_local.batch.files import (
 )
 from penstock_local.batch.options import BatchOptions
 from penstock_local.console import say
-from penstock_local.llm.window import Window
+from penstock_local.llm.bounded_submission import Window
 
 _REFRESH_SECONDS = 0.25
 _LINE_SECONDS = 30.0

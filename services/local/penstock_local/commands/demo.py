@@ -15,7 +15,7 @@ from penstock_common.errors import PenstockError
 from penstock_local.commands.generate import describe_end
 from penstock_local.console import JoinedLog
 from penstock_local.rpc.admin import AdminClient
-from penstock_local.serving.machine import LOOPBACK, free_ports
+from penstock_local.serving.machine_resources import LOOPBACK, free_ports
 from penstock_local.serving.serve import serve_while
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import EXIT_INTERRUPTED

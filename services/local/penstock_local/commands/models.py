@@ -10,7 +10,7 @@ import msgspec
 
 from penstock_common import checkpoint
 from penstock_common.errors import ConfigError, PenstockError
-from penstock_local.serving.hub import check_hub
+from penstock_local.serving.hub_check import check_hub
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.types.outputs import RequestError
+from penstock_local.llm.bounded_submission import Window
 from penstock_local.llm.inputs import Inputs
 from penstock_local.llm.outputs import Record
 from penstock_local.llm.runtime import Runtime
-from penstock_local.llm.window import Window
 
 _REFRESH_SECONDS = 0.2
 

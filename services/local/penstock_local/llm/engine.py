@@ -18,7 +18,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_frontend.ports import ModelLimits, OutputHandler, RankLoad, Variant
+from penstock_frontend.interfaces import ModelLimits, OutputHandler, RankLoad, Variant
 
 
 class InProcessView:

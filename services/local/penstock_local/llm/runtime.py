@@ -17,9 +17,9 @@ from penstock_enginecore.app import build_engine, describe
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.app.assembly import AssemblyConfig, assemble
 from penstock_frontend.config import LimitsConfig, LoraConfig, MediaConfig, ModelConfig
-from penstock_frontend.ports import OutputHandler
+from penstock_frontend.interfaces import OutputHandler
 from penstock_local.llm.engine import InProcessEngine
-from penstock_local.serving.machine import check_cache_memory, visible_gpus
+from penstock_local.serving.machine_resources import check_cache_memory, visible_gpus
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory
 from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serving import speculation
-from penstock_local.serving.hub import check_hub
-from penstock_local.serving.machine import LOOPBACK, assign, check_cache_memory, check_free, check_host
+from penstock_local.serving.hub_check import check_hub
+from penstock_local.serving.machine_resources import LOOPBACK, assign, check_cache_memory, check_free, check_host
 from penstock_local.serving.serve_options import ServeOptions, given
 from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers

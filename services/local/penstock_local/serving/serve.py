@@ -20,7 +20,7 @@ from penstock_local.console import BOLD, GREEN, JoinedLog, paint, say
 from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.rpc.client import client_of, pools
 from penstock_local.rpc.connect import SERVICE
-from penstock_local.serving.machine import LOOPBACK, free_ports, visible_gpus
+from penstock_local.serving.machine_resources import LOOPBACK, free_ports, visible_gpus
 from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import GroupRanks, ProcessSpec, StopRequest, Supervisor, first_of, run

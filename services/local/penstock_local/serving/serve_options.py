@@ -16,7 +16,7 @@ from penstock_common.errors import ConfigError
 from penstock_common.types.media import MODALITIES
 from penstock_common.types.sampling import MAX_SPECULATIVE_TOKENS
 from penstock_local.serving import speculation
-from penstock_local.serving.machine import LOOPBACK
+from penstock_local.serving.machine_resources import LOOPBACK
 
 LIMIT_FLAG = "--limit-mm-per-prompt"
 

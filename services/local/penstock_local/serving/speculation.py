@@ -109,7 +109,7 @@ def check_drafting_model(section: Mapping[str, Any]) -> None:
         return
     if path.exists() or looks_like_a_path(model):
         raise ConfigError(f"speculative.model is {model}: {no_directory(model)}")
-    from penstock_local.serving.hub import check_hub
+    from penstock_local.serving.hub_check import check_hub
 
     try:
         check_hub(model, str(section.get("revision") or ""))

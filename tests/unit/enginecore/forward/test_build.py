@@ -10,7 +10,7 @@ import torch
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
-from penstock_enginecore.forward.probe import Probe
+from penstock_enginecore.forward.dummy_inputs import Probe
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from tests.fakes.models.tiny_models import save_tiny_model

@@ -19,9 +19,9 @@ from penstock_enginecore.forward.cuda.attention import TritonAttention
 from penstock_enginecore.forward.cuda.decoder import fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
+from penstock_enginecore.forward.equivalence_check import distance
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
-from penstock_enginecore.forward.proof import distance
 from penstock_enginecore.forward.stage import StageConfig, cut
 from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel

@@ -19,8 +19,8 @@ from penstock.worker.v1 import service_pb2_grpc
 from penstock_common.config.sections import ServerConfig, TlsConfig
 from penstock_common.errors import ConfigError, Unauthenticated
 from penstock_common.rpc import handshake
+from penstock_common.rpc.call_authorization import NONCE_KEY, PROOF_KEY, TOKEN_KEY, PortSecret
 from penstock_common.rpc.channel import make_channel
-from penstock_common.rpc.guard import NONCE_KEY, PROOF_KEY, TOKEN_KEY, PortSecret
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.security.shared_secret import SharedSecret
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig, NodesConfig, ParallelConfig

@@ -91,7 +91,7 @@ from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 from penstock_enginecore.worker import failures, messages
 from penstock_enginecore.worker.messages import WorkerConfig
 from penstock_frontend.call_types import ToolCall, Usage
-from penstock_frontend.ports import Variant
+from penstock_frontend.interfaces import Variant
 from penstock_frontend.processing.media import worker_messages
 from penstock_frontend.rpc.session_messages import add_request, engine_core_outputs, engine_ready
 from penstock_frontend.rpc.tensor_sender import Sent, fill_feature

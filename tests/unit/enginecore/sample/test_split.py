@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_enginecore.parallel.part import SplitVocabulary
+from penstock_enginecore.parallel.sharding import SplitVocabulary
 from penstock_enginecore.sample.base import DrawSettings, SampledTokens, SamplingInputs
 from penstock_enginecore.sample.sampler import SplitSampler, TorchSampler
 from tests.fakes.engines.thread_collectives import ThreadCollectives, thread_ranks

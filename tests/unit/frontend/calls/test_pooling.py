@@ -19,8 +19,8 @@ from penstock_frontend.calls.adapters import AdapterCalls
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig, ModelConfig
 from penstock_frontend.dispatch.adapters import Adapters
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.ports import ModelLimits
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.input import InputProcessor

@@ -2,7 +2,7 @@
 
 from penstock_common.types.outputs import EngineReady
 from penstock_frontend.dispatch.engine_loads import describe_variants, variants_of
-from penstock_frontend.ports import Variant
+from penstock_frontend.interfaces import Variant
 
 
 def engine(name: str, config_hash: str = "", **config: str) -> EngineReady:

@@ -16,7 +16,7 @@ from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions, Range, parse_range
 from penstock_local.bench.report import Record, as_json, latencies, make_report, percentile, summary_rows
 from penstock_local.cli import main
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, FakeInference
 from tests.fakes.patience import PATIENCE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemented
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.clients.terminal import CTRL_C, CTRL_D, ENTER, Terminal
 from tests.fakes.frontends.fake_inference import BUSY, HOLD, THINK, FakeInference

@@ -17,7 +17,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import build_parser, main
 from penstock_local.commands.generate import GenerateOptions, generate
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.command import PENSTOCK
 from tests.fakes.patience import PATIENCE, deadlines
 from tests.fakes.systems.services.fake_service import FakeInference

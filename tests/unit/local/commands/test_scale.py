@@ -11,7 +11,7 @@ from penstock_common.config.sections import ServerConfig
 from penstock_common.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable, Unimplemented
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import main
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 
 
 class FakeAdmin(service_pb2_grpc.AdminServiceServicer):

@@ -14,7 +14,7 @@ from penstock_common.errors import Unavailable
 from penstock_common.rpc.server import RpcServer
 from penstock_local.cli import main
 from penstock_local.commands.status import device_of, drafts_of
-from penstock_local.serving.machine import free_ports
+from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.terminal import CTRL_C, Terminal
 
 

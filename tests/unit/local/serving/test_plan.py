@@ -13,7 +13,7 @@ from penstock_common.memory import Memory
 from penstock_coordinator.config import CoordinatorConfig
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig
-from penstock_local.serving.machine import check_cache_memory
+from penstock_local.serving.machine_resources import check_cache_memory
 from penstock_local.serving.plan import check, check_model, engine_spec, needs_secret, num_internal_ports, plan
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import ProcessSpec

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock_common.config.targets import load_target
+from penstock_common.config.class_paths import load_target
 from penstock_common.types.outputs import EngineCoreOutputs, RequestError, SchedulerStats
 from penstock_enginecore.config import SchedulerConfig, SpeculativeConfig
 from penstock_enginecore.core.kv_cache.block_pool import ComputedBlocks

@@ -15,7 +15,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import FedTokens, ForwardPass, to_device
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.cuda.buffers import decode_sizes
-from penstock_enginecore.forward.probe import blank_decodes
+from penstock_enginecore.forward.dummy_inputs import blank_decodes
 
 # The tokens that a device has chosen last, which it takes as inputs before the host knows them.
 

@@ -27,7 +27,7 @@ from penstock_enginecore.executor.generation.step_sampling import PendingStep, S
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass, KeptWeights
 from penstock_enginecore.forward.build import BuiltForward
-from penstock_enginecore.forward.probe import Probe, probe_logits
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.stage import StageForward
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.media.towers import Towers

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.cuda.buffers import CAPTURED, HostSlots, StepShape, VectorLayout
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product
-from penstock_enginecore.forward.proof import TOLERANCES, distance
+from penstock_enginecore.forward.equivalence_check import TOLERANCES, distance
 from penstock_enginecore.lora.adapter import (
     BLANK,
     LoraAdapter,

@@ -17,7 +17,7 @@ from penstock_enginecore.forward.cuda.buffers import to_device
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
-from penstock_enginecore.forward.proof import Candidate
+from penstock_enginecore.forward.equivalence_check import Candidate
 from penstock_enginecore.models.errors import UnsuitableError
 
 if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels

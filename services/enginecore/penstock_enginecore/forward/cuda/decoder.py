@@ -27,6 +27,8 @@ from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_gra
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, TokenFeedback, difference
+from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
+from penstock_enginecore.forward.equivalence_check import TOLERANCES, Candidate, distance
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
     ModulesForward,
@@ -36,8 +38,6 @@ from penstock_enginecore.forward.modules import (
     module_tensors,
     probe_model,
 )
-from penstock_enginecore.forward.probe import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
-from penstock_enginecore.forward.proof import TOLERANCES, Candidate, distance
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, ModelPlan, plan_model

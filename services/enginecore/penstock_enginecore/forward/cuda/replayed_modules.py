@@ -25,6 +25,7 @@ from penstock_enginecore.forward.cuda.buffers import (
 )
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.sampler import TokenFeedback
+from penstock_enginecore.forward.dummy_inputs import NUM_TOKENS
 from penstock_enginecore.forward.modules import (
     KeptStates,
     ModulesForward,
@@ -32,7 +33,6 @@ from penstock_enginecore.forward.modules import (
     caches_by_module,
     module_outputs,
 )
-from penstock_enginecore.forward.probe import NUM_TOKENS
 from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.loader import LoadedModel, first_line

@@ -18,7 +18,7 @@ from penstock.kvtransfer.v1 import service_pb2_grpc
 from penstock_common.errors import FailedPrecondition, RequestFailed, Unauthenticated
 from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers
-from penstock_common.rpc.guard import PortSecret
+from penstock_common.rpc.call_authorization import PortSecret
 from penstock_common.rpc.status import from_rpc_error
 from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
 from penstock_enginecore.kv_transfer.core.base import PeerBlock

@@ -12,9 +12,9 @@ import msgspec
 from penstock.kvtransfer.v1 import service_pb2_grpc
 from penstock_common.addresses import with_port
 from penstock_common.observability.logging import get_logger
+from penstock_common.rpc.call_authorization import PeerGuard, SecretGuard
 from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import ClientCredentials
-from penstock_common.rpc.guard import PeerGuard, SecretGuard
 from penstock_common.rpc.interceptor import CallObserver
 from penstock_common.rpc.server import SERVICES, RpcServer
 from penstock_common.security.tls import Certificates

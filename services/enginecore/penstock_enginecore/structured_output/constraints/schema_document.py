@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from penstock_common.nesting import nests_deeper
+from penstock_common.nesting_depth import nests_deeper
 from penstock_enginecore.structured_output.constraints.regex import MAX_REPEAT
 
 Schema = Mapping[str, Any]

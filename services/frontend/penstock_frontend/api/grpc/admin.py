@@ -11,17 +11,17 @@ from penstock.admin.v1 import messages_pb2 as pb
 from penstock.admin.v1 import service_pb2, service_pb2_grpc
 from penstock.common.v1 import control_pb2
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, RequestFailed, quoted
-from penstock_common.nesting import MAX_ARGUMENT_DEPTH, nests_deeper
+from penstock_common.nesting_depth import MAX_ARGUMENT_DEPTH, nests_deeper
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.by_field import fill, to_message
+from penstock_common.rpc.call_authorization import peer_names
 from penstock_common.rpc.data_parallel import pool_group_to_proto
-from penstock_common.rpc.guard import peer_names
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
 from penstock_frontend.call_types import current_principal
 from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo, HeldAdapter
 from penstock_frontend.dispatch.client import LostEngines
-from penstock_frontend.ports import EngineClient
+from penstock_frontend.interfaces import EngineClient
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 from penstock_frontend.tenants import TenantRefusals
 

@@ -10,7 +10,7 @@ from penstock_common.types.media import MediaLimits
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.dispatch.pool import error_of_engine
-from penstock_frontend.ports import EngineClient
+from penstock_frontend.interfaces import EngineClient
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock_common.types.cluster import EngineStatus
-from penstock_frontend.ports import EngineView
+from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",

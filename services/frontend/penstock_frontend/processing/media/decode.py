@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from PIL.Image import Image
 
-from penstock_frontend.processing.media.flatten import flattened, transparent_colour
+from penstock_frontend.processing.media.rgb import flattened, transparent_colour
 from penstock_frontend.processing.media.sniff import image_format, sound_format
 from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
 

@@ -8,7 +8,7 @@ from penstock_common.errors import Internal, RequestFailed
 from penstock_common.observability.logging import incident
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, FinishReason, NewTokens
 from penstock_common.types.request import EngineCoreRequest, Vectors
-from penstock_frontend.ports import OutputHandler
+from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 
 # Pooling requests on their way out: one answer per engine request.

@@ -18,7 +18,7 @@ from penstock_frontend.call_types import GenerateRequest, MediaPart, MixedPrompt
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.config import FairnessConfig, LimitsConfig, LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.media.families.base import MediaPreparer
 from penstock_frontend.processing.parsers.reasoning_tags import Reasoning
 from penstock_frontend.processing.prompts import sampling_params

@@ -12,7 +12,7 @@ from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import MediaPart, MixedPrompt, PoolingRequest
 from penstock_frontend.config import LimitsConfig, ModelConfig
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.prompts.input import (
     InputProcessor,
     check_size,

@@ -21,8 +21,8 @@ from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
+from penstock_enginecore.forward.dummy_inputs import blank_decodes
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
-from penstock_enginecore.forward.probe import blank_decodes
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import Place, SlotLimits
 from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError

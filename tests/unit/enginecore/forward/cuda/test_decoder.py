@@ -15,8 +15,8 @@ from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPas
 from penstock_enginecore.forward.cuda import decoder
 from penstock_enginecore.forward.cuda.decoder import FusedForward, fused_plan
 from penstock_enginecore.forward.cuda.kernel_api import Norm
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
-from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.decoder_plan import ExpertsPlan, LayerPlan, ModelPlan
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels

@@ -16,9 +16,9 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, KVScales, num_bytes
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.decoder import FusedForward
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
+from penstock_enginecore.forward.equivalence_check import distance
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
-from penstock_enginecore.forward.probe import Probe, probe_logits
-from penstock_enginecore.forward.proof import distance
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.engines.in_process import build_engine, generate

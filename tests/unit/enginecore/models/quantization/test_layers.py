@@ -9,8 +9,8 @@ import torch
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
+from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
-from penstock_enginecore.forward.probe import Probe, probe_logits
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.models.quantization.layers import QuantizedLinear

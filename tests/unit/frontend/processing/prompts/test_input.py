@@ -14,7 +14,7 @@ from penstock_common.types.request import EngineCoreRequest, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt
 from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Encoded, Tokenizer
 from tests.fakes.models import small_tokenizers

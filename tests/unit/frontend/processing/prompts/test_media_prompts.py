@@ -15,7 +15,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest
 from penstock_frontend.config import FairnessConfig, LimitsConfig, ModelConfig
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import RequestState

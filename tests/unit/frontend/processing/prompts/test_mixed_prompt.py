@@ -12,7 +12,7 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part
 from penstock_frontend.config import FairnessConfig, LimitsConfig
-from penstock_frontend.ports import ModelLimits
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.mixed_prompt import text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer

@@ -10,6 +10,8 @@ from penstock_common.errors import ConfigError
 from penstock_common.files import read_input
 from penstock_common.observability.logging import get_logger
 
+# What is read from files that may be replaced while a service runs.
+
 T = TypeVar("T")
 
 _UNSETTLED_NS = 100_000_000

@@ -6,6 +6,8 @@ from typing import Any
 
 from penstock_common.errors import ConfigError, nearest
 
+# Classes that settings name.
+
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 """What the system's loader says of a library for which there is no memory."""
 

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from penstock_common.errors import RequestFailed, Unavailable
 
+# Many inputs, so many of them at once: read ahead as far as that, and no further.
+
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+# How deeply values nest, found out without recursion.
+
 MAX_ARGUMENT_DEPTH = 64
 """How deeply arguments of methods that are called by name may nest, the array that they are in included."""
 

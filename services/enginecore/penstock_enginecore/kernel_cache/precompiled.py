@@ -8,6 +8,8 @@ import torch
 from penstock_common.errors import ConfigError
 from penstock_enginecore.kernel_cache.lookups import Lookups
 
+# Where an engine looks for kernels that were compiled before.
+
 
 def open_cache(path: str, device: torch.device) -> Lookups | None:
     """Have kernels for ``device`` looked up in the directory ``path`` from now on. None where no ``path`` is given, and where
@@ -20,6 +22,6 @@ def open_cache(path: str, device: torch.device) -> Lookups | None:
     if importlib.util.find_spec("triton") is None:
         return None
     # Triton is imported where there is a device for its kernels.
-    from penstock_enginecore.kernel_cache.layered import use_cache
+    from penstock_enginecore.kernel_cache.two_layer_cache import use_cache
 
     return use_cache(Path(path))

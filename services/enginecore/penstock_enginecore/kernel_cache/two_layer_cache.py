@@ -12,6 +12,8 @@ from triton.runtime.cache import FileCacheManager
 
 from penstock_enginecore.kernel_cache.lookups import Lookups
 
+# Triton's cache in two layers: kernels that were compiled before, which are never written to, and those that have to be now.
+
 logger = logging.getLogger(__name__)
 
 

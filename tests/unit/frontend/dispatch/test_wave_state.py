@@ -1,7 +1,7 @@
 """What a frontend believes of a group's waves, and whom it tells."""
 
 from penstock_common.types.data_parallel import FirstRequest, GroupView, Pauses, RankGroup, StartDpWave, StartWave
-from penstock_frontend.dispatch.waves import Waves
+from penstock_frontend.dispatch.wave_state import Waves
 
 GROUP = RankGroup(2, ("a", "b", "c"))
 IDLE, _ = Waves().seen(GroupView(GROUP, wave=5))

@@ -12,6 +12,11 @@ import torch
 
 from penstock_enginecore.models.errors import UnsuitableError
 
+# Faster builds of a model, or of parts of it, and the proof that they compute what its own modules do.
+#
+# A prompt of a few tokens runs by the modules and by each candidate, on caches of their own. The first candidate whose results
+# are the same takes over; what the others failed at is told.
+
 T_co = TypeVar("T_co", covariant=True)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

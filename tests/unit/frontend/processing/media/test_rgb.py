@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from penstock_frontend.processing.media import flatten
-from penstock_frontend.processing.media.flatten import flattened
+from penstock_frontend.processing.media import rgb
+from penstock_frontend.processing.media.rgb import flattened
 
 WHITE = (255, 255, 255)
 
@@ -117,7 +117,7 @@ def test_tiles_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = np.random.default_rng(0).integers(0, 256, (13, 22, 4), np.uint8)
     image = Image.fromarray(samples, "RGBA")
     whole = np.asarray(flattened(image))
-    monkeypatch.setattr(flatten, "_TILE", 5)
+    monkeypatch.setattr(rgb, "_TILE", 5)
     assert np.array_equal(np.asarray(flattened(image)), whole)
     alpha = samples[..., 3:].astype(np.float64)
     exact = np.rint((samples[..., :3] * alpha + 255 * (255 - alpha)) / 255)

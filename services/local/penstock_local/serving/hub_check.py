@@ -4,6 +4,8 @@ import os
 
 from penstock_common.errors import ConfigError
 
+# Checks, before anything starts, that a model of the Hugging Face hub can be loaded.
+
 TIMEOUT = 5.0
 """Seconds that the hub has to answer."""
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

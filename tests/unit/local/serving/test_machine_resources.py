@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_local.serving import machine
-from penstock_local.serving.machine import assign, check_free, free_ports, visible_gpus
+from penstock_local.serving import machine_resources
+from penstock_local.serving.machine_resources import assign, check_free, free_ports, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_free_ports_differ_and_can_be_listened_on() -> None:
 
 
 def test_ports_that_are_spoken_for_are_not_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_INTERNAL_PORTS", range(20_000, 20_004))
-    monkeypatch.setattr(machine, "why_taken", lambda host, port: None)
+    monkeypatch.setattr(machine_resources, "_INTERNAL_PORTS", range(20_000, 20_004))
+    monkeypatch.setattr(machine_resources, "why_taken", lambda host, port: None)
     assert sorted(free_ports(9, but={20_001, 20_003})) == [20_000, 20_002]
 
 

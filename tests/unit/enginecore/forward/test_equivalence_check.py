@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from penstock_enginecore.forward.proof import Candidate, SpentError, first_proven
+from penstock_enginecore.forward.equivalence_check import Candidate, SpentError, first_proven
 from penstock_enginecore.models.errors import UnsuitableError
 
 EXPECTED = torch.arange(12, dtype=torch.float32).view(3, 4)

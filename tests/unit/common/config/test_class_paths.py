@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from penstock_common.config.targets import load_target
+from penstock_common.config.class_paths import load_target
 from penstock_common.errors import ConfigError
 
 KNOWN = {"counter": "collections:Counter"}

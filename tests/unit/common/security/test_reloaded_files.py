@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_common.security.watched import WatchedFiles, read_bytes
+from penstock_common.security.reloaded_files import WatchedFiles, read_bytes
 
 
 def number_in(path: Path) -> int:

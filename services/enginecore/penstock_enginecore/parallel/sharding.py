@@ -8,6 +8,8 @@ import torch
 
 from penstock_enginecore.parallel.collectives import Collectives, SharedMemoryCollectives, TimedCollectives
 
+# What one rank has of a model that several share.
+
 # Logits of which every rank has some columns.
 
 

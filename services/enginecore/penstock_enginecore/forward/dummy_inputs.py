@@ -12,6 +12,8 @@ from penstock_enginecore.forward.base import NO_DEMANDS, Choice, ForwardBatch, F
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 
+# Prompts and steps without meaning, to see what a forward pass computes and to warm it up.
+
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
 """Where a prompt is cut so that its parts are a prompt, a token, a piece of a prompt, and two tokens one by one."""

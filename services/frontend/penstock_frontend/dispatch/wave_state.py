@@ -6,6 +6,8 @@ import msgspec
 
 from penstock_common.types.data_parallel import FirstRequest, GroupView, StartDpWave, StartWave
 
+# What a frontend believes of the waves of a data-parallel group, as a state machine.
+
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
     """A frontend's belief. Every method is an event, and returns the next state and what is sent.

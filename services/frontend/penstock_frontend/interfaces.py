@@ -16,6 +16,11 @@ from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, NewTokens
 from penstock_common.types.request import EngineCoreRequest
 
+# What the rooms of the frontend know of each other.
+#
+# Requests go from the calls to the engines, outputs come back from the engines to processing, and everybody may look at what is
+# known of the engines.
+
 
 class ModelLimits(NamedTuple):
     """What engines can take: tokens of prompt and output together, and the number of token ids. ``hidden_size``: numbers in a

@@ -12,6 +12,8 @@ from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory, check_fits
 
+# What this machine has for services: GPUs of each engine, memory for the KV cache, and TCP ports.
+
 # Looks at this machine without torch, which the command never imports.
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.kernel_cache.opening import open_cache
+from penstock_enginecore.kernel_cache.precompiled import open_cache
 from tests.fakes.models.interpreted_kernels import interpreted
 
 interpreted("norm")
 from triton import knobs  # noqa: E402 - settled above how kernels run
 from triton.runtime.cache import FileCacheManager, get_cache_manager  # noqa: E402
 
-from penstock_enginecore.kernel_cache.layered import use_cache  # noqa: E402
+from penstock_enginecore.kernel_cache.two_layer_cache import use_cache  # noqa: E402
 
 CUDA = torch.device("cuda")
 

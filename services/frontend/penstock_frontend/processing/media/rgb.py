@@ -7,6 +7,8 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 from PIL.Image import Image
 
+# Images of any mode to RGB: transparent pixels show white, and 16-bit grey is scaled to 8 bits.
+
 _TILE = 1024
 """Pixels on each side of a tile. Tiles bound the memory beyond the image and its result to some 16 MiB."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")

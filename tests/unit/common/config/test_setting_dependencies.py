@@ -7,7 +7,7 @@ import pytest
 
 from charts.config_schema import STRUCTS
 from penstock_common.config.loader import build
-from penstock_common.config.needs import Need, When, needs_of, unmet_needs
+from penstock_common.config.setting_dependencies import Need, When, needs_of, unmet_needs
 from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
 

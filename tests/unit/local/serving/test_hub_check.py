@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECK = (
-    "import sys; from penstock_local.serving.hub import check_hub; from penstock_common.errors import ConfigError\n"
+    "import sys; from penstock_local.serving.hub_check import check_hub; from penstock_common.errors import ConfigError\n"
     "try: check_hub('org/name', revision=sys.argv[1])\n"
     "except ConfigError as e: print(e)"
 )

@@ -8,6 +8,8 @@ import msgspec
 from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
 
+# Settings that have an effect only together with another one: a table for each service, checked when its settings are loaded.
+
 
 class When(msgspec.Struct, frozen=True, kw_only=True):
     """A condition on one setting, by its dotted key.
@@ -119,3 +121,13 @@ def _value(config: msgspec.Struct, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+# The needs of settings that several services have.
+
+OF_ALL: Needs = (
+    Need(("metrics.host", "metrics.allowed_hosts", "metrics.tls."), (When(setting="metrics.port", off=A_PORT),)),
+    Need(("tracing.sample_ratio", "tracing.service_name"), (on("tracing.endpoint"),)),
+    Need(("log.prompts",), (on("log.requests"),)),
+)
+"""Those of every service."""
