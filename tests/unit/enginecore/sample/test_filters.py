@@ -61,6 +61,7 @@ def exact_token(row: torch.Tensor, inputs: SamplingInputs, i: int) -> int:
 def test_every_stage_gives_the_exact_token(values: dict[str, float], scale: float) -> None:
     rows = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(1)) * scale
     inputs = make_inputs(12, **values)
+    assert inputs.settings.filtered.all() == bool(values.keys() - {"temperature"})
     assert sample(rows, inputs).token_ids.tolist() == [exact_token(rows[i], inputs, i) for i in range(12)]
 
 
