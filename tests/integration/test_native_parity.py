@@ -185,7 +185,7 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
 ) -> None:
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model("granite", tmp_path, hidden_size=64, residual_multiplier=0.5))
-    monkeypatch.setattr("penstock_enginecore.forward.native.unsuitable", lambda *_: None)
+    monkeypatch.setattr("penstock_enginecore.forward.native_layers.unsuitable", lambda *_: None)
     engine = build_engine(tmp_path, cache=CACHE)
     assert "; decoder not used: its results differ by" in caplog.text
     assert "linear" in computing(engine)

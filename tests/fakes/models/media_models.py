@@ -61,7 +61,7 @@ def _with_head(base: Any, parent: Any) -> Any:
         self.post_init()
 
     members = {"__init__": init, "_tied_weights_keys": {}, "forward": _WithHead.forward}
-    return type(f"{base.__name__}WithHead", (parent,), members)
+    return type(f"{base.__name__.removesuffix('TextModel')}ForCausalLM", (parent,), members)
 
 
 _SIZES: dict[str, Any] = {

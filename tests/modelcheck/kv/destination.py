@@ -98,6 +98,7 @@ class Destination:
             running=self.running,
             clock=SimpleNamespace,
             by_priority=False,
+            leases=None,
             context=SimpleNamespace(min_load_tokens=1),
         )
         self.kv_loads = kv_loads(state, self)  # type: ignore[arg-type]

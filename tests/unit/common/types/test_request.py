@@ -5,6 +5,7 @@ import pytest
 
 from penstock_common.errors import InvalidArgument
 from penstock_common.lora_registry import LoraAdapter
+from penstock_common.types.kv_transfer import KvParams
 from penstock_common.types.request import EngineCoreRequest, ReasoningTokens, RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.rpc.convert import request_from_proto
@@ -21,6 +22,7 @@ CONTEXT: dict[str, object] = {
     "cache_salt": "s",
     "arrival_time": 12.5,
     "deadline": 1234.5,
+    "kv": KvParams(lease=True, params='{"a": 1}'),
     "trace_context": {"traceparent": "00-a-b-01"},
 }
 

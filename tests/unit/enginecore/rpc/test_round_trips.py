@@ -51,7 +51,14 @@ from penstock_common.types.data_parallel import (
     StartWave,
     WaveComplete,
 )
-from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvSource
+from penstock_common.types.kv_transfer import (
+    AllBlocksCleared,
+    BlockMedia,
+    BlockRemoved,
+    BlockStored,
+    KvParams,
+    KvSource,
+)
 from penstock_common.types.media import MediaLimits, MultiModalFeature, TensorData
 from penstock_common.types.outputs import (
     EngineCoreOutput,
@@ -143,6 +150,7 @@ GIVEN: dict[tuple[type, str], Any] = {
 STAYS: dict[tuple[type, str], str] = {
     (EngineReady, "shared_memory_nonce"): "a session writes what it has read of that session's frontend",
     (Logprobs, "tokens"): "the frontend writes the texts; engines have none",
+    (KvParams, "source"): "EngineCoreRequest.kv_source says it",
     (RequestContext, "model"): "an engine serves one model",
     (RequestContext, "lora"): "EngineCoreRequest.lora says it",
     (RequestContext, "data_parallel_rank"): "the frontend has chosen the engine; engines refuse it",

@@ -197,7 +197,6 @@ def test_blocks_are_kept_behind_an_end_where_that_is_asked_for_and_never_behind_
     asking, plain, aborted = (
         msgspec.structs.replace(make_request(14, max_tokens=4), context=RequestContext(kv=KvParams(lease=lease)))
         for lease in (True, False, True)
-        for lease in (True, False, True)
     )
     transcript = Transcript()
     add(engine, asking, plain, aborted)

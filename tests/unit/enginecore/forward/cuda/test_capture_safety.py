@@ -19,7 +19,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 BLOCK_SIZE = 16
 OTHER = torch.zeros(3)
 NEWEST = torch.zeros(100, dtype=torch.int32)
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dots1")
 """Families whose steps allocate: a graph has memory for that, of sizes that the shape alone says."""
 
 

@@ -179,6 +179,8 @@ def test_a_mask_that_is_late_holds_nobody_up(prompt, config):
 
 def test_a_late_mask_wakes_whoever_waits_for_work():
     engine, grammar, slow, _ = slow_beside_a_neighbour(prompt=True)
+    while engine.queues.get(block=False, timeout=None) is not None:
+        pass
     transcript = Transcript()
     while not engine.stalled:
         step(engine, transcript)
