@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel, Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLPreTrainedModel, Qwen2VLTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel, Qwen3VLTextModel
 
 from penstock_common.types.media import MultiModalFeature
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.loader import LoadedModel, prepare_decoder
 from penstock_enginecore.models.multimodal.base import RopePositions
+from penstock_enginecore.models.multimodal.composite import for_causal_lm
 
 VOCAB = 320
 MAX_LEN = 512
@@ -41,27 +38,6 @@ class FakeEncoder:
         self.media: Sequence[MediaInfo] = [
             MediaInfo(modality="image", num_blocks=1, max_embeds=16, max_tokens=16, attends_both_ways=both_ways)
         ]
-
-
-class _WithHead:
-    """A base model with a head, as transformers has none."""
-
-    def forward(self: Any, logits_to_keep: Any = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        output = self.model(**inputs)
-        states = output.last_hidden_state
-        kept = states if isinstance(logits_to_keep, int) else states[:, logits_to_keep]
-        return CausalLMOutputWithPast(logits=self.lm_head(kept), hidden_states=output.hidden_states)
-
-
-def _with_head(base: Any, parent: Any) -> Any:
-    def init(self: Any, config: Any) -> None:
-        parent.__init__(self, config)
-        self.model = base(config)
-        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    members = {"__init__": init, "_tied_weights_keys": {}, "forward": _WithHead.forward}
-    return type(f"{base.__name__.removesuffix('TextModel')}ForCausalLM", (parent,), members)
 
 
 _SIZES: dict[str, Any] = {
@@ -102,15 +78,11 @@ def _families() -> dict[str, _Family]:
         "rope_parameters": per_kind,
     }
     return {
-        "qwen2_vl": _Family(
-            _with_head(Qwen2VLTextModel, Qwen2VLPreTrainedModel), Qwen2VLTextConfig(**_SIZES, **rope), sections
-        ),
+        "qwen2_vl": _Family(for_causal_lm("qwen2_vl", "Qwen2VL"), Qwen2VLTextConfig(**_SIZES, **rope), sections),
         "qwen2_5_vl": _Family(
-            _with_head(Qwen2_5_VLTextModel, Qwen2_5_VLPreTrainedModel), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections
+            for_causal_lm("qwen2_5_vl", "Qwen2_5_VL"), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections
         ),
-        "qwen3_vl": _Family(
-            _with_head(Qwen3VLTextModel, Qwen3VLPreTrainedModel), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep
-        ),
+        "qwen3_vl": _Family(for_causal_lm("qwen3_vl", "Qwen3VL"), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep),
         "gemma3": _Family(Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, **_HEAD, **gemma), spans),
         "llama": _Family(
             LlamaForCausalLM,

@@ -79,7 +79,7 @@ _OURS = {
 
 
 @cache
-def _for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
+def for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
     """``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, as transformers' own are. Positions may be
     ``[3, 1, tokens]``.
     """
@@ -114,7 +114,7 @@ def _for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
 def text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Of the configuration of a text model. Raises ModelLoadError where there is none."""
     if ours := _OURS.get(config.model_type):
-        return _for_causal_lm(*ours)
+        return for_causal_lm(*ours)
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ModelLoadError(f"{config.model_type} is not supported: there is no causal language model for it")
