@@ -1,8 +1,9 @@
 """Messages to structs with fields of the same names, and back.
 
 A field that a message does not say has the struct's default, or is empty where the struct has none. Enums have the same numbers
-on both sides. Fields that only one side has are left alone, and callers give those that differ. Each pair of types is compiled
-once, to the function that one would write by hand: requests and views are converted as fast as by that.
+on both sides, but for those in ``NUMBERS``. Fields that only one side has are left alone, and callers give those that differ.
+Each pair of types is compiled once, to the function that one would write by hand: requests and views are converted as fast as
+by that.
 """
 
 import enum
@@ -32,6 +33,10 @@ UNKNOWN: Mapping[type[enum.IntEnum], enum.IntEnum] = {
     PauseMode: PauseMode.ABORT,
 }
 """What a number means that this version does not know. Numbers of other enums are refused."""
+NUMBERS: Mapping[type[enum.IntEnum], Mapping[enum.IntEnum, int]] = {
+    PauseMode: {PauseMode.NONE: 0, PauseMode.ABORT: 1, PauseMode.WAIT: 2, PauseMode.KEEP: 3}
+}
+"""Numbers in messages of enums that have other numbers here: modes of a pause are in the order of their strength."""
 
 
 def from_message(message: Message, kind: type[S], path: str = "", /, **special: Any) -> S:
@@ -99,8 +104,11 @@ def _writer(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str,
             names[f"default_{name}"], said = field.default, f" not in (None, default_{name})"
         if nested:
             names[f"write_{name}"] = _writer(*nested, ())
+        value = "value"
+        if numbers := NUMBERS.get(field.type):
+            names[f"numbers_{name}"], value = numbers, f"numbers_{name}[value]"
         write = {
-            (False, False): f"{to} = value",
+            (False, False): f"{to} = {value}",
             (False, True): f"write_{name}(value, {to}); {to}.SetInParent()",
             (True, False): f"{to}.{'update' if _is_map(descriptor) else 'extend'}(value)",
             (True, True): f"[write_{name}(each, {to}.add()) for each in value]",
@@ -163,6 +171,8 @@ def _read(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any]) 
     if nested:
         return f"read_{name}({value}, path + '{name}.', None)"
     if descriptor.enum_type is not None:
-        names[f"members_{name}"], names[f"other_{name}"] = {each.value: each for each in kind}, partial(member, kind)
+        numbers = NUMBERS.get(kind, {})
+        names[f"members_{name}"] = {numbers.get(each, each.value): each for each in kind}
+        names[f"other_{name}"] = partial(member, kind)
         return f"(members_{name}.get({value}) or other_{name}({value}, path + '{name}'))"
     return value

@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from penstock.common.v1 import control_pb2
 from penstock.common.v1 import data_parallel_pb2 as pb
 from penstock.coordinator.v1 import messages_pb2
 from penstock_common.errors import InvalidArgument
@@ -43,6 +44,11 @@ def test_a_rank_is_its_engine_in_one_incarnation(engine_id, incarnation):
 @given(pauses)
 def test_turns_survive_the_wire(turns):
     assert data_parallel.pauses_from_proto(sent(to_message(turns, pb.Pauses))) == turns
+
+
+@pytest.mark.parametrize("mode", [mode for mode in PauseMode if mode])
+def test_modes_have_the_numbers_of_the_contract(mode):
+    assert to_message(Pauses(1, mode), pb.Pauses).mode == control_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.name}")
 
 
 @pytest.mark.parametrize(
