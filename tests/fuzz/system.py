@@ -98,7 +98,7 @@ class System:
         model = Path(self._folder.name, NAME)
         model.mkdir()
         variant.save(model)
-        self.coordinator = Probed("penstock_coordinator", lease_seconds=2, restart_grace=1)
+        self.coordinator = Probed("penstock_coordinator", lease_seconds=10, restart_grace=1)
         self.engines = [self._engine(f"engine-{number}", model) for number in range(2)]
         self.frontend = self._frontend("frontend", model, self.http_port, self.admin_port)
         if variant.media:
