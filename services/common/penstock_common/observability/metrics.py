@@ -234,25 +234,17 @@ _C, _G = CounterMetricFamily, GaugeMetricFamily
 _STATS = (
     Reading(_G, "vllm:num_requests_running", "Requests with KV blocks", "num_running_reqs"),
     Reading(_G, "vllm:num_requests_waiting", "Requests in the queue", "num_waiting_reqs"),
-    Reading(
-        _G, "penstock:num_requests_held", "Of these, waiting for something of their own", lambda s: s.num_skipped_reqs
-    ),
+    Reading(_G, "penstock:num_requests_held", "Of these, waiting for something of their own", "num_skipped_reqs"),
     Reading(_G, "vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1", "kv_cache_usage"),
-    Reading(
-        _C, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_queries
-    ),
+    Reading(_C, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_cache_queries"),
     Reading(_C, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
     Reading(_C, "vllm:num_preemptions", "Requests that lost their KV blocks to another", "num_preemptions"),
     Reading(_C, "penstock:engine_steps", "Steps executed", "step_counter"),
 )
 _DRAFTS = (
     Reading(_C, "vllm:spec_decode_num_drafts", "Times that a request had drafts in a step", "num_drafts"),
-    Reading(
-        _C, "vllm:spec_decode_num_draft_tokens", "Drafted tokens that steps verified", lambda s: s.num_draft_tokens
-    ),
-    Reading(
-        _C, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose", lambda s: s.num_accepted_tokens
-    ),
+    Reading(_C, "vllm:spec_decode_num_draft_tokens", "Drafted tokens that steps verified", "num_draft_tokens"),
+    Reading(_C, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose", "num_accepted_tokens"),
     Reading(
         _C,
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -274,26 +266,16 @@ _LORA = (
     Reading(_C, "penstock:lora_loads", "Adapters loaded", "num_loads"),
     Reading(_C, "penstock:lora_load_seconds", "Seconds that loading them took", "load_seconds"),
     Reading(_C, "penstock:lora_requests", "Requests with adapters", "num_requests"),
-    Reading(
-        _C, "penstock:lora_requests_found", "Of these, requests that found theirs in memory", lambda s: s.num_found
-    ),
+    Reading(_C, "penstock:lora_requests_found", "Of these, requests that found theirs in memory", "num_found"),
     Reading(_C, "penstock:lora_evictions", "Adapters that made room for others", "num_evictions"),
 )
 _MEDIA = (
     Reading(_G, "penstock:encoder_cache_usage", "Used fraction of the encoder cache, 0 to 1", "encoder_cache_usage"),
-    Reading(
-        _G, "penstock:encoder_pending_embeds", "Embeddings of media that are to be computed", lambda s: s.pending_embeds
-    ),
-    Reading(
-        _G, "penstock:num_requests_waiting_for_media", "Requests that wait for embeddings", lambda s: s.num_waiting_reqs
-    ),
-    Reading(
-        _G, "penstock:receiver_cache_bytes", "Bytes of processed media in host memory", lambda s: s.receiver_cache_bytes
-    ),
+    Reading(_G, "penstock:encoder_pending_embeds", "Embeddings of media that are to be computed", "pending_embeds"),
+    Reading(_G, "penstock:num_requests_waiting_for_media", "Requests that wait for embeddings", "num_waiting_reqs"),
+    Reading(_G, "penstock:receiver_cache_bytes", "Bytes of processed media in host memory", "receiver_cache_bytes"),
     Reading(_C, "penstock:encoder_embeds", "Embeddings of media that were computed", "encoded_embeds"),
-    Reading(
-        _C, "penstock:encoder_cache_queries", "Media looked up in the encoder cache", lambda s: s.encoder_cache_queries
-    ),
+    Reading(_C, "penstock:encoder_cache_queries", "Media looked up in the encoder cache", "encoder_cache_queries"),
     Reading(_C, "penstock:encoder_cache_hits", "Media found in the encoder cache", "encoder_cache_hits"),
 )
 _KV = (
