@@ -128,9 +128,9 @@ test-e2e: setup ## The whole system as separate processes
 	@QUICK_TESTS=1 CLIENT_LANGUAGES=python,node $(PYTEST) tests/e2e tests/clients -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: matrix
-matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/failure-matrix.md
-	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
-		status=$$?; cat docs/failure-matrix.md; exit $$status
+matrix: setup ## Every failure of an engine at every step, with every kind of stream; writes docs/reference/failure-matrix.md
+	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/reference/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
+		status=$$?; cat docs/reference/failure-matrix.md; exit $$status
 
 .PHONY: worker-failures
 worker-failures: setup ## Workers and nodes killed and stopped at every point, alone and under 64 streams on two engines (40 minutes)
@@ -194,7 +194,7 @@ typecheck: setup ## mypy strict
 	@$(BIN)/mypy
 
 .PHONY: settings
-settings: setup ## Write docs/settings.md, docs/feature-pairs.md and the chart's schema and README anew, after a change of a setting
+settings: setup ## Write docs/reference/settings.md, docs/reference/feature-pairs.md and the chart's schema and README anew, after a change of a setting
 	@$(BIN)/python -m charts.settings
 	@$(BIN)/python -m tests.pairs.page
 	@$(BIN)/python -m tests.documents.code_map

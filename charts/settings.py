@@ -11,7 +11,7 @@ from pathlib import Path
 from charts import config_schema, settings_page, value_needs, values_table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = ROOT / "docs/reference/settings.md"
 
 
 def generated() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""``docs/settings.md``: every setting of every service, as the services' own structs declare them."""
+"""``docs/reference/settings.md``: every setting of every service, as the services' own structs declare them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,7 +27,7 @@ prints what stands here.
 
 `penstock serve` takes all but those that it decides itself, as `--set engine.scheduler.max_num_seqs=64` ([cli.md](cli.md)); the
 chart takes them as values of `frontend.config`, `enginecore.config` and `coordinator.config`
-([its README](../charts/penstock/README.md)).
+([its README](../../charts/penstock/README.md)).
 
 Sizes are numbers of bytes, or `512MiB`, `4GiB` and the like: K, M, G, T and KiB and so on count in 1024s, KB and so on in
 1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in the environment and in flags too. `unset` is `null` in a file.

@@ -218,7 +218,7 @@ BLOCKS = Row(
         Panel(
             "Failures",
             "short",
-            "Blocks that did not come, or were not sent, per second and by reason (docs/kv-transfer.md): they were computed.",
+            "Blocks that failed to transfer, per second and by reason (docs/guides/kv-offloading.md). Engines recomputed them.",
             {"{{reason}}": rate("penstock:kv_transfer_failures_total", OF_ENGINES, by="reason")},
             stacked=True,
         ),

@@ -1,4 +1,4 @@
-"""LangChain and LlamaIndex against the OpenAI API, as docs/openai.md says that they are set up.
+"""LangChain and LlamaIndex against the OpenAI API, as docs/reference/openai-api.md says that they are set up.
 
 Each is in an environment of its own (``make framework-clients``): what they need does not go with constraints.txt.
 """

@@ -1,4 +1,4 @@
-"""``penstock scale`` as docs/kubernetes.md has it: the number of engines by hand, under load, and what refuses it."""
+"""``penstock scale`` as docs/guides/kubernetes.md has it: the number of engines by hand, under load, and what refuses it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The code in docs/clients is the code of examples/clients, which tests/clients runs."""
+"""The code in docs/guides/clients is the code of examples/clients, which tests/clients runs."""
 
 import re
 import textwrap
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
+PAGES = sorted((ROOT / "docs/guides/clients").glob("*.md"))
 LANGUAGES = {"python", "ts", "go", "java", "kotlin", "rust", "cpp", "cmake"}
 FENCE = re.compile(r"^(?:<!-- (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 TOPICS = {

@@ -77,9 +77,9 @@ OTHER_PROGRAMS = frozenset(
 OTHER_FLAGS = {"--worker-urls": "of smg, a gateway"}
 OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
-    "docs/api.md": {"chat_template.jinja", "tokenizer_config.json"},
-    "docs/clients/node.md": {"@grpc/proto-loader"},
-    "docs/pooling.md": {"1_Pooling/config.json"},
+    "docs/reference/grpc-api.md": {"chat_template.jinja", "tokenizer_config.json"},
+    "docs/guides/clients/node.md": {"@grpc/proto-loader"},
+    "docs/reference/pooling-api.md": {"1_Pooling/config.json"},
     "examples/clients/go/README.md": {"go.sum"},
 }
 """Spans that look like a path of this repository and are none."""
@@ -291,7 +291,7 @@ def test_flags_that_the_pages_name_are_there() -> None:
         f"{span.place}: {flag}"
         for span in spans_like(r"--[a-z].*")
         if (flag := re.split(r"[ =]", span.text)[0]) not in known
-        and (span.page == "docs/cli.md" or f'"{flag}"' not in sources())
+        and (span.page == "docs/reference/cli.md" or f'"{flag}"' not in sources())
     ]
     assert wrong == []
 
@@ -340,7 +340,7 @@ NOT_INSTALLED = ("langchain_openai", "llama_index")
 """Clients with environments of their own: tests/clients/test_frameworks.py runs them."""
 
 
-@pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "docs/clients/python.md"], ids=ids)
+@pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "docs/guides/clients/python.md"], ids=ids)
 def test_python_code_compiles_and_finds_what_it_imports(block: Block) -> None:
     tree = ast.parse(block.code)
     for node in ast.walk(tree):

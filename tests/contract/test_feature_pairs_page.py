@@ -1,4 +1,4 @@
-"""docs/feature-pairs.md is made of the table of pairs as it is, and the table has one verdict for each."""
+"""docs/reference/feature-pairs.md is made of the table of pairs as it is, and the table has one verdict for each."""
 
 import itertools
 

@@ -1,4 +1,7 @@
-"""What docs/cli.md says of vLLM's arguments is so on our side. ``tests.peers.arguments`` tells whether it names all of theirs."""
+"""What docs/reference/cli.md says of vLLM's arguments is so on our side.
+
+``tests.peers.arguments`` checks that the page names all of their arguments.
+"""
 
 import inspect
 import re

@@ -142,5 +142,5 @@ def test_a_parameter_has_a_field_in_openais_bodies(kind: type[sampling_fields.Sa
 
 @pytest.mark.parametrize("name", OVER_HTTP)
 def test_a_parameter_is_in_the_docs(name: str) -> None:
-    page = (ROOT / "docs/openai.md").read_text()
+    page = (ROOT / "docs/reference/openai-api.md").read_text()
     assert all(re.search(rf"`{field}\b", page) for field in OTHERWISE.get(name, {name: None}))

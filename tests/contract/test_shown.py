@@ -6,14 +6,14 @@ from pathlib import Path
 from tests.benchmarks.gpu.phases import PHASES
 from tests.device.checks import CHECKS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/guides/gpu.md"
 
 
 def rows() -> list[list[str]]:
     """The cells of each row of the table of what a device has shown."""
     text = PAGE.read_text(encoding="utf-8")
     _, head, table = text.partition("| | shown on a device | not shown | by |\n|---|---|---|---|\n")
-    assert head, "docs/gpu.md has no table of what a device has shown"
+    assert head, "docs/guides/gpu.md has no table of what a device has shown"
     lines = table.split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

@@ -1,4 +1,4 @@
-"""docs/code-map.md is up to date, the folders of unit tests are those of the code, and no file of production is long."""
+"""docs/development/code-map.md is current, unit tests mirror the folders of the code, and no production file is too long."""
 
 from pathlib import Path
 

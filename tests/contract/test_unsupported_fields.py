@@ -1,4 +1,4 @@
-"""The list of fields that are refused by name is the table in docs/request-fields.md, and fits the structs of bodies."""
+"""The list of refused fields equals the table in docs/reference/request-fields.md, and fits the structs of request bodies."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def table() -> str:
 
 
 def test_the_page_has_the_list() -> None:
-    page = (ROOT / "docs/request-fields.md").read_text()
+    page = (ROOT / "docs/reference/request-fields.md").read_text()
     assert page.count(HEADER) == 1
     assert HEADER + page.partition(HEADER)[2].partition("\n\n")[0] + "\n" == table()
 

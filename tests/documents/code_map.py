@@ -1,4 +1,4 @@
-"""Writes docs/code-map.md: every package and module of the services with the first sentence of its docstring."""
+"""Writes docs/development/code-map.md: every package and module of the services with the first sentence of its docstring."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "code-map.md"
+PAGE = ROOT / "docs/development/code-map.md"
 SERVICES = ("frontend", "enginecore", "coordinator", "common", "local", "client")
 
 
@@ -17,7 +17,7 @@ def page() -> str:
         "# Code map",
         "",
         "Every package and module of the services, with the first sentence of its docstring. `make settings` writes this page. "
-        "[structure.md](structure.md) shows how the parts work together.",
+        "[Architecture](../explanation/architecture.md) shows how the parts work together.",
     ]
     for service in SERVICES:
         (package,) = (ROOT / "services" / service).glob("penstock_*")
@@ -56,7 +56,7 @@ def main() -> None:
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")
-        print("wrote docs/code-map.md", file=sys.stderr)
+        print("wrote docs/development/code-map.md", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "docs/clients").glob("*.md"),
+        *(page for page in (ROOT / "docs").rglob("*.md") if page.parts[len(ROOT.parts) + 1] not in {"adr", "reports"}),
         *(page for page in (ROOT / "examples").rglob("*.md") if "node_modules" not in page.parts),
         *(ROOT / "charts").rglob("*.md"),
         *(ROOT / "tests").glob("*/README.md"),
     ]
 )
-"""Those that say how things are; decisions (docs/adr) say how they were when they were made."""
+"""Pages that describe the current state. Decisions (docs/adr) and reports (docs/reports) describe the state at their date."""
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
         "http",
         pytest.param(
             "grpc",
-            # gRPC's core keeps reset calls in its queue, and ends calls of others while it is full (docs/reliability.md).
+            # gRPC's core keeps reset calls in its queue. While the queue is full, it ends other calls
+            # (docs/explanation/reliability.md).
             marks=pytest.mark.xfail(reason="streams that are reset by the thousand end other calls", strict=False),
         ),
     ],

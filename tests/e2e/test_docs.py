@@ -1,5 +1,5 @@
 """The commands and programs of the pages do what the pages say, against the server that the README starts,
-or against the one that docs/multimodal.md does.
+or against the one that docs/guides/multimodal.md does.
 
 What they name is checked without running anything in tests/contract/test_docs.py.
 """
@@ -26,11 +26,11 @@ from tests.fakes.patience import PATIENCE
 pytestmark = pytest.mark.slow
 
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
-MULTIMODAL = "docs/multimodal.md"
+MULTIMODAL = "docs/guides/multimodal.md"
 MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
 SERVES = "penstock serve examples/demo_model/penstock-tiny "
 """How the commands begin that start a server of their own."""
-SECURITY = "docs/security.md"
+SECURITY = "docs/guides/security.md"
 
 PROGRAMS_NOT_RUN = {
     "make": "its targets are what CI runs",
@@ -215,7 +215,9 @@ def test_a_command_does_its_work(command: Written, request: pytest.FixtureReques
 
 
 def programs() -> list[Block]:
-    return [block for block in blocks("python") if block.page != "docs/clients/python.md" and not left_out(block)]
+    return [
+        block for block in blocks("python") if block.page != "docs/guides/clients/python.md" and not left_out(block)
+    ]
 
 
 def left_out(block: Block) -> str:
@@ -229,7 +231,7 @@ def test_a_program_writes_what_the_model_says(block: Block, request: pytest.Fixt
     assert len(shell("python program.py", folder)) > 10
 
 
-# docs/security.md, from the certificates to the last command.
+# docs/guides/security.md, from the certificates to the last command.
 
 
 def renumbered(text: str, ports: dict[str, str]) -> str:

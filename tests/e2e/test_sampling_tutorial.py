@@ -1,4 +1,4 @@
-"""docs/tutorial-sampling-parameter.md: its changes are applied to a copy of the code, and the tests that it names pass there."""
+"""docs/tutorials/sampling-parameter.md: its changes are applied to a copy of the code, and the tests that it names pass there."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/tutorial-sampling-parameter.md"
+PAGE = ROOT / "docs/tutorials/sampling-parameter.md"
 COPIED = ("services", "protos", "tests", "docs")
 TESTS = re.compile(r"^pytest (.+)$", re.MULTILINE)
 

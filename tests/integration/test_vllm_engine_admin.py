@@ -160,7 +160,7 @@ async def test_every_field_of_the_servers_info_is_set_or_explained(engine: FakeE
         "max_num_seqs": 32,
         "dtype": "float32",
     }
-    page = (Path(__file__).parents[2] / "docs" / "gateways.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/gateways.md").read_text()
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         client = VllmClient(frontend)
         await collect(client.generate(stream=True))

@@ -60,8 +60,8 @@ def of_dashboard() -> dict[str, str]:
 
 
 def of_pages() -> dict[str, str]:
-    """By page and number, those of docs/observability.md that stand in blocks of their own."""
-    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    """By page and number, those of docs/guides/observability.md that stand in blocks of their own."""
+    page = (ROOT / "docs/guides/observability.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     lines = [
         line.partition("#")[0].strip()

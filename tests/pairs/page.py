@@ -1,4 +1,4 @@
-"""The page with the table of pairs, docs/feature-pairs.md: ``python -m tests.pairs.page``, which is part of ``make settings``."""
+"""Generator of docs/reference/feature-pairs.md: ``python -m tests.pairs.page``, part of ``make settings``."""
 
 import sys
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.pairs.features import Feature
 from tests.pairs.table import Refused, SameAs, Tested, Verdict, pairs
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "feature-pairs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/feature-pairs.md"
 _HEAD = """# Pairs of engine features
 
 This page says which features an engine has together. Look here before you turn a second feature on.
@@ -15,7 +15,7 @@ This page says which features an engine has together. Look here before you turn 
 A tested pair gives the tokens of one plain engine, greedy and with seeds, and again with cached prefixes. The plain engine has
 one worker, takes one request at a time and reuses nothing. It has those of the two features that change tokens.
 
-Models are tiny, in float32, on a CPU; [gpu.md](gpu.md) has the
+Models are tiny, in float32, on a CPU; [gpu.md](../guides/gpu.md) has the
 checks of GPUs.
 
 | mark | meaning |
@@ -33,7 +33,7 @@ _KILLED = """
 - KV transfer without these: the engine that gives the blocks does not answer any more.
 - Other pairs: the engine. Its process is not killed, but nothing runs it any more, and another engine goes on with the tokens.
 
-Kills at each point of a transfer are in [kv-transfer.md](kv-transfer.md#what-fails), kills of each kind in
+Kills at each point of a transfer are in [KV cache offloading](../guides/kv-offloading.md#what-fails), kills of each kind in
 [failure-matrix.md](failure-matrix.md).
 
 ## Run the tests
@@ -114,7 +114,7 @@ def main() -> None:
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")
-        print("wrote docs/feature-pairs.md", file=sys.stderr)
+        print("wrote docs/reference/feature-pairs.md", file=sys.stderr)
 
 
 if __name__ == "__main__":

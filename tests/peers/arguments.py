@@ -1,4 +1,7 @@
-"""What vLLM's ``LLM`` has and docs/cli.md does not name: ``python -m tests.peers.arguments --peer DIR`` (vLLM in DIR/venv)."""
+"""Lists arguments of vLLM's ``LLM`` that docs/reference/cli.md does not name.
+
+Run ``python -m tests.peers.arguments --peer DIR`` with vLLM in DIR/venv.
+"""
 
 import argparse
 import fnmatch
@@ -22,7 +25,7 @@ _NAME = re.compile(r"`([a-z0-9_*]+)`")
 
 def section() -> str:
     """The page's part about vLLM."""
-    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     return page.partition("### Coming from vLLM\n")[2].partition("\nThe name is ")[0]
 
 

@@ -1,7 +1,7 @@
 """Configuration of the coordinator.
 
 Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
-means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart.
+means and which values it may have stands at its field, and from there in ``--help``, docs/reference/settings.md and the chart.
 """
 
 import itertools

@@ -15,7 +15,7 @@ from tests.fakes.network.ports import free_port
 from tests.fakes.patience import PATIENCE
 
 SMG = os.environ.get("PENSTOCK_SMG") or shutil.which("smg")
-MISSING = "no gateway: smg is neither on PATH nor in PENSTOCK_SMG (docs/gateways.md)"
+MISSING = "no gateway: smg is neither on PATH nor in PENSTOCK_SMG (docs/guides/gateways.md)"
 START_TIMEOUT = PATIENCE
 
 

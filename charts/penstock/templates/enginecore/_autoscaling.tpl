@@ -44,7 +44,7 @@
 {{- else if .root.Values.tls.certManager.issuerRef.name -}}
 {{- include "penstock.fullname" .root }}-scaler-tls
 {{- else -}}
-{{- fail (printf "%s.autoscaling.keda.tlsSecretName is required: the coordinator asks for a certificate (docs/security.md, Roles)" (include "penstock.key" .)) -}}
+{{- fail (printf "%s.autoscaling.keda.tlsSecretName is required: the coordinator asks for a certificate (docs/guides/security.md, Roles)" (include "penstock.key" .)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,8 +1,8 @@
 """Configuration of an engine process, its sessions with frontends, and the checks between its sections.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
-means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart. Flags and
-environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. Each field
+carries the description and the range of its setting; ``--help``, docs/reference/settings.md and the chart take them from
+there. Flags and environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
 ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
 

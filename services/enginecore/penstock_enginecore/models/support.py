@@ -47,7 +47,7 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers all use "
             "full, sliding-window or chunked attention, e.g. Llama, Qwen2/3, Mistral, Mixtral, Gemma or Phi3; "
-            "docs/models.md lists what is tested."
+            "docs/reference/models.md lists what is tested."
         )
     try:
         quantization_of(config)

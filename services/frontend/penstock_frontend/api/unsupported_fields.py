@@ -1,4 +1,6 @@
-"""Request fields that are known and not served: the only list of them. docs/request-fields.md shows the same list as a table.
+"""Request fields that are known and not served: the only list of them.
+
+docs/reference/request-fields.md shows the same list as a table.
 
 Every field here would change the output or the answer, so a request that sets one is refused. Fields that change nothing are in
 ``ignored_fields.py``.

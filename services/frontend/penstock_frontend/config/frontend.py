@@ -1,8 +1,8 @@
 """Configuration of a frontend process.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
-means and which values it may have stands at its field, and from there in ``--help``, docs/settings.md and the chart. Flags and
-environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
+Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. Each field
+carries the description and the range of its setting; ``--help``, docs/reference/settings.md and the chart take them from
+there. Flags and environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
 ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
 

@@ -164,8 +164,8 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_keys: Annotated[
         str,
         Meta(
-            description="Path of a file with a key per line, which is read anew when it changes (docs/security.md has its form); "
-            "empty: no keys."
+            description="Path of a file with a key per line, read again when it changes "
+            "(docs/guides/security.md describes its format). Empty: no keys."
         ),
     ] = ""
     jwt: JwtConfig = JwtConfig()

@@ -1,4 +1,4 @@
-"""Agent programs as users run them: the configuration from docs/agents.md, and the command for one task without a terminal.
+"""Agent programs as users run them: configured as in docs/guides/agents.md, with the command for one task and no terminal.
 
 They are found on PATH and in the folders of PENSTOCK_AGENTS.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.documents.pages import ROOT
 
-PAGE = ROOT / "docs" / "agents.md"
+PAGE = ROOT / "docs/guides/agents.md"
 ON_THE_PAGE = {"my-model": "model", "65536": "1000000"}
 """Words of the page, and those for a scripted model, whose tokenizer makes four times as many tokens of a text as others."""
 

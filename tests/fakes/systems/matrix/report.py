@@ -1,4 +1,4 @@
-"""The page with the matrix's table, docs/failure-matrix.md."""
+"""The page with the matrix's table, docs/reference/failure-matrix.md."""
 
 from collections import Counter
 from collections.abc import Sequence

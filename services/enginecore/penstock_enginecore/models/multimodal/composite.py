@@ -65,7 +65,7 @@ def family_of(config: PretrainedConfig) -> type[Family]:
         if not reason:
             return family
     named = ", ".join(config.architectures or ()) or kind
-    raise ModelLoadError(f"{named} is not supported: {reason}; docs/multimodal.md lists what is")
+    raise ModelLoadError(f"{named} is not supported: {reason}; docs/guides/multimodal.md lists what is")
 
 
 # Causal language models of text models for which transformers has none: they live in models with towers alone.

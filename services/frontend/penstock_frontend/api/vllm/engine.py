@@ -194,7 +194,7 @@ class VllmEngineServicer:
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """How this frontend and its engines are. docs/gateways.md says of each field what it is, or why it is not set."""
+        """How this frontend and its engines are. docs/guides/gateways.md says of each field what it is, or why it is not set."""
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
