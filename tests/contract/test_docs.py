@@ -74,7 +74,7 @@ OTHER_PROGRAMS = frozenset(
     }
 )
 """What the pages also call: programs of others, the shell's own words, and what a page has just built."""
-OTHER_FLAGS = {"--worker-urls": "of smg, a gateway"}
+OTHER_FLAGS = {"--worker-urls": "of smg, a gateway", "--reuse-values": "of helm"}
 OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
     "docs/reference/grpc-api.md": {"chat_template.jinja", "tokenizer_config.json"},
