@@ -1,6 +1,6 @@
 """Request fields that are accepted and have no effect: the only list of them.
 
-docs/reference/openai-api.md shows the same list as a table.
+docs/reference/ignored-fields.md shows the same list as a table.
 
 A field that is in no struct and not in this list is unknown (``openai/field_policy.py``).
 """
