@@ -77,7 +77,7 @@ OTHER_PROGRAMS = frozenset(
 OTHER_FLAGS = {"--worker-urls": "of smg, a gateway", "--reuse-values": "of helm"}
 OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
-    "docs/reference/grpc-api.md": {"chat_template.jinja", "tokenizer_config.json"},
+    "docs/reference/chat.md": {"chat_template.jinja", "tokenizer_config.json"},
     "docs/guides/clients/node.md": {"@grpc/proto-loader"},
     "docs/reference/pooling-api.md": {"1_Pooling/config.json"},
     "examples/clients/go/README.md": {"go.sum"},

@@ -1,4 +1,4 @@
-"""docs/reference/grpc-api.md and the description of the setting name exactly the registered parsers."""
+"""docs/reference/chat.md and the description of the setting name exactly the registered parsers."""
 
 import re
 from collections.abc import Set
@@ -10,7 +10,7 @@ from penstock_common.config.settings import settings_of
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.processing.parsers import registry
 
-API = (Path(__file__).resolve().parents[2] / "docs/reference/grpc-api.md").read_text()
+API = (Path(__file__).resolve().parents[2] / "docs/reference/chat.md").read_text()
 HEADER = "| parser | reads |\n|---|---|\n"
 NAMES = {"tool_parser": registry.tool_parser_names, "reasoning_parser": registry.reasoning_parser_names}
 
