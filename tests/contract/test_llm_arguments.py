@@ -1,4 +1,4 @@
-"""What docs/reference/cli.md says of vLLM's arguments is so on our side.
+"""docs/guides/migrate-from-vllm.md describes the arguments of ``LLM`` correctly.
 
 ``tests.peers.arguments`` checks that the page names all of their arguments.
 """
@@ -33,30 +33,30 @@ def test_arguments_of_the_same_name_are_there() -> None:
 
 
 def test_other_names_are_there() -> None:
-    for theirs, ours in rows("| there | here |"):
+    for theirs, ours in rows("| vLLM argument | Penstock argument |"):
         led = LED.match(ours)
         assert led is not None, theirs
         assert set(NAMES.findall(led[1])) - HAS == set(), theirs
 
 
 def test_errors_name_the_replacement_of_every_other_name() -> None:
-    theirs = {name for names, _ in rows("| there | here |") for name in NAMES.findall(names)}
+    theirs = {name for names, _ in rows("| vLLM argument | Penstock argument |") for name in NAMES.findall(names)}
     assert theirs - vllm_names.OPTIONS.keys() - HAS == set()
     assert vllm_names.OPTIONS.keys() & HAS == set()
 
 
 def test_what_is_not_here_is_not_here() -> None:
-    names = {name for theirs, _ in rows("| not here | why |") for name in NAMES.findall(theirs)}
+    names = {name for theirs, _ in rows("| Not supported | Reason |") for name in NAMES.findall(theirs)}
     assert len(names) > 100
     assert names & HAS == set()
 
 
 @pytest.mark.parametrize(
-    "row", [*rows("| method | the same | another name | not here |")], ids=lambda row: row[0].replace("`", "")
+    "row", [*rows("| Method | Same arguments | Other names | Not supported |")], ids=lambda row: row[0].replace("`", "")
 )
 def test_methods_have_the_arguments_that_are_named(row: list[str]) -> None:
     methods, same, other, missing = row
-    renamed = [re.split(r" is | are ", part)[-1].partition(", there ")[0] for part in other.split("; ")]
+    renamed = [re.split(r" is | are ", part)[-1].partition(" (vLLM")[0] for part in other.split("; ")]
     for method in NAMES.findall(methods):
         parameters = inspect.signature(getattr(LLM, method)).parameters.keys()
         assert set(NAMES.findall(same)) - parameters == set()

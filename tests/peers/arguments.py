@@ -1,4 +1,4 @@
-"""Lists arguments of vLLM's ``LLM`` that docs/reference/cli.md does not name.
+"""Lists arguments of vLLM's ``LLM`` that the guide does not name.
 
 Run ``python -m tests.peers.arguments --peer DIR`` with vLLM in DIR/venv.
 """
@@ -24,9 +24,8 @@ _NAME = re.compile(r"`([a-z0-9_*]+)`")
 
 
 def section() -> str:
-    """The page's part about vLLM."""
-    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    return page.partition("### Coming from vLLM\n")[2].partition("\nThe name is ")[0]
+    """Return the guide for users of vLLM."""
+    return (ROOT / "docs/guides/migrate-from-vllm.md").read_text(encoding="utf-8")
 
 
 def unnamed(names: list[str], text: str) -> list[str]:
