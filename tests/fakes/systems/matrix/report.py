@@ -9,11 +9,12 @@ from tests.fakes.systems.matrix.rig import CellResult
 HEAD = """\
 # Failure matrix
 
-Written by `make matrix`; [reliability.md](reliability.md#failure-matrix) says what is done. A row is a failure. The
-columns of steps have the streams that met it there, and behind a slash those that were wrong, if any. *failed*: ended
-with an error. *duplicated*, *lost*, *differing*: more tokens than there should be, fewer, or others, or anything else
-that was not as reckoned. *neighbours*: streams on the other engines; *disturbed*: those of them that were wrong or had
-to move.
+`make matrix` writes this page. [Robustness tests](../development/robustness-tests.md#failure-matrix) describes the method. A row is a
+failure, and a column is the step at which it happens. A cell has the number of streams, and after a slash the number of wrong streams, if any.
+
+- *failed*: streams that ended with an error.
+- *duplicated*, *lost*, *differing*: streams with more tokens, fewer tokens, or another difference from the computed result.
+- *neighbours*: streams on the other engines. *disturbed*: neighbours that were wrong or had to move.
 """
 WRONG = ("failed", "duplicated", "lost", "differing")
 
