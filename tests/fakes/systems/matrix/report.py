@@ -9,8 +9,9 @@ from tests.fakes.systems.matrix.rig import CellResult
 HEAD = """\
 # Failure matrix
 
-`make matrix` writes this page. [Robustness tests](../development/robustness-tests.md#failure-matrix) describes the method. A row is a
-failure, and a column is the step at which it happens. A cell has the number of streams, and after a slash the number of wrong streams, if any.
+`make matrix` writes this page. [Robustness tests](../development/robustness-tests.md#failure-matrix) describes the method.
+A row is a failure, and a column is the step at which it happens. A cell has the number of streams, and after a slash the
+number of wrong streams, if any.
 
 - *failed*: streams that ended with an error.
 - *duplicated*, *lost*, *differing*: streams with more tokens, fewer tokens, or another difference from the computed result.
