@@ -197,7 +197,7 @@ typecheck: setup ## mypy strict
 settings: setup ## Write docs/reference/settings.md, docs/reference/feature-pairs.md and the chart's schema and README anew, after a change of a setting
 	@$(BIN)/python -m charts.settings
 	@$(BIN)/python -m tests.pairs.page
-	@$(BIN)/python -m tests.documents.ignored_fields
+	@$(BIN)/python -m tests.documents.field_tables
 	@$(BIN)/python -m tests.documents.code_map
 
 .PHONY: dashboard
