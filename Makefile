@@ -153,9 +153,10 @@ cluster: setup ## A test cluster until Ctrl-C, for a look around
 	@$(BIN)/python -m tests.cluster $(if $(MINOR),--minor $(MINOR)) up
 
 .PHONY: lint
-lint: setup proto-break ## ruff, and buf where npm is there
+lint: setup proto-break ## ruff, commit subjects, and buf where npm is there
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/python -m tests.commit_subject
 	@if test -x $(BUF); then cd protos && ../$(BUF) lint && echo "buf lint passed"; fi
 
 .PHONY: proto-break
