@@ -31,7 +31,7 @@ def faults(message: str) -> list[str]:
         found.append(f"the subject has {len(subject)} characters, the limit is {LONGEST}")
     if not (parts := _SUBJECT.fullmatch(subject)):
         found.append("the subject is not of the form 'part: verb ...', in lower case and without a full stop")
-    elif (verb := parts["verb"]) in _NO_VERBS or (_OTHER_FORMS.fullmatch(verb) and verb not in _IMPERATIVES):
+    elif _NO_VERB.fullmatch(verb := parts["verb"]) or (_OTHER_FORMS.fullmatch(verb) and verb not in _IMPERATIVES):
         found.append(f"'{verb}' is no verb in the imperative")
     if clause := _CLAUSE.search(subject):
         found.append(f"'{clause[0]}' stands for a noun; name the noun")

@@ -302,11 +302,16 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
                 elif engine.running:
                     engine.step()
             await asyncio.sleep(0.001)
-        assert 2 <= died <= 3  # the second is the last where the request was alone
+        assert 2 <= died <= 3
         error = poison.exception()
         assert isinstance(error, Internal)
         assert error.reason == "QUARANTINED"
-        assert f"{died} engines in a row failed" in error.message
+        # Two deaths suffice if the request was alone on both engines. The first engine may have had neighbours.
+        expected = (
+            f"{died} engines in a row failed",
+            "2 engines in a row failed while they had nothing but this request",
+        )
+        assert error.message.startswith(expected)
         while not all(task.done() for task in neighbours):
             for engine in engines:
                 if engine.running:
