@@ -30,7 +30,7 @@ MULTIMODAL = "docs/guides/multimodal.md"
 MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
 SERVES = "penstock serve examples/demo_model/penstock-tiny "
 """How the commands begin that start a server of their own."""
-SECURITY = "docs/guides/security.md"
+TLS = "docs/guides/tls.md"
 
 PROGRAMS_NOT_RUN = {
     "make": "its targets are what CI runs",
@@ -73,6 +73,7 @@ COMMANDS_NOT_RUN = {
     "penstock batch requests.jsonl": "the file is the reader's, tests/integration/test_batch.py has one",
     "penstock serve examples/demo_model/penstock-tiny &": "has the ports that the page's other commands ask",
     "python examples/ray_data/": "needs Ray",
+    "openssl rand -hex 32 > secret": "writes nothing to standard output",
     "curl localhost:8200/": "asks a gateway",
     "python -m penstock_": "needs the reader's configuration",
     **dict.fromkeys(
@@ -184,7 +185,7 @@ def reason(command: Written) -> str:
 
 
 def to_run() -> list[Written]:
-    return [command for command in commands() if command.page != SECURITY and not reason(command)]
+    return [command for command in commands() if command.page != TLS and not reason(command)]
 
 
 def serves(command: Written) -> bool:
@@ -231,7 +232,7 @@ def test_a_program_writes_what_the_model_says(block: Block, request: pytest.Fixt
     assert len(shell("python program.py", folder)) > 10
 
 
-# docs/guides/security.md, from the certificates to the last command.
+# docs/guides/tls.md, from the certificates to the last command.
 
 
 def renumbered(text: str, ports: dict[str, str]) -> str:
@@ -241,9 +242,9 @@ def renumbered(text: str, ports: dict[str, str]) -> str:
 def test_the_complete_set_of_files_is_a_deployment_that_knows_who_calls(folder: Path) -> None:
     ports = dict(zip(("50050", "50051", "50052", "50053", "8000"), map(str, free_ports(5)), strict=True))
     for block in blocks("yaml"):
-        if block.page == SECURITY and (named := re.match(r"# (\w+\.yaml)\n", block.code)):
+        if block.page == TLS and (named := re.match(r"# (\w+\.yaml)\n", block.code)):
             (folder / named[1]).write_text(renumbered(block.code, ports))
-    texts = [command.text for command in commands() if command.page == SECURITY]
+    texts = [command.text for command in commands() if command.page == TLS]
     started = [text for text in texts if text.endswith("&")]
     first = texts.index(started[0])
     shell("\n".join(texts[:first]), folder)
