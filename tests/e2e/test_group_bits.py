@@ -1,6 +1,6 @@
 """Ranks that share experts, as processes: log-probabilities as one engine alone computes them, to the last bit, whatever moves.
 
-``reduce_scatter`` is not among the dispatches here: it adds in another order (docs/guides/moe.md).
+``reduce_scatter`` is not among the dispatches here: it adds in another order (docs/guides/data-parallel.md).
 """
 
 import asyncio
