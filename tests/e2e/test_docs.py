@@ -1,7 +1,6 @@
-"""The commands and programs of the pages do what the pages say, against the server that the README starts,
-or against the one that docs/guides/multimodal.md does.
+"""The commands and programs of the pages work, against the server that the page or the README starts.
 
-What they name is checked without running anything in tests/contract/test_docs.py.
+tests/contract/test_docs.py checks the names on the pages without running anything.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,16 @@ from tests.fakes.patience import PATIENCE
 pytestmark = pytest.mark.slow
 
 README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
-MULTIMODAL = "docs/guides/multimodal.md"
 MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
+ADAPTER_SERVES = (
+    "penstock serve examples/demo_model/penstock-tiny --lora pirate=examples/demo_model/penstock-tiny-pirate"
+)
+SERVER_OF_PAGE = {
+    "docs/guides/multimodal.md": MULTIMODAL_SERVES,
+    "docs/tutorials/images.md": MULTIMODAL_SERVES,
+    "docs/tutorials/first-adapter.md": ADAPTER_SERVES,
+}
+"""Commands that start the server of a page. Other pages use the server of the README."""
 SERVES = "penstock serve examples/demo_model/penstock-tiny "
 """How the commands begin that start a server of their own."""
 TLS = "docs/guides/tls.md"
@@ -60,7 +67,7 @@ PROGRAMS_NOT_RUN = {
 """Why no command of a program is run here."""
 COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
-    MULTIMODAL_SERVES: "is the server of that page's tests",
+    MULTIMODAL_SERVES: "is the server of pages about media",
     "penstock serve MODEL": "MODEL is the reader's",
     "penstock serve examples/demo_model/penstock-tiny --lora": "tests/e2e/test_lora.py does so",
     "penstock serve examples/demo_model/penstock-tiny --served-model-name": "tests/integration/test_aliases.py serves aliases",
@@ -129,21 +136,24 @@ def serving(command: str, cwd: Path | None = None) -> Iterator[Defaults]:
 
 
 @pytest.fixture(scope="module")
-def readme_server() -> Iterator[Defaults]:
-    with serving(README_SERVES) as defaults:
-        yield defaults
+def servers() -> Iterator[Callable[[str], Defaults]]:
+    """Return the server that a command starts. One runs at a time, because pages are tested one after the other."""
+    running: dict[str, Defaults] = {}
+    with contextlib.ExitStack() as stack:
+
+        def server(command: str) -> Defaults:
+            if command not in running:
+                stack.close()
+                running.clear()
+                running[command] = stack.enter_context(serving(command, ROOT))
+            return running[command]
+
+        yield server
 
 
-@pytest.fixture(scope="module")
-def multimodal_server() -> Iterator[Defaults]:
-    with serving(MULTIMODAL_SERVES) as defaults:
-        yield defaults
-
-
-def server_of(page: str, request: pytest.FixtureRequest) -> Defaults:
-    """The one that a page's commands and programs ask."""
-    found: Defaults = request.getfixturevalue("multimodal_server" if page == MULTIMODAL else "readme_server")
-    return found
+def server_of(page: str) -> str:
+    """Return the command that starts the server of a page."""
+    return SERVER_OF_PAGE.get(page, README_SERVES)
 
 
 @pytest.fixture
@@ -204,8 +214,8 @@ def test_a_server_of_a_page_serves(command: Written, folder: Path) -> None:
 @pytest.mark.parametrize(
     "command", [command for command in to_run() if not serves(command)], ids=lambda command: command.place
 )
-def test_a_command_does_its_work(command: Written, request: pytest.FixtureRequest, folder: Path) -> None:
-    server = server_of(command.page, request)
+def test_a_command_does_its_work(command: Written, servers: Callable[[str], Defaults], folder: Path) -> None:
+    server = servers(server_of(command.page))
     program = command.calls[0][0]
     if shutil.which(program, path=environment()["PATH"]) is None:
         pytest.skip(f"{program} is not on PATH")
@@ -226,8 +236,8 @@ def left_out(block: Block) -> str:
 
 
 @pytest.mark.parametrize("block", programs(), ids=lambda block: block.place)
-def test_a_program_writes_what_the_model_says(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
-    server = server_of(block.page, request)
+def test_a_program_writes_what_the_model_says(block: Block, servers: Callable[[str], Defaults], folder: Path) -> None:
+    server = servers(server_of(block.page))
     (folder / "program.py").write_text(server.put(block.code))
     assert len(shell("python program.py", folder)) > 10
 
