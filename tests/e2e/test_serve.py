@@ -77,7 +77,7 @@ def test_the_log_says_what_each_service_loads_as_it_begins(server: Server) -> No
             "importing torch and transformers",
             "loading LlamaForCausalLM from .* as float32",
             r"loading weights: 38/38 tensors of 9\.5 MiB in 1 file",
-            "preparing the kernels, and a forward pass of one token",
+            "preparing kernels and running a forward pass of one token",
             "KV cache: .* tokens",
         )
         in_order = ".*".join(rf"{engine} +\| \S+ \[info\] {phase} +seconds=[\d.]+" for phase in phases)

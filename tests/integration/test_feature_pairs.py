@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 SLOW = frozenset({Feature.NODES, Feature.STRUCTURED, Feature.TENSOR, Feature.PIPELINE, Feature.FP8_CACHE})
 """Processes, grammars that are compiled in one, threads of workers, and attention by torch."""
 FEATURES = [*Feature]
-AT_THE_REQUEST = "ranks of a data-parallel group do not sleep yet"
+AT_THE_REQUEST = "sleep is not supported for ranks of a data-parallel group"
 TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and not two & GROUPS]
 REFUSED = [(two, verdict.message) for two, verdict in pairs() if isinstance(verdict, Refused)]
 

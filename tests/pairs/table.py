@@ -36,7 +36,7 @@ def _refused() -> dict[Two, Refused]:
     stages = Feature.PIPELINE, Feature.NODES
     for way in stages:
         for draft in DRAFTS:
-            found[frozenset({way, draft})] = Refused("engines with drafts have 1 stage")
+            found[frozenset({way, draft})] = Refused("speculative decoding needs 1 stage")
         found[frozenset({way, Feature.MEDIA})] = Refused(
             "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not served so yet"
         )
@@ -47,13 +47,13 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({group, Feature.ASYNC})] = Refused("a rank schedules when a step is over")
         for way in (Feature.TENSOR, *stages):
             found[frozenset({group, way})] = Refused("a rank of a group has 1")
-        found[frozenset({group, Feature.SLEEP})] = Refused("ranks of a data-parallel group do not sleep yet")
-    found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("ranks of a group generate")
+        found[frozenset({group, Feature.SLEEP})] = Refused("sleep is not supported for ranks of a data-parallel group")
+    found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("data-parallel groups need a generating model")
     found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("such models are not shared yet")
     found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused("experts of such models are not shared by ranks yet")
     found[frozenset({Feature.EXPERTS, Feature.QUANTIZED})] = Refused("experts are not shared by ranks yet")
     for draft in DRAFTS:
-        found[frozenset({draft, Feature.POOLING})] = Refused("only models that generate have drafts")
+        found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
     found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("only models that generate keep KV blocks")
     found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("the model pools: it keeps no keys and values")
     found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")

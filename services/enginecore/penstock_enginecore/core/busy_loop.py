@@ -1,8 +1,8 @@
 """The main loop of an engine process.
 
-One thread runs ``BusyLoop.run``: take what has come in, see about shutting down, do a step. It blocks while there is
-nothing to do. Other threads talk to it through the methods under "From any thread"; answers leave through an
-``OutputSink``.
+One thread runs ``BusyLoop.run``. Each iteration handles the input queue, advances the shutdown, and runs a step. The
+loop blocks while there is nothing to do. Other threads use the methods under "From any thread". Results leave through
+an ``OutputSink``.
 """
 
 import gc
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class UtilityAnswers:
-    """Calls methods on the busy loop's thread. ``send``: gives a client the answer to its call."""
+    """Calls utility methods on the busy loop's thread. ``send`` sends the answer to a client."""
 
     def __init__(
         self, utilities: UtilityRegistry, queues: InputQueues, send: Callable[[str, UtilityOutput], None]
@@ -66,10 +66,10 @@ class UtilityAnswers:
         self._send = send
 
     def answer(self, call: UtilityCall) -> None:
-        """Call the method. A result that is still to come is sent when it is there."""
+        """Call the method and send its result. If the result is a Future, it is sent once it is done."""
         try:
             result = self._utilities.call(call.method, call.arguments)
-        except EngineDeadError:  # it took in a step that failed
+        except EngineDeadError:  # The method processed the results of a failed step.
             raise
         except Exception as e:
             self._send_failure(call, e)
@@ -80,7 +80,7 @@ class UtilityAnswers:
             self._send_result(call, result)
 
     def send_outcome(self, call: UtilityCall, future: "Future[Any]") -> None:
-        """The result of a call that took its time is there."""
+        """Send the result of a Future that is done."""
         if (error := future.exception()) is not None:
             self._send_failure(call, error)
         else:
@@ -89,7 +89,7 @@ class UtilityAnswers:
     def _send_result(self, call: UtilityCall, result: Any) -> None:
         try:
             encoded = msgspec.msgpack.encode(result)
-        except Exception as e:  # a plugin's method returned what msgpack has no form for
+        except Exception as e:  # A plugin's method returned a value that msgpack cannot encode.
             self._send_failure(call, e)
         else:
             self._send(call.client_id, UtilityOutput(call_id=call.call_id, result=encoded))
@@ -103,13 +103,14 @@ class UtilityAnswers:
 
 
 class BusyLoop:
-    """Drives an ``EngineCore``, and its ``control`` between steps.
+    """Runs an ``EngineCore``, and its ``control`` between steps.
 
-    For health by progress: while ``has_work`` is true, ``last_step_time`` (monotonic seconds; also set when work
-    arrives at an idle engine) should move; if it does not for ``wedged_after`` seconds, the engine is wedged.
+    Health is measured by progress. While ``has_work`` is true, ``last_step_time`` must advance; otherwise the engine is
+    wedged after ``wedged_after`` seconds. ``last_step_time`` is in monotonic seconds, and is also set when work arrives
+    at an idle engine.
 
-    ``group``: of an engine that is a rank of one. Then steps are what all ranks have agreed on, and whoever waits for others is
-    idle.
+    ``group`` is set for an engine in a data-parallel group. All ranks agree on each step, and a rank that waits for
+    others counts as idle.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class BusyLoop:
         self._idle = True
         self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
-        """Since frontends were told of the load."""
+        """Whether leases have ended since frontends were sent the load."""
         self.last_step_time = clock()
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         self._group = group
@@ -139,7 +140,7 @@ class BusyLoop:
     # From any thread.
 
     def add(self, client_id: str, request: EngineCoreRequest) -> None:
-        """Validate and queue a request. One that is refused ends with an ERROR output; nothing is raised."""
+        """Validate and queue a request. A refused request ends with an ERROR output; no exception is raised."""
         try:
             prepared = self._engine.preprocess(client_id, request)
         except Exception as e:
@@ -151,31 +152,31 @@ class BusyLoop:
             self._queues.put(AddRequest(prepared))
 
     def group_changed(self, event: GroupEvent) -> None:
-        """Something happened to the group that the engine is a rank of."""
+        """Queue an event of the engine's data-parallel group."""
         self._queues.group_changed(event)
 
     def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
-        """End requests of a client as soon as possible; ids that mean nothing are ignored. ``reason``: why, for the log."""
+        """End requests of a client as soon as possible. Unknown ids are ignored. ``reason`` is for the log."""
         self._queues.put_abort(AbortRequests(client_id, list(request_ids), reason))
 
     def hand_over(self, client_id: str, request_ids: list[str]) -> None:
-        """Give requests of a client away, so that they go on elsewhere; ids that mean nothing are ignored."""
+        """End requests of a client with HANDOFF, so that they resume on another engine. Unknown ids are ignored."""
         self._queues.put(HandOver(client_id, request_ids))
 
     def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
-        """Call a registered method between steps; the answer goes to the client as ``utility_output``."""
+        """Call a registered method between steps. The answer is sent to the client as ``utility_output``."""
         self._queues.put(UtilityCall(client_id, call_id, method, arguments))
 
     def follow_cache(self, client_id: str) -> None:
-        """Tell a session of every change of the prefix cache from now on. What there was before, ``cached_blocks`` tells."""
+        """Send a client every change of the prefix cache from now on. ``cached_blocks`` returns the earlier content."""
         self._queues.put(FollowCache(client_id))
 
     def client_gone(self, client_id: str) -> None:
-        """A session has ended: end its requests."""
+        """Note that a session has ended, so that its requests end."""
         self._queues.put(ClientGone(client_id))
 
     def request_shutdown(self, timeout: float | None = None) -> None:
-        """Ask the loop to drain, within ``timeout`` seconds if given, and return. Handlers of signals may call it."""
+        """Ask the loop to drain and return, within ``timeout`` seconds if given. Signal handlers may call this."""
         self._shutdown.request(timeout)
         self._queues.wake()
 
@@ -184,16 +185,16 @@ class BusyLoop:
         return self._engine.has_work
 
     def seconds_since_last_step(self) -> float:
-        """Age of the last step while there is something to do, 0 when idle. Grows without end when the engine is wedged."""
+        """Return the seconds since the last step, or 0 when idle. The number keeps growing while the engine is wedged."""
         return 0.0 if self._idle else self._clock() - self.last_step_time
 
     @property
     def wedged(self) -> bool:
-        """Whether there is work and no step has ended for ``wedged_after`` seconds. Who watches the engine goes by this alone."""
+        """Whether the engine has work but no step has ended for ``wedged_after`` seconds. Health checks use only this."""
         return self.seconds_since_last_step() >= self._engine.config.wedged_after
 
     def stats(self) -> SchedulerStats:
-        """The engine's load now, and whether it gets on with it."""
+        """Return the engine's current load and its progress."""
         return msgspec.structs.replace(
             self._engine.scheduler.stats(),
             seconds_since_last_step=self.seconds_since_last_step(),
@@ -202,19 +203,18 @@ class BusyLoop:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the engine drains."""
+        """Whether new requests are refused because the engine is draining."""
         return self._shutdown.refuses_requests
 
-    # The loop's own thread.
+    # Methods of the loop's own thread.
 
     def run(self) -> None:
         """Serve until a shutdown has been requested and carried out.
 
-        Anything that goes wrong outside a single request is fatal: every client is told, and the exception leaves the
-        loop.
+        An error outside of a single request is fatal: the loop tells every client, and raises the exception.
         """
         gc.collect()
-        gc.freeze()  # what start-up built lives as long as the process: spare the collector from walking it
+        gc.freeze()  # Objects from start-up live as long as the process, so exclude them from garbage collection.
         try:
             while self._shutdown.phase is not ShutdownPhase.EXIT:
                 self._receive()
@@ -226,11 +226,11 @@ class BusyLoop:
             raise
 
     def _receive(self) -> None:
-        """Handle everything in the input queue; wait for something while there is nothing to do."""
+        """Handle all messages in the input queue. Wait for one if there is nothing to do."""
         idle = not self._may_step
         block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
-        if block and self._leases_ended:  # no step tells of it
+        if block and self._leases_ended:  # Leases can end while no step runs, so send the load here.
             self._leases_ended = False
             self._sink.broadcast(EngineCoreOutputs(scheduler_stats=self.stats(), timestamp=self._clock()))
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
@@ -243,7 +243,8 @@ class BusyLoop:
             message = self._queues.get(block=False, timeout=None)
         self._drain_aborts()
         if self._group is not None:
-            self._engine.loras.take()  # what was loaded while the ranks compute no step
+            # Take adapters that finished loading, because no step takes them while the ranks are idle.
+            self._engine.loras.take()
             self._group.look()
 
     @property
@@ -254,7 +255,9 @@ class BusyLoop:
         return self._engine.has_work and not self._engine.stalled
 
     def _time_to_next_event(self) -> float | None:
-        """Return the seconds to the nearest deadline, of a request, a log line or the shutdown; None when there is none."""
+        """Return the seconds until the nearest deadline of a request, a log line or the shutdown. None if there is
+        none.
+        """
         times = [self._engine.time_to_next_deadline(), self._engine.seconds_to_log_line]
         if self._group is not None:
             times.append(self._group.seconds_to_repeat)
@@ -282,7 +285,7 @@ class BusyLoop:
             case ClientGone(client_id):
                 self._tell_of_cache(self._cache_followers - {client_id})
                 gone = partial(self._engine.scheduler.abort_client, client_id)
-                _attempt(gone, doing=f"ending the requests of {client_id}, which has gone")
+                _attempt(gone, doing=f"ending the requests of {client_id}, which has disconnected")
             case ExecutorFailed(error):
                 raise EngineDeadError(f"the executor failed: {error}") from error
             case GroupChanged(event):
@@ -298,7 +301,7 @@ class BusyLoop:
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
                     self._sink.draining(self._shutdown.timeout)
-                    if self._engine.paused:  # what is frozen would only wait for the deadline
+                    if self._engine.paused:  # Frozen requests would only wait for the deadline.
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
                     logger.info("shutdown: %s", effect.value)
@@ -306,7 +309,7 @@ class BusyLoop:
                     engine.leases.revoke_all()
 
     def _abort_all(self) -> None:
-        failure = Unavailable("the engine had to end the request: it drains", reason="DRAINING")
+        failure = Unavailable("the engine is draining and ended the request", reason="DRAINING")
         self._engine.scheduler.abort_all(RequestError.from_exception(failure))
 
     def _step(self) -> None:
@@ -322,7 +325,7 @@ class BusyLoop:
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()), to)
 
     def _tell_of_cache(self, followers: frozenset[str]) -> None:
-        """The clients that are told of the prefix cache are others from now on."""
+        """Set the clients that get changes of the prefix cache."""
         if bool(followers) != bool(self._cache_followers):
             self._engine.scheduler.kv_cache.record_events(bool(followers))
         self._cache_followers = followers
@@ -369,18 +372,18 @@ class BusyLoop:
         self._sink.emit(client_id, frame)
 
     def _send_answer(self, client_id: str, answer: UtilityOutput) -> None:
-        """What a call brought about, such as the end of a request, is told before its answer."""
+        """Send pending outputs before the answer, such as the end of a request that the call caused."""
         self._emit(self._engine.scheduler.take_outputs())
         self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:
-        """Answer what came in after the last request had ended."""
+        """Handle messages that arrived after the last request had ended."""
         while (message := self._queues.get(block=False, timeout=None)) is not None:
             self._handle(message)
 
 
 def _attempt(act: Callable[[], object], *, doing: str, requests: Sequence[str] = ()) -> None:
-    """Do it; what goes wrong is an incident."""
+    """Call ``act``. An exception is logged as an incident."""
     try:
         act()
     except Exception as e:

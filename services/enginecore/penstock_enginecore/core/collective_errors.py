@@ -1,11 +1,13 @@
-"""What ends a collective without its result, or keeps a rank from being in any."""
+"""Errors of collectives in a data-parallel group."""
 
 from penstock_common.errors import PenstockError
 
 
 class CollectiveBroken(PenstockError):  # noqa: N818 - it says what happened
-    """A collective ended without its result: a peer is gone, or the group was given up. No collective of this group follows."""
+    """A collective ended without a result: a peer was lost, or the group was given up. The group's later collectives
+    fail as well.
+    """
 
 
 class UnpreparedError(PenstockError):
-    """This rank cannot be in the group; the message says why. Others may go on without it."""
+    """This rank cannot join the group. The message gives the reason. The other ranks may continue without it."""

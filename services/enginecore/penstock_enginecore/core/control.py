@@ -1,4 +1,4 @@
-"""What operators can do with a running engine: pause, sleep, reset, profile, look."""
+"""Operations on a running engine: pause, sleep, reset caches, profile and inspect."""
 
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -25,12 +25,17 @@ Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
-"""Of workers; for metrics alone."""
+"""Timing fields of workers that are only in the metrics."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """``sleep_level`` 0 is awake. ``num_nan_logits`` counts since the start. ``drafter_failure``: why what drafts was switched
-    off, empty while it works, None where nothing drafts.
+    """Engine state for the metrics.
+
+    Attributes:
+        sleep_level: 0 if the engine is awake.
+        num_nan_logits: Number of NaN logits since the start.
+        drafter_failure: The reason why the drafter was switched off. Empty while it works, None without speculative
+            decoding.
     """
 
     paused: bool
@@ -40,14 +45,15 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineControl:
-    """The engine's utilities. Called between steps, on the busy loop's thread, which calls ``after_step`` behind each step.
+    """The engine's utility methods. The busy loop's thread calls them between steps, and calls ``after_step`` after
+    each step.
 
-    An engine that sleeps is paused as well; it schedules again once everything that slept is awake. One that an operator
-    paused, before or meanwhile, waits for ``resume`` as well.
+    A sleeping engine is also paused. It schedules again once all sleeping parts are awake. If an operator also paused
+    it, it waits for ``resume`` as well.
     """
 
     def __init__(self, engine: EngineCore, group: GroupDriver | None = None) -> None:
-        """``group``: that of an engine which is a rank of one."""
+        """Create the control. ``group`` is set for an engine in a data-parallel group."""
         self._engine = engine
         self._group = group
         self._asleep: set[str] = set()
@@ -59,14 +65,17 @@ class EngineControl:
         for controls in engine.controls:
             utilities.include(controls)
         self.utilities = extend(utilities, "engine")
-        """What frontends can call by name: the methods of this class that are marked so, and what plugins add."""
+        """Methods that frontends can call by name: the ``@utility`` methods of this class, and those of plugins."""
 
     # Draining.
 
     @utility
     def drain(self, timeout: float) -> int:
-        """Take no new requests from now on; what is left after ``timeout`` seconds ends, so that its frontend takes it elsewhere.
-        The process stays until it is told to end. Asked again it only answers. Returns how many requests are left.
+        """Refuse new requests, and end the remaining ones after ``timeout`` seconds so that their frontends retry them
+        elsewhere.
+
+        The process keeps running until it is told to exit. A second call only returns the number. Return the number of
+        remaining requests.
         """
         if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
             raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
@@ -78,11 +87,10 @@ class EngineControl:
 
     @utility
     def pause(self, mode: Mode = "abort", clear_cache: bool = False) -> Future[None]:
-        """Stop scheduling. What was queued or running ends as ABORT (abort), is finished first (wait), or freezes (keep).
+        """Stop scheduling. Queued and running requests are aborted (abort), finished first (wait), or frozen (keep).
 
-        Done once nothing runs any more; a sleeping engine has nothing to wait for. Requests that come meanwhile wait for
-        ``resume``. ``clear_cache`` forgets the cached prefixes; frozen requests then give up their blocks, and are computed
-        again.
+        The Future is done once nothing runs. A sleeping engine need not wait. New requests wait for ``resume``.
+        ``clear_cache`` forgets the cached prefixes; frozen requests then lose their blocks and are computed again.
         """
         self._pause_asked_for = True
         return (
@@ -116,10 +124,12 @@ class EngineControl:
 
     @utility
     def resume(self) -> None:
-        """Schedule again. Raises InvalidArgument while the engine sleeps."""
+        """Resume scheduling. Raises InvalidArgument while the engine sleeps."""
         if self._asleep:
             raise InvalidArgument(
-                f"the engine sleeps ({', '.join(sorted(self._asleep))}); call wake_up", field="resume", reason="ASLEEP"
+                f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up first",
+                field="resume",
+                reason="ASLEEP",
             )
         self._pause_asked_for = False
         if self._group is not None:
@@ -130,11 +140,11 @@ class EngineControl:
 
     @utility
     def is_paused(self) -> bool:
-        """Whether nothing is scheduled."""
+        """Return whether scheduling is paused."""
         return self._engine.paused
 
     def after_step(self) -> None:
-        """Between steps: see whether a pause that waits has come to its end."""
+        """Complete a pending pause if the engine has drained."""
         scheduler = self._engine.scheduler
         if not self._waiting or not scheduler.drained:
             return
@@ -160,11 +170,13 @@ class EngineControl:
 
     @utility
     def sleep(self, level: Literal[0, 1, 2] = 1, mode: Mode = "abort") -> Future[None]:
-        """Pause as ``mode`` says, then free device memory. 0: nothing more. 1: weights to host memory, KV cache dropped.
-        2: all dropped; the weights are read again at ``wake_up``.
+        """Pause with the given ``mode``, then free device memory.
+
+        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops both, and
+        ``wake_up`` reads the weights again.
         """
         if self._group is not None:
-            raise Unimplemented("ranks of a data-parallel group do not sleep yet", field="sleep")
+            raise Unimplemented("sleep is not supported for ranks of a data-parallel group", field="sleep")
         paused = self._pause(mode, clear_cache=False)
         asleep: Future[None] = Future()
 
@@ -174,7 +186,7 @@ class EngineControl:
                 return
             try:
                 self._fall_asleep(level)
-            except Exception as e:  # the caller of the utility gets it
+            except Exception as e:  # The error goes to the caller of the utility.
                 asleep.set_exception(e)
                 return
             asleep.set_result(None)
@@ -195,8 +207,10 @@ class EngineControl:
 
     @utility
     def wake_up(self, tags: list[Tag] | None = None) -> None:
-        """Take device memory back: weights, kv_cache, or both when no tag is given. The last one lets the engine schedule again,
-        unless somebody has called ``pause``, before or while it slept, and not ``resume``.
+        """Restore device memory: weights, kv_cache, or both if no tag is given.
+
+        Once both are restored, the engine schedules again. The exception is an engine that was paused with ``pause``,
+        before or during the sleep, and not resumed.
         """
         slept = bool(self._asleep)
         wanted = set(tags or _TAGS) & self._asleep
@@ -211,15 +225,16 @@ class EngineControl:
 
     @utility
     def is_sleeping(self) -> bool:
-        """Whether anything sleeps."""
+        """Return whether any part of the engine is asleep."""
         return bool(self._asleep)
 
     # Caches.
 
     @utility
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. False, and nothing done, while a request is running, unless ``preempt_running``: then the
-        running requests give up their blocks and are computed again.
+        """Forget all cached prefixes. Return False, and do nothing, while a request is running.
+
+        With ``preempt_running``, running requests lose their blocks first and are computed again.
         """
         self._engine.finish_steps()
         if preempt_running:
@@ -229,8 +244,10 @@ class EngineControl:
 
     @utility
     def cached_blocks(self, part: int = 0, num_parts: int = 1, medium: KvMedium = KvMedium.DEVICE) -> bytes:
-        """Digests of the blocks that can be found in a medium, one behind the other: those of one of ``num_parts`` parts, from 0,
-        since the answer must fit into a message. Raises InvalidArgument for a part that there is not.
+        """Return the concatenated digests of the findable blocks of a medium.
+
+        The digests are split into ``num_parts`` parts, numbered from 0, because the answer must fit into a message.
+        Raises InvalidArgument for an invalid part.
         """
         if not 1 <= num_parts <= MAX_PARTS:
             raise InvalidArgument(f"num_parts is {num_parts}; it must be from 1 to {MAX_PARTS}", field="num_parts")
@@ -240,31 +257,34 @@ class EngineControl:
 
     @utility
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """How many blocks can be found in a medium."""
+        """Return the number of findable blocks of a medium."""
         return self._engine.scheduler.kv_cache.num_cached_blocks(medium)
 
-    # Looking.
+    # Inspection.
 
     @utility
     def start_profile(self) -> None:
-        """Start the workers' torch profilers. Raises InvalidArgument without ``profiler.directory``, or when one runs."""
+        """Start the workers' torch profilers. Raises InvalidArgument without ``profiler.directory``, or if one is
+        running.
+        """
         self._engine.executor.collective_rpc("start_profile")
 
     @utility
     def stop_profile(self) -> list[str]:
-        """Stop the profilers. Returns the paths of the traces on the engine's machine, one per worker."""
+        """Stop the profilers. Return the paths of the traces on the engine's machine, one per worker."""
         self._engine.finish_steps()
         return self._engine.executor.collective_rpc("stop_profile")
 
     @utility
     def collective_rpc(self, method: str, arguments: list[Any] | None = None) -> list[Any]:
-        """Call a registered method of every worker. Results by worker."""
+        """Call a registered method of every worker. Return the results by worker."""
         return self._engine.executor.collective_rpc(method, arguments or [])
 
     @utility
     def engine_info(self) -> dict[str, Any]:
-        """The engine's limits and state: lengths in tokens, the KV pool in blocks (the reserved one included), and what
-        its workers last said of their devices, in bytes.
+        """Return the engine's limits and state, and its workers' latest device statistics.
+
+        Lengths are in tokens, device memory is in bytes. The KV pool is in blocks, including the reserved block.
         """
         engine, config = self._engine, self._engine.config
         stats, state = engine.scheduler.stats(), self.state()
@@ -288,7 +308,7 @@ class EngineControl:
         }
 
     def state(self) -> EngineState:
-        """What stands beside the load in the metrics. Any thread may ask."""
+        """Return the state for the metrics. Thread-safe."""
         return EngineState(
             paused=self._engine.paused,
             sleep_level=self._sleep_level,
@@ -298,6 +318,6 @@ class EngineControl:
 
 
 def _facts(worker: WorkerStats) -> dict[str, Any]:
-    """What operators are shown of a worker."""
+    """Return the statistics of a worker for operators."""
     facts: dict[str, Any] = msgspec.to_builtins(worker)
     return {key: value for key, value in facts.items() if key not in _TIMES}

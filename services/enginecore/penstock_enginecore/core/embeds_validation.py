@@ -1,4 +1,4 @@
-"""What vectors that stand for prompt tokens must satisfy. Pure checks, safe on any thread."""
+"""Validation of prompt embeddings. Pure checks, safe on any thread."""
 
 import math
 
@@ -10,17 +10,26 @@ from penstock_common.types.prompt_embeds import EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 
 _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
-"""By type of the model's numbers, the least float32 that rounds to infinity in it."""
+"""By the model's dtype, the smallest float32 that rounds to infinity in it."""
 _TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
-"""The same for a bfloat16, as its bits without the sign; those of NaN are larger."""
+"""The same limit for bfloat16 data, as bits without the sign. The bits of NaN are larger."""
 
 _FINITE = "finite"
-"""Where an ``embeds.memo`` says whether all its numbers are finite."""
+"""Prefix of the key in ``embeds.memo`` that says whether all numbers are finite."""
 
 
 def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden_size: int, dtype: str) -> None:
-    """Raise InvalidArgument, naming the field, unless an engine with vectors of ``hidden_size`` can take ``embeds``;
-    Unimplemented for what is not served with vectors. ``dtype``: of the model's numbers, which the vectors' become.
+    """Raise an error unless the engine can use ``embeds`` as the prompt.
+
+    Args:
+        request: The request.
+        embeds: Its prompt embeddings.
+        hidden_size: Length of the model's embeddings. 0 if the engine accepts none.
+        dtype: The model's dtype. The embeddings are converted to it.
+
+    Raises:
+        InvalidArgument: The embeddings are invalid. The error names the field.
+        Unimplemented: The request uses a feature that does not work with embeddings.
     """
     if hidden_size == 0 or request.pooling_params is not None:
         raise Unimplemented("prompt_embeds is not served by engines that pool", field="prompt_embeds")
@@ -51,10 +60,10 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
 
 
 def are_finite(data: Octets, stored: EmbedsDtype, dtype: str) -> bool:
-    """Whether all numbers of ``data``, which are ``stored`` as such, are finite once they are rounded to ``dtype``."""
+    """Return whether all numbers in ``data``, of type ``stored``, are finite after rounding to ``dtype``."""
     if stored == "bfloat16":
         bits = np.frombuffer(data, dtype="<u2")
         return bool((bits & 0x7FFF).max() < _TOO_LARGE_BFLOAT16[dtype])
     numbers = np.frombuffer(data, dtype="<f4" if stored == "float32" else "<f2")
     too_large = _TOO_LARGE[dtype]
-    return -too_large < float(numbers.min()) and float(numbers.max()) < too_large  # NaN is neither
+    return -too_large < float(numbers.min()) and float(numbers.max()) < too_large  # NaN fails both comparisons.

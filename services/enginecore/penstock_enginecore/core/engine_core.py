@@ -38,11 +38,11 @@ from penstock_enginecore.speculation.core.policy import time_steps
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
-# What an engine's configuration leaves to the model.
+# Settings that the engine derives from the model.
 
 
 def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
-    """The scheduler's configuration, with what it leaves to the model filled in."""
+    """Return the scheduler's settings with model-dependent defaults filled in."""
     scheduling = config.scheduler
     if scheduling.async_scheduling is None:
         runs_ahead = model.runs_ahead and not config.data_parallel.grouped
@@ -59,48 +59,53 @@ def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
 
 
 def max_steps_of(config: EngineCoreConfig) -> int:
-    """Steps that the executor is given at once: one in each stage, and where tokens are not waited for, one more that the first
-    stage need not wait for.
+    """Return the maximum number of steps in flight. There is one step per pipeline stage. With asynchronous scheduling
+    there is one more, so that the first stage need not wait.
     """
     steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
     return max(config.executor.max_concurrent_batches, steps)
 
 
 def check_model(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raises ConfigError for what the model cannot do."""
+    """Raise ConfigError for settings that the model does not support."""
     _check_pooling(config, model)
     _check_speculative(config, model)
 
 
 def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raises ConfigError for a model that pools in a group of ranks."""
+    """Raise ConfigError for a pooling model in a data-parallel group."""
     if config.data_parallel.grouped and model.pooling is not None:
         raise ConfigError(
-            f"data_parallel.size is {config.data_parallel.size} and the model pools; ranks of a group generate"
+            f"data_parallel.size is {config.data_parallel.size}, but this is a pooling model; data-parallel "
+            "groups need a generating model"
         )
 
 
 def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raises ConfigError for what cannot be had together with drafts."""
+    """Raise ConfigError for settings that do not work with speculative decoding."""
     method, stages = config.speculative.method, config.executor.pipeline_parallel_size
     if not method:
         return
     if model.pooling is not None:
-        raise ConfigError(f"speculative.method is {method} and the model pools; only models that generate have drafts")
+        raise ConfigError(
+            f"speculative.method is {method}, but this is a pooling model; only generating models support speculative "
+            "decoding"
+        )
     if stages > 1:
         raise ConfigError(
-            f"speculative.method is {method} and executor.pipeline_parallel_size {stages}; engines with drafts have 1 stage"
+            f"speculative.method is {method} and executor.pipeline_parallel_size is {stages}; speculative "
+            "decoding needs 1 stage"
         )
 
 
 def size_engine(
     config: EngineCoreConfig, executor: Executor, model: ModelInfo, progress: Progress, *, max_steps: int
 ) -> KVCacheConfig:
-    """The KV cache for a model that ``executor`` has loaded, when up to ``max_steps`` steps are in flight.
+    """Return the KV cache configuration for a loaded model, with up to ``max_steps`` steps in flight.
 
-    Prepares the kernels, and runs the model once. Raises ConfigError with the numbers when what is asked for does not fit.
+    Prepares the kernels and runs the model once. Raises ConfigError with the numbers if the settings do not fit.
     """
-    progress("preparing the kernels, and a forward pass of one token")
+    progress("preparing kernels and running a forward pass of one token")
     specs = executor.kv_cache_specs()
     if not specs:
         sized = size_without_kv_cache(
@@ -129,24 +134,32 @@ def size_engine(
 logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of the steps that are timed at the start of an engine that speculates."""
+"""Step sizes in tokens that are timed at start-up if speculative decoding is enabled."""
 
 
 def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
-    """A failed step is told in the log alone."""
+    """Do nothing. A failed step is only logged."""
 
 
 class EngineCore:
-    """Turns requests into tokens, a step at a time.
+    """Turns requests into tokens, one step at a time.
 
-    All methods belong to the busy loop's thread, except ``preprocess``. Building one loads the model: it may take
-    minutes. Raises ModelLoadError or ConfigError when the engine cannot start.
+    Creating an instance loads the model, which may take minutes. Raises ModelLoadError or ConfigError if the engine
+    cannot start. All methods except ``preprocess`` belong to the busy loop's thread.
 
-    ``make_grammars`` makes what compiles the constraints of structured output; without it they are refused.
-    ``keep_failed_step`` is called when a step has failed that somebody should look into. ``open_store`` opens a disk for KV
-    blocks where one is configured. ``media_inputs``: keeps the inputs of media for frontends.
+    ``queues`` gets a Wakeup, on any thread, when a waiting request can continue. A caller that waits for work must then
+    call ``step``.
 
-    ``queues`` gets a Wakeup, on any thread, when a waiting request can go on: whoever waits for work should call ``step``.
+    Args:
+        config: The engine's settings.
+        executor: Runs the model.
+        make_grammars: Creates the grammar compiler for structured output. Without it, constraints are refused.
+        keep_failed_step: Saves a failed step for debugging.
+        open_store: Opens the disk for KV blocks, if one is configured.
+        media_inputs: Cache of media inputs for frontends.
+        progress: Called with progress messages.
+        monotonic_clock: Clock for timeouts and event timestamps.
+        wall_clock: Clock for deadlines.
     """
 
     def __init__(
@@ -191,7 +204,7 @@ class EngineCore:
             drafts=config.speculative.enabled,
         )
         self.controls = (self.loras, MediaControl(self.scheduler, self.media_inputs))
-        """What operators may call beside the methods of ``EngineControl``."""
+        """Objects with more utility methods, in addition to ``EngineControl``."""
         executor.initialize_kv_cache(self.kv_cache_config)
         if self.connector is not None:
             begin_connector(self.connector, config, executor, model, self.kv_cache_config, open_store)
@@ -213,7 +226,7 @@ class EngineCore:
         )
 
     def _scheduler_context(self, *, monotonic_clock: Clock, wall_clock: Clock) -> SchedulerContext:
-        """What the scheduler is told of the model, the cache and the executor."""
+        """Build the scheduler's context."""
         config, model = self.config, self.model
         speculative = config.speculative
         return SchedulerContext(
@@ -246,13 +259,13 @@ class EngineCore:
         return self.kv_cache_config.max_model_len
 
     def warm_up(self) -> None:
-        """Wait until the first request of any kind is as fast as those that follow."""
+        """Wait until the first request of every kind is as fast as later ones."""
         self._grammars.warm_up(needed=self.model.pooling is None)
 
     # Requests.
 
     def preprocess(self, client_id: str, request: EngineCoreRequest) -> Request:
-        """Validate a request and hash its prompt. Any thread may call it. Raises InvalidArgument or Unimplemented."""
+        """Validate a request and hash its prompt. Thread-safe. Raises InvalidArgument or Unimplemented."""
         validate_request(request, self._limits)
         constraint = request.sampling_params.structured_output
         if constraint is not None:
@@ -265,14 +278,18 @@ class EngineCore:
             max_model_len=self.max_model_len,
             kv_params=read_params(request.context.kv.params, self.connector),
         )
-        if prepared.lora is None or prepared.lora.digest:  # else it is hashed once somebody has read the adapter
+        if (
+            prepared.lora is None or prepared.lora.digest
+        ):  # Otherwise the prompt is hashed once the adapter has been read.
             self.scheduler.kv_cache.hash_prompt(prepared)
         return prepared
 
     def add(self, request: Request) -> None:
         """Queue a preprocessed request.
 
-        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
+        Raises:
+            InvalidArgument: The id is in use.
+            ResourceExhausted: The queue is full.
         """
         constraint = request.sampling_params.structured_output
         hold = Hold.NONE if constraint is None else Hold.GRAMMAR
@@ -291,7 +308,9 @@ class EngineCore:
         return bool(self._steps) or self.scheduler.has_work or self.loras.has_news
 
     def time_to_next_deadline(self) -> float | None:
-        """Seconds until the next request or lease expires, negative if it has; None when nothing has a deadline."""
+        """Return the seconds until the next request or lease expires, negative if it has expired. None if nothing has a
+        deadline.
+        """
         deadline = self.scheduler.next_deadline()
         left = self.leases.seconds_to_expiry()
         left = left if deadline is None else min(left, deadline - self._wall_clock())
@@ -300,11 +319,13 @@ class EngineCore:
     # A step.
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
-        """Keep the executor busy, then take in the oldest step's results. Returns what to tell each client, by client id.
+        """Start steps while the executor has room, then process the oldest step's results. Return the outputs by client
+        id.
 
-        While there is room for another step in the executor, and something to do in one, it is started before anything is
-        waited for. ``drain_aborts`` is called between sampling and update, to end what was cancelled meanwhile. Afterwards
-        ``stalled`` says whether there was nothing to do: another step is of use only once something has changed.
+        If the executor has room and there is work, a step is started before waiting for results. ``drain_aborts`` is
+        called between sampling and update, to end requests that were cancelled meanwhile. Afterwards ``stalled`` is
+        true if there was nothing to do; another step then only helps after a change.
+
         Raises EngineDeadError.
         """
         self._log.begin()
@@ -322,8 +343,10 @@ class EngineCore:
         return outputs
 
     def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
-        """One forward pass, also where there is nothing to compute: all ranks of the group are in it. ``begin``: whether waiting
-        requests may begin in it. Raises EngineDeadError, and CollectiveBroken where other ranks are lost or this one failed them.
+        """Run one forward pass together with all ranks of the group, even if there is nothing to compute.
+
+        ``begin`` says whether waiting requests may start in it. Raises EngineDeadError, and CollectiveBroken if other
+        ranks are lost or this rank failed the step.
         """
         self._log.begin()
         self._steps.take_drafts(wait=True)
@@ -339,11 +362,11 @@ class EngineCore:
         self._log.tick(self.scheduler.stats)
         if (experts := self.executor.experts) is not None:
             if not passed:
-                raise CollectiveBroken("a step has failed on this rank, whose experts the others need")
+                raise CollectiveBroken("a step failed on this rank, and the other ranks need its experts")
             experts.after_step()
 
     def _start_step(self, drain_aborts: DrainAborts) -> bool:
-        """Schedule a step and hand it to the executor. Returns whether there was anything to hand over."""
+        """Schedule a step and hand it to the executor. Return whether there was anything to compute."""
         self._grammars.await_masks()
         scheduled = self.scheduler.schedule()
         if not scheduled.concerns_workers:
@@ -352,7 +375,7 @@ class EngineCore:
         return True
 
     def finish_steps(self, drain_aborts: DrainAborts = lambda: None) -> bool:
-        """Take in the results of every step that was started. Returns False when one failed: those behind it are lost.
+        """Process the results of all steps in flight. Return False if one failed; the later ones are lost then.
 
         Raises EngineDeadError.
         """
@@ -364,11 +387,11 @@ class EngineCore:
 
     @property
     def seconds_to_log_line(self) -> float | None:
-        """Seconds until a line on the steps so far is due in the log, or None if every step has been logged."""
+        """Seconds until the next log line about steps is due, or None if every step has been logged."""
         return self._log.seconds_to_line
 
     def log_steps(self) -> None:
-        """Write the line on the steps so far if it is due."""
+        """Write the log line about steps if it is due."""
         self._log.tick_idle(self.scheduler.stats)
 
     @property

@@ -13,94 +13,106 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 Progress = Callable[[str], None]
-"""Called with a line for the operator while something slow goes on."""
+"""Called with a progress message for the operator during slow operations."""
 
 
 class Executor(Protocol):
-    """Runs the model on its device(s). All methods are called from the busy loop's thread.
+    """Runs the model on its device or devices. All methods are called from the busy loop's thread.
 
-    Order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
-    A step is ``execute_model`` (forward pass, may return before it is done) followed by ``sample_tokens``, which completes with
-    the step's tokens. Between the two the caller may do host work (grammar bitmasks). The next step may be started before this
-    one's future is done: steps run in order.
+    Call order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
+    A step is ``execute_model``, which starts the forward pass and may return before it is done, followed by
+    ``sample_tokens``, whose future completes with the step's tokens. The caller may do host work in between, such as
+    grammar bitmasks. The next step may be started before this future is done, because steps run in order.
     """
 
     @property
     def experts(self) -> SharedExperts | None:
-        """What the ranks of a data-parallel group share of the model that was loaded; None where each has all of it."""
+        """Experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Have ``failed`` called, on any thread, when the executor can compute nothing any more, also while no step runs. Calls
-        that wait raise the same error.
+        """Register a callback for a fatal failure of the executor, also while no step runs. It is called on any thread.
+        Pending calls raise the same error.
         """
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order. Empty for encoders, which keep nothing."""
+        """Return the needs of every attention layer, by layer name in execution order. Empty for encoders, which have
+        no KV cache.
+        """
 
     def available_kv_cache_memory(self) -> int:
-        """Bytes that may become KV cache, after a profiling step at the largest shapes."""
+        """Return the bytes that may become KV cache. This runs a profiling step with the largest shapes."""
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the pool."""
+        """Allocate the KV cache."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Start the forward pass of a step."""
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Sample for the step that ``execute_model`` started. ``grammar``: the tokens that constrained requests may get.
+        """Sample tokens for the step that ``execute_model`` started. ``grammar`` has the tokens allowed for constrained
+        requests.
 
-        The future raises what went wrong in either half of the step. From then on no step is run before ``recover``: what was
-        started behind the one that failed raises as well.
+        The future raises errors from either half of the step. After an error, no step runs before ``recover``: later
+        steps that were already started raise as well.
         """
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Draft behind the step that was sampled last, as it asked for. What goes wrong in it switches the drafter off, and fails
+        """Draft tokens after the last sampled step, as the step requested. An error switches the drafter off, and fails
         no step.
         """
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Have every worker make ``passes`` forward passes of so many tokens of one request, and wait for them. Returns the
-        seconds of the fastest.
+        """Time forward passes of one request with ``num_tokens`` tokens, ``passes`` times on every worker. Return the
+        seconds of the fastest pass.
         """
 
     def execute_dummy_batch(self) -> None:
-        """Waits for a forward pass of a token that nobody asked for, behind the steps that were started: other ranks of a
-        data-parallel group compute theirs. Where they share experts, this one computes those of their tokens alone. Raises what
-        goes wrong in it.
+        """Run a forward pass of one dummy token after the steps in flight, and wait for it.
+
+        Other ranks of the data-parallel group compute their steps at the same time. If the ranks share experts, this
+        rank computes only the experts for the other ranks' tokens. Errors of the pass are raised.
         """
 
     def block_copier(self) -> BlockCopier:
-        """Copies blocks of the KV cache, which is there. Waits for what it is told of it."""
+        """Return a copier for KV cache blocks, which must be allocated. Its methods wait for the copies."""
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Read an adapter in every worker while steps go on, and take it between two of them; one that is there already is read
-        again, and stays. ``make_room`` is called first: workers have what they keep of it once others have gone. The future
-        raises what comes of that, Unavailable where it cannot be read, FailedPrecondition where it is not what ``lora`` says,
-        or is not served; PartlyLoadedError with one of these where other workers have taken it.
+        """Load an adapter in every worker while steps run, and activate it between two steps. A loaded adapter is read
+        again and stays.
+
+        ``make_room`` is called first: workers need the memory of evicted adapters.
+
+        The future raises:
+            Unavailable: The adapter cannot be read.
+            FailedPrecondition: The adapter does not match ``lora``, or is not supported.
+            PartlyLoadedError: Some workers have loaded the adapter, and others failed with one of these errors.
         """
 
     def unload_lora(self, digest: bytes) -> None:
-        """Have the workers let go of an adapter, behind the steps that were started. One that is not there is passed over."""
+        """Unload an adapter from the workers, after the steps in flight. An adapter that is not loaded is ignored."""
 
     def roll_back(self) -> None:
-        """Go on behind a step that lost its peers: what it said of requests and blocks holds, what it computed is forgotten."""
+        """Undo a step that lost its peers. Its changes to requests and blocks stay, but its results are dropped."""
 
     def recover(self) -> None:
-        """Forget every request after a failed step, behind the steps that were started, and compute a token to see whether that
-        still works. What follows is a step in which all requests are new. Raises what is wrong when it does not work.
+        """Drop all requests after a failed step and the steps in flight, and compute one token as a check.
+
+        All requests in the next step must be new. An error means that the executor no longer works.
         """
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a registered method of every worker, behind the steps that were started. Results by worker.
+        """Call a registered method of every worker, after the steps in flight. Return the results by worker.
 
-        Raises Unimplemented for a name that is not registered, InvalidArgument for wrong arguments, and what a worker raises.
+        Raises:
+            Unimplemented: The name is not registered.
+            InvalidArgument: The arguments are wrong.
         """
 
     def worker_stats(self) -> list[WorkerStats]:
-        """What the workers last said of themselves, by rank. Any thread may ask, and nothing is waited for."""
+        """Return the workers' latest statistics, by rank. Thread-safe, and never waits."""
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

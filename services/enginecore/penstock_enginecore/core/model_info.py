@@ -1,4 +1,4 @@
-"""What an engine knows of the model that its executor has loaded."""
+"""Facts about the loaded model that the engine core needs."""
 
 import msgspec
 
@@ -8,43 +8,45 @@ from penstock_enginecore.core.pooling_validation import PoolingLimits
 
 
 class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model takes of one modality."""
+    """Limits of one media modality."""
 
     modality: Modality
     num_blocks: int
-    """Of its tower: computing an item costs its embeddings times these."""
+    """Number of layers of the encoder. Computing an item costs its embeddings times this number."""
     max_embeds: int
-    """Embeddings of the largest item."""
+    """Number of embeddings of the largest item."""
     max_tokens: int
-    """Positions of the largest item, tokens between its embeddings included."""
+    """Number of positions of the largest item, including tokens between its embeddings."""
     attends_both_ways: bool = False
-    """Whether the embeddings of an item see each other, wherever they stand in it. Then they are never computed apart."""
+    """Whether all embeddings of an item attend to each other. If so, they are always computed in one step."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The same from loading on, whatever is done to the weights afterwards. ``Executor.load_model`` returns it."""
+    """Constant facts about the model, independent of later changes to its weights. ``Executor.load_model`` returns
+    them.
+    """
 
     max_len: int
-    """Longest sequence the model itself allows, in tokens, before that is fitted to any memory."""
+    """Longest sequence that the model allows, in tokens, before it is limited by memory."""
     vocab_size: int
-    """Rows of the model's output: token ids are below it."""
+    """Number of rows of the model's output. Token ids are less than this."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end a sequence unless ``ignore_eos``."""
     hidden_size: int = 0
-    """Length of the vectors that may stand for prompt tokens; 0 where none are taken."""
+    """Length of prompt embeddings, or 0 if the model accepts none."""
     dtype: str = "float32"
-    """What the model's numbers are: float32, bfloat16 or float16."""
+    """Data type of the model's numbers: float32, bfloat16 or float16."""
     pooling: PoolingLimits | None = None
-    """What the model is pooled for; None when it generates."""
+    """Pooling limits, or None if the model generates."""
     runs_ahead: bool = False
-    """Whether steps are prepared while others run, where ``scheduler.async_scheduling`` does not say."""
+    """Default of ``scheduler.async_scheduling``: whether steps are prepared while others run."""
     step_tokens: int = STEP_TOKENS
-    """Tokens of a step, where ``scheduler.max_num_batched_tokens`` does not say and prompts may be split."""
+    """Default of ``scheduler.max_num_batched_tokens`` if prompts may be split: tokens of a step."""
     prompt_batch_tokens: int = 0
-    """Of prompts that begin in a step together, where ``scheduler.max_prompt_batch_tokens`` does not say; 0: any number."""
+    """Default of ``scheduler.max_prompt_batch_tokens``: tokens of prompts that begin in the same step. 0: unlimited."""
     supports_chunked_prefill: bool = True
-    """Whether a prompt may be computed in several steps; not so for encoders, whose tokens see those after them."""
+    """Whether a prompt may be computed in several steps. False for encoders, whose tokens attend to later ones."""
     media: tuple[MediaInfo, ...] = ()
-    """Modalities that the model takes; empty: it reads text alone."""
+    """Modalities that the model accepts. Empty for text-only models."""
     embed_bytes: int = 0
-    """Bytes of a row of the encoder cache, which may be wider than the model."""
+    """Bytes of one row of the encoder cache, which may be wider than the model."""

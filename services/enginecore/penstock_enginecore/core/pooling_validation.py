@@ -1,4 +1,4 @@
-"""What a pooling request must satisfy before it may be queued. Pure checks, safe on any thread."""
+"""Validation of pooling requests. Pure checks, safe on any thread."""
 
 import msgspec
 
@@ -9,21 +9,26 @@ _EMBEDS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
 
 
 class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine that pools can do. ``embedding_size``: dimensions of its vectors, 0 where it makes none."""
+    """Tasks of a pooling engine.
+
+    Attributes:
+        tasks: Pooling tasks that the model supports.
+        embedding_size: Dimensions of its embeddings, or 0 if it makes none.
+    """
 
     tasks: frozenset[PoolingTask]
     embedding_size: int = 0
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The tasks as engines report them to frontends."""
+        """Names of the tasks, as engines report them to frontends."""
         return tuple(task.name.lower() for task in sorted(self.tasks))
 
 
 def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, max_model_len: int) -> None:
-    """Raise InvalidArgument, naming the field, unless an engine that serves ``served`` can pool it.
+    """Raise InvalidArgument, naming the field, unless the engine can serve this pooling request.
 
-    ``served`` None is an engine that generates. The request has ``pooling_params``.
+    ``served`` is None for an engine that generates. The request has ``pooling_params``.
     """
     params = request.pooling_params
     if params is None:
@@ -48,7 +53,7 @@ def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, m
 
 
 def refuse_generation(served: PoolingLimits) -> None:
-    """Raise InvalidArgument: an engine that pools samples no tokens."""
+    """Raise InvalidArgument, because pooling engines sample no tokens."""
     raise InvalidArgument(
         f"sampling_params is set, but this engine does not generate; it serves {', '.join(served.words)}",
         field="sampling_params",

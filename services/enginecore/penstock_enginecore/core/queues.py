@@ -1,7 +1,7 @@
-"""What passes between the I/O thread and the busy loop.
+"""Queues between the I/O thread and the busy loop.
 
-Inwards: the input queue, in order, and the aborts queue, which the loop also drains between forward pass and update, so
-that an abort takes effect within the step that is running. Outwards: an ``OutputSink`` of the I/O side.
+The input queue is in order. The loop drains the aborts queue also between forward pass and update, so that an abort
+takes effect within the running step. Outputs leave through an ``OutputSink`` of the I/O side.
 """
 
 import queue
@@ -17,17 +17,17 @@ from penstock_enginecore.data_parallel.core.group_channels import GroupEvent
 
 
 class AddRequest(msgspec.Struct, frozen=True):
-    """A validated request."""
+    """Adds a validated request."""
 
     request: Request
 
 
 class AbortRequests(msgspec.Struct):
-    """End requests of a client.
+    """Ends requests of a client.
 
-    Sits in both queues. The eager drain ends what runs already, the ordered one also what was queued just before; it then
-    empties ``request_ids``, so that an eager drain still to come cannot hit a later request with the same id.
-    ``reason``: why, for the log.
+    The message is put into both queues. The aborts queue ends running requests early. The ordered queue also ends
+    requests that were queued just before. The ordered handler then empties ``request_ids``, so that a later read from
+    the aborts queue cannot end a newer request with the same id. ``reason`` is for the log.
     """
 
     client_id: str
@@ -36,14 +36,14 @@ class AbortRequests(msgspec.Struct):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Give requests of a client away."""
+    """Ends requests of a client with HANDOFF, so that they resume on another engine."""
 
     client_id: str
     request_ids: list[str]
 
 
 class UtilityCall(msgspec.Struct, frozen=True):
-    """Call a registered method; the answer goes to the client under ``call_id``. ``arguments``: a msgpack array."""
+    """Calls a registered method. The answer is sent to the client with ``call_id``. ``arguments`` is a msgpack array."""
 
     client_id: str
     call_id: int
@@ -52,38 +52,38 @@ class UtilityCall(msgspec.Struct, frozen=True):
 
 
 class UtilityDone(msgspec.Struct, frozen=True):
-    """The result of a call that took its time is there."""
+    """Reports that the Future of a utility call is done."""
 
     call: UtilityCall
     outcome: Future[Any]
 
 
 class FollowCache(msgspec.Struct, frozen=True):
-    """A client wants to know of changes of the prefix cache from now on."""
+    """Subscribes a client to changes of the prefix cache."""
 
     client_id: str
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """A session has ended: so do its requests."""
+    """Reports that a session has ended. Its requests end as well."""
 
     client_id: str
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True):
-    """The executor can compute nothing any more."""
+    """Reports that the executor cannot compute any more."""
 
     error: Exception
 
 
 class GroupChanged(msgspec.Struct, frozen=True):
-    """Something happened to the data-parallel group."""
+    """Reports an event of the data-parallel group."""
 
     event: GroupEvent
 
 
 class Wakeup(msgspec.Struct, frozen=True):
-    """Look at the shutdown state, and for compiled constraints."""
+    """Makes the loop check the shutdown state and the compiled constraints."""
 
 
 InputMessage = (
@@ -101,26 +101,26 @@ InputMessage = (
 
 
 class OutputSink(Protocol):
-    """Where the busy loop's messages go. Implementations hand over to the I/O thread and return at once.
+    """Destination of the busy loop's messages. Implementations pass them to the I/O thread and return at once.
 
-    Called from the busy loop's thread, and ``emit`` also from the thread that adds a request.
+    The busy loop's thread calls all methods. Threads that add a request call ``emit`` as well.
     """
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Send to one frontend, or drop it if that one has gone."""
+        """Send to one frontend. The message is dropped if the frontend is disconnected."""
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send to every frontend, or to those of these ids that are there."""
+        """Send to every connected frontend, or to those with the given ids."""
 
     def draining(self, timeout: float) -> None:
-        """Tell every frontend that new requests are refused; those in flight have ``timeout`` seconds."""
+        """Tell every frontend that new requests are refused, and that running requests have ``timeout`` seconds."""
 
     def engine_dead(self, reason: str) -> None:
-        """Tell every frontend that nothing more will come."""
+        """Tell every frontend that the engine is dead."""
 
 
 class InputQueues:
-    """The two queues into the busy loop. Any thread may put; signal handlers may too."""
+    """The two input queues of the busy loop. Any thread and any signal handler may put."""
 
     def __init__(self) -> None:
         # SimpleQueue is reentrant: a signal handler may put while the main thread is in get.
@@ -132,11 +132,11 @@ class InputQueues:
         self._input.put(message)
 
     def wake(self) -> None:
-        """Let the busy loop look at what needs no message. Any thread may call it, and a signal handler."""
+        """Wake the busy loop without a message for it. Any thread and any signal handler may call this."""
         self._input.put(Wakeup())
 
     def group_changed(self, event: GroupEvent) -> None:
-        """Append that something happened to the data-parallel group."""
+        """Append an event of the data-parallel group."""
         self._input.put(GroupChanged(event))
 
     def put_abort(self, abort: AbortRequests) -> None:
@@ -145,14 +145,14 @@ class InputQueues:
         self._input.put(abort)
 
     def get(self, *, block: bool, timeout: float | None) -> InputMessage | None:
-        """The next message; None when there is none, if blocking within ``timeout`` seconds (None: for ever)."""
+        """Return the next message, or None. If ``block``, wait up to ``timeout`` seconds, or forever if it is None."""
         try:
             return self._input.get(block, timeout)
         except queue.Empty:
             return None
 
     def get_abort(self) -> AbortRequests | None:
-        """The next eager abort, or None."""
+        """Return the next abort from the aborts queue, or None."""
         try:
             return self._aborts.get_nowait()
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""A request inside the engine: what came in, how far it has got, and lines in the log when it failed."""
+"""A request inside the engine: its parameters and progress, and log lines for failed requests."""
 
 import enum
 import itertools
@@ -19,16 +19,16 @@ from penstock_enginecore.speculation.core.policy import DraftHistory
 from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
-# Where in a prompt embeddings of media stand.
+# Positions of media embeddings in a prompt.
 
 Span = tuple[int, int]
-"""First position, and the one behind the last."""
+"""First position, and the position after the last."""
 
 _END = attrgetter("end")
 
 
 def first_embed(feature: MultiModalFeature, start: int) -> int | None:
-    """The first position from ``start`` on that has an embedding of the feature; None when there is none."""
+    """Return the first position from ``start`` on that has an embedding of the feature, or None."""
     for run in feature.embed_runs:
         if feature.offset + run.start + run.count > start:
             return max(feature.offset + run.start, start)
@@ -36,7 +36,7 @@ def first_embed(feature: MultiModalFeature, start: int) -> int | None:
 
 
 def embeds_span(feature: MultiModalFeature) -> Span:
-    """From its first embedding to its last, with what stands between."""
+    """Return the span from the feature's first embedding to its last one, including tokens in between."""
     runs = feature.embed_runs
     if not runs:
         return feature.offset, feature.end
@@ -44,14 +44,16 @@ def embeds_span(feature: MultiModalFeature) -> Span:
 
 
 def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[tuple[int, int]]:
-    """Of the features that have embeddings from position ``start`` on, their indices and the first such position, in order."""
+    """Yield the index of each feature with embeddings from position ``start`` on, with the first such position, in
+    order.
+    """
     for index in range(bisect_right(features, start, key=_END), len(features)):
         if (position := first_embed(features[index], start)) is not None:
             yield index, position
 
 
 def span_around(spans: Sequence[Span], position: int) -> Span | None:
-    """The one of the ``spans``, which are in order, that a cut before ``position`` would part; None when there is none."""
+    """Return the span that a cut before ``position`` would split, or None. The spans must be in order."""
     index = bisect_right(spans, position, key=lambda span: span[1])
     if index < len(spans) and spans[index][0] < position:
         return spans[index]
@@ -59,30 +61,29 @@ def span_around(spans: Sequence[Span], position: int) -> Span | None:
 
 
 class Hold(enum.Flag):
-    """A waiting request with any of these waits for something of its own, not for its turn, and is in nobody's way.
+    """Reasons why a waiting request cannot start. A held request does not block the requests after it.
 
-    A new reason is a name here, given to the request with ``Scheduler.add_request`` or ``hold_back``, and a call of ``release``
-    by whoever knows that the wait is over; the scheduler itself asks for no reason by name but ``PAUSE``, ``TRIAL``,
-    ``MEDIA`` and ``KV_TRANSFER``, which it gives and takes.
+    To add a reason, add a name here, set it with ``Scheduler.add_request`` or ``hold_back``, and call ``release`` when
+    the wait is over. The scheduler itself sets and clears only ``PAUSE``, ``TRIAL``, ``MEDIA`` and ``KV_TRANSFER``.
     """
 
     NONE = 0
     GRAMMAR = enum.auto()
-    """Its constraint is being compiled, or its next mask is being computed."""
+    """The request's constraint is being compiled, or its next mask is being computed."""
     PAUSE = enum.auto()
-    """It came while the engine was pausing."""
+    """The request arrived while the engine was pausing."""
     TRIAL = enum.auto()
-    """A step with it failed: ``StepTrial`` tries it with fewer others."""
+    """A step with the request failed. ``StepTrial`` tries it again in smaller subsets."""
     LORA = enum.auto()
-    """Its adapter is being loaded, or as many others run as may."""
+    """The request's adapter is being loaded, or all adapter slots are in use."""
     MEDIA = enum.auto()
-    """Embeddings of its next media are not there yet, or there is no room for them."""
+    """Embeddings of the request's next media item are not computed yet, or the encoder cache is full."""
     KV_TRANSFER = enum.auto()
-    """Blocks of its tokens are on their way: its own load brings them, or that of another request."""
+    """Blocks of the request's tokens are being loaded, by its own load or by that of another request."""
 
 
 class RequestStatus(enum.IntEnum):
-    """Everything above PREEMPTED is an end."""
+    """Status of a request. Every value above PREEMPTED means that the request has ended."""
 
     WAITING = 1
     RUNNING = 2
@@ -101,7 +102,7 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """The reason that goes on the wire, None while the request lives."""
+        """The finish reason for the client, or None while the request has not ended."""
         return _FINISH_REASONS.get(self)
 
 
@@ -119,34 +120,43 @@ _serial = itertools.count(1)
 
 
 class Request:
-    """The scheduler's view of one sequence.
+    """The scheduler's state of one sequence.
 
-    ``key`` names it inside this process: two clients may use the same request id, and a client may use one again.
-    Workers know a request by its key alone.
+    There is no prefill or decode phase. ``num_computed_tokens`` catches up with ``num_tokens`` plus
+    ``num_placeholders``.
 
-    There is no prefill and no decode: ``num_computed_tokens``, which counts what has been scheduled, catches up with
-    ``num_tokens`` and the ``num_placeholders`` output tokens that steps in flight will bring. ``num_processed_tokens`` counts
-    those whose step is over. Results of steps before
-    ``valid_from_step`` belong to a life that ended with a preemption.
-
-    ``client_id`` names the session that sent the request and gets its outputs.
-    ``all_token_ids`` holds the tokens of earlier attempts as output, so that limits, stops and seeded draws count from the
-    true beginning of the output.
-    ``number`` stands for it in columns of tokens, 0 where its client numbers nothing.
-    ``outlives``: another engine had taken it.
-    ``num_charged_tokens``: those that count for the tenant's share of the engine already.
-    ``sampled_step``: the last step that gives it a token of output.
-    ``spec_token_ids``: what was drafted behind the tokens that are known. ``max_drafts``: tokens that are drafted at most.
-    ``unsettled``: a step in flight has drafts, or has some made behind it: what its next tokens are, and how many, is known
-    only then. ``draft_history`` and ``forced_history``: how drafts held, what a grammar forces apart; ``drafts_forced``:
-    which of the two those are that are being verified. ``spec_stats``: None while it has had no drafts.
-    ``media_end``: the position behind its last medium, 0 without media. ``whole_spans``: positions that are computed in one step,
-    as the scheduler knows them. ``num_asked_media``: of its media, those that the encoder cache was asked for, or need not be.
-    ``num_uncharged_embeds``: computed for it, and not yet counted for its tenant's share.
-    ``lora``: its adapter, with the digest once that is known; ``lora_use``: keeps it, from when it is loaded to the end.
-    ``hands_over``: at ``max_tokens`` it goes on elsewhere. ``kv_source``: who has blocks of it, as its client knows.
-    ``kv_transfer_params``: what a plugin's connector is told.
-    ``arrival`` numbers requests in the order in which the scheduler got them. ``grammar`` is set once a constraint is compiled.
+    Attributes:
+        key: Unique name in this process, and the only one that workers know. Request ids can repeat between clients,
+            and over time.
+        client_id: The session that sent the request and gets its outputs.
+        number: The request's number in token columns, or 0 if its client does not number requests.
+        arrival: Sequence number, in the order in which the scheduler got the requests.
+        outlives: Whether the request was admitted by another engine before.
+        all_token_ids: Prompt and output tokens. Tokens of earlier attempts count as output, so limits, stops and seeds
+            count from the true beginning of the output.
+        num_computed_tokens: Number of scheduled tokens.
+        num_processed_tokens: Number of tokens whose step is over.
+        num_placeholders: Number of output tokens that steps in flight will bring.
+        valid_from_step: Results of earlier steps are ignored, because the request was preempted after them.
+        sampled_step: The last step that samples an output token for it.
+        num_charged_tokens: Number of tokens already charged to the tenant's share.
+        num_uncharged_embeds: Number of computed embeddings not yet charged to the tenant's share.
+        max_drafts: Maximum number of tokens to draft.
+        spec_token_ids: Drafts that follow the known tokens.
+        unsettled: Whether a step in flight verifies drafts, or tokens are being drafted after it. The number of next
+            tokens is unknown until then.
+        draft_history: Acceptance of drafts, without tokens that a grammar forces.
+        forced_history: Acceptance of drafts that a grammar forces.
+        drafts_forced: Whether the drafts being verified are forced ones.
+        spec_stats: Draft statistics, or None if it has had no drafts.
+        media_end: Position after the last media item, or 0 without media.
+        whole_spans: Spans of positions that must be computed in one step, as far as the scheduler knows them.
+        num_asked_media: Number of media items that were requested from the encoder cache, or need not be.
+        lora: The adapter. Its digest is set once it is known.
+        hands_over: Whether the request resumes on another engine when it reaches ``max_tokens``.
+        kv_source: The engine that has blocks of the request, as its client knows.
+        kv_transfer_params: Parameters for a plugin's connector.
+        grammar: The compiled constraint, or None.
     """
 
     __slots__ = (
@@ -280,22 +290,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Number of prompt and output tokens known so far."""
         return len(self.all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens, those of earlier attempts included."""
+        """Number of output tokens, including those of earlier attempts."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Of the cached tokens, those that were brought from elsewhere."""
+        """Number of cached tokens that were loaded from outside the KV cache."""
         return sum(self.loaded_tokens)
 
     @property
     def lora_digest(self) -> bytes:
-        """Of its adapter; empty without one."""
+        """Digest of the adapter, or empty without an adapter."""
         return b"" if self.lora is None else self.lora.digest
 
     @property
@@ -305,54 +315,54 @@ class Request:
 
     @property
     def resumes(self) -> bool:
-        """Whether a waiting request had begun: it was preempted, or outlived another engine."""
+        """Whether the request had already begun: it was preempted, or was admitted by another engine."""
         return self.status is RequestStatus.PREEMPTED or self.outlives
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar decides which tokens are allowed."""
+        """Whether a grammar restricts the output tokens."""
         return self.sampling_params.structured_output is not None
 
     def take_uncharged_tokens(self) -> int:
-        """How many tokens have become known since the last call, and how many embeddings were computed for it."""
+        """Return the number of new tokens and computed embeddings since the last call."""
         count = len(self.all_token_ids) - self.num_charged_tokens + self.num_uncharged_embeds
         self.num_charged_tokens, self.num_uncharged_embeds = len(self.all_token_ids), 0
         return count
 
     def record_event(self, kind: EventType, timestamp: float) -> None:
-        """Remember an event for the next output. ``timestamp``: monotonic seconds."""
+        """Record an event for the next output. ``timestamp`` is in monotonic seconds."""
         self.events.append(EngineCoreEvent(kind, timestamp))
 
     def take_events(self) -> list[EngineCoreEvent]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
 
-# Log lines about requests that failed, where ``log.requests`` asks for them. No text of the request is in them: not even the
-# error's own, which quotes values of fields.
+# Log lines about failed requests, if ``log.requests`` enables them. They contain no request text, and not the error
+# message either, because it quotes field values.
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
 
 def log_refused(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
-    """A request was not taken. ``external_id``: the id that its client knows."""
+    """Log that a request was refused. ``external_id`` is the id that its client knows."""
     logger.info("request refused", extra=_fields(request_id, external_id, error))
 
 
 def log_failed(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
-    """A request that was taken cannot be finished."""
+    """Log that an accepted request failed."""
     logger.info("request failed", extra=_fields(request_id, external_id, error))
 
 
 def log_aborted(request_ids: Sequence[str], reason: str) -> None:
-    """Requests ended because their frontend asked for it. ``request_ids``: as the frontend names them; ``reason``: its own."""
+    """Log that requests ended at their frontend's demand. The ids and the reason are the frontend's."""
     for request_id in request_ids:
         logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
 
 
 def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
-    """What ends a request that was not taken, which is logged: its own fault, or an incident."""
+    """Log a refused request and return the error that ends it. An unexpected error becomes an incident."""
     if isinstance(error, RequestFailed):
         log_refused(request_id, external_id, error)
         return error
@@ -360,7 +370,9 @@ def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) 
 
 
 def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
-    """Log an error that is no fault of the request, under a number that its client gets. Returns what to end the request with."""
+    """Log an unexpected error as an incident, and return the error that ends the request. The client gets the
+    incident's number.
+    """
     name = request.context.external_request_id or request.request_id
     return RequestError.from_exception(incident(error, request=name, doing=doing, reason=reason))
 

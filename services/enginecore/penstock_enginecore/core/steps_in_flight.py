@@ -1,4 +1,4 @@
-"""The steps that the executor has been given, and how an engine goes on after one that failed."""
+"""Steps that the executor is running, and recovery after a failed step."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from penstock_enginecore.structured_output.core.grammar_requests import GrammarI
 
 
 def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> dict[str, Any]:
-    """Ids, counts and blocks of a scheduler output; no token of any user, unless ``include_tokens`` asks for it."""
+    """Return ids, counts and blocks of a scheduler output. Users' tokens are left out unless ``include_tokens``."""
     new = [
         {
             "id": request.request_id,
@@ -51,25 +51,25 @@ def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> di
     }
 
 
-# Recovery after a step that failed.
+# Recovery after a failed step.
 
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAILURES = 3
-"""So often in a row a step may fail although each of its requests passes alone; then the engine ends."""
+"""Maximum number of consecutive failed steps, when each request succeeds alone, before the engine shuts down."""
 
 KeepFailedStep = Callable[[SchedulerOutput, Exception, SchedulerStats], None]
-"""Keeps what a failed step was told to do, why it failed, and the load at that time, for whoever looks into it later."""
+"""Saves a failed step for debugging: its scheduler output, the error, and the load at that time."""
 
 
 class EngineDeadError(PenstockError):
-    """A step failed in a way the engine cannot go on from. The message is for operators and frontends."""
+    """A step failed and the engine cannot recover. The message is for operators and frontends."""
 
 
 class StepRecovery:
-    """Has every request computed again after a failed step, and finds the one that the step failed of.
+    """Recomputes every request after a failed step, and finds the request that caused the failure.
 
-    ``keep``: gets the steps that a request failed alone in, and the one that ended the engine.
+    ``keep`` gets the steps in which a request failed alone, and the step that ended the engine.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, keep: KeepFailedStep) -> None:
@@ -78,18 +78,21 @@ class StepRecovery:
         self._keep = keep
 
     def recover(self, scheduled: SchedulerOutput, error: Exception) -> None:
-        """Go on after a failed step, the oldest in flight, without the request that failed it. No step may run behind it.
+        """Recover from a failed step, which must be the oldest in flight. No later step may be running.
 
-        Every request is computed again, and the scheduler tries those of the step in ever smaller groups until one fails alone:
-        that one ends. Raises EngineDeadError when a step that computes nothing failed, when the executor cannot compute any more,
-        and when a step fails again and again of no single request.
+        Every request is computed again. The scheduler tries the requests of the failed step in ever smaller groups
+        until one fails alone, and that request ends.
+
+        Raises:
+            EngineDeadError: The step computed nothing, the executor no longer works, or steps fail repeatedly although
+                each request succeeds alone.
         """
         if not (scheduled.num_scheduled_tokens or scheduled.encoder_budget or scheduled.encoder_starts):
             raise self._dead(scheduled, error) from error
         try:
             self._executor.recover()
         except Exception as e:
-            logger.warning("the executor does not compute any more: %s: %s", type(e).__name__, e)
+            logger.warning("executor failed: %s: %s", type(e).__name__, e)
             raise self._dead(scheduled, error) from error
         stats = self._scheduler.stats()
         culprit = self._scheduler.step_failed(scheduled)
@@ -101,7 +104,7 @@ class StepRecovery:
             raise self._dead(scheduled, error) from error
         else:
             num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
-            logger.warning("a step of %d requests failed (%s); they are tried in smaller groups", num_requests, name)
+            logger.warning("a step of %d requests failed (%s); retrying them in smaller groups", num_requests, name)
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
         logger.error("the step failed; scheduler output, without its tokens: %s", summarize(scheduled), exc_info=error)
@@ -110,15 +113,15 @@ class StepRecovery:
 
 
 DrainAborts = Callable[[], None]
-"""Called between a step's sampling and its update, to end what was cancelled meanwhile."""
+"""Called between a step's sampling and its update, to end requests that were cancelled meanwhile."""
 StepDone = Callable[[SchedulerOutput, ModelRunnerOutput], None]
-"""Called with each step that has not failed, once its results are taken in."""
+"""Called with each successful step once its results are processed."""
 
 
 class StepsInFlight:
-    """The oldest first: results are taken in in the order of the steps. At most ``max_steps``.
+    """The steps in flight, oldest first, at most ``max_steps``. Results are processed in step order.
 
-    A step may have no requests: the workers get it all the same, in its turn, and its results are empty.
+    A step may have no requests. The workers still get it in its turn, and its results are empty.
     """
 
     def __init__(
@@ -139,29 +142,31 @@ class StepsInFlight:
         self._on_done = on_done
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
-        """Of steps in flight, and of those that are over and whose drafts have not been taken in."""
+        """Drafts of steps in flight, and drafts of finished steps that have not been processed."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def has_room(self) -> bool:
-        """Whether another step may be started before one is finished."""
+        """Whether another step may be started before one finishes."""
         return len(self._steps) < self._max_steps
 
     @property
     def oldest_is_done(self) -> bool:
-        """Whether the results of the oldest step can be taken in without waiting. There must be one."""
+        """Whether the oldest step's results are ready. There must be a step."""
         return self._steps[0][1].done()
 
     def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> bool:
-        """Hand a step to the executor. One that fails at once is recovered from, one that lost its peers is taken back. Returns
-        False when it, or one before it, has failed. Raises EngineDeadError and CollectiveBroken.
+        """Hand a step to the executor. Return False if it, or an earlier step, has failed.
+
+        If the step fails at once, the engine recovers. If it loses its peers, it is rolled back. Raises EngineDeadError
+        and CollectiveBroken.
         """
         try:
             self._grammars.begin_drafts(scheduled)
             self._executor.execute_model(scheduled)
-            # The forward pass runs; which tokens a grammar allows depends on the tokens of the steps before.
+            # The forward pass is running. The tokens that a grammar allows depend on the tokens of earlier steps.
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
                 return False
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
@@ -173,16 +178,16 @@ class StepsInFlight:
             self._roll_back(scheduled)
             raise
         except Exception as e:
-            if self.finish_all(drain_aborts):  # those before it are not concerned
+            if self.finish_all(drain_aborts):  # Earlier steps are not affected.
                 self._recovery.recover(scheduled, e)
             return False
         self._steps.append((scheduled, future))
         return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
-        """Wait for the oldest step and take its results in. Returns False when it failed; no step is in flight then.
+        """Wait for the oldest step and process its results. Return False if it failed; no step is in flight then.
 
-        Raises EngineDeadError, and CollectiveBroken where it lost its peers: it is taken back then.
+        Raises EngineDeadError. Raises CollectiveBroken if the step lost its peers; the step is rolled back then.
         """
         scheduled, future = self._steps.popleft()
         try:
@@ -191,7 +196,7 @@ class StepsInFlight:
             self._roll_back(scheduled)
             raise
         except Exception as e:
-            del future  # it knows the error, which knows this frame
+            del future  # Break a reference cycle: the future holds the error, and the error holds this frame.
             behind = [later for _, later in self._steps]
             self._steps.clear()
             wait(behind)
@@ -204,7 +209,7 @@ class StepsInFlight:
         return True
 
     def take_drafts(self, *, wait: bool) -> None:
-        """Take in what was drafted behind the steps that are over: what is there, or all of it."""
+        """Process the drafts of finished steps: those that are ready, or all of them if ``wait``."""
         while self._drafting:
             scheduled, future = self._drafting[0]
             if any(step is scheduled for step, _ in self._steps) or not (wait or future.done()):
@@ -213,13 +218,15 @@ class StepsInFlight:
             self._scheduler.update_draft_token_ids(scheduled, future.result())
 
     def _roll_back(self, scheduled: SchedulerOutput) -> None:
-        """Nothing of the step stays, and every request keeps what was computed before it. Ranks have one step in flight."""
+        """Undo a step completely. Requests keep the tokens computed before it. Ranks have only one step in flight."""
         self._executor.roll_back()
         self._scheduler.roll_back(scheduled)
         self._drafting.clear()
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
-        """Take in the results of every step. Returns False when one failed: those behind it are lost. Raises EngineDeadError."""
+        """Process the results of all steps. Return False if one failed; the later ones are lost then. Raises
+        EngineDeadError.
+        """
         while self._steps:
             if not self.finish_oldest(drain_aborts):
                 return False
@@ -227,23 +234,23 @@ class StepsInFlight:
         return True
 
 
-# What an engine did lately: its steps counted since its start, and as a line of its log.
+# Statistics of recent steps: counts since the start, and log lines.
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper ends of the buckets of tokens per step; vLLM's."""
+"""Upper bounds of the buckets of tokens per step, the same as vLLM's."""
 
 
 class StepCounts:
-    """Counted on the busy loop's thread; any thread may read."""
+    """Counts of steps since the start. The busy loop's thread counts; any thread may read."""
 
     def __init__(self) -> None:
         self.tokens = Buckets(STEP_TOKENS)
-        """Steps by the tokens they computed."""
+        """Histogram of steps by number of computed tokens."""
         self.num_nan_logits = 0
-        """Logits of sampled rows that were NaN."""
+        """Number of NaN or infinite logits in sampled rows."""
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Add a step that is over."""
+        """Count a finished step."""
         if scheduled.total_num_scheduled_tokens:
             self.tokens.observe(scheduled.total_num_scheduled_tokens)
         if results.num_nans_in_logits:
@@ -251,11 +258,11 @@ class StepCounts:
 
 
 class IterationLog:
-    """Logs what the steps did, one line per interval in which there were steps. ``interval`` in seconds, 0 for none.
+    """Logs step statistics, one line per interval with steps. ``interval`` is in seconds; 0 disables the log.
 
-    A line averages from the first step after the line before it, to the last step. Its preemptions are those since the line
-    before it. After the last step of a burst the caller waits ``seconds_to_line``, then calls ``tick_idle``: so the line appears
-    soon after the steps, not when the next burst begins.
+    A line averages from the first step after the previous line to the last step. Its preemptions are those since the
+    previous line. After the last step of a burst, the caller waits ``seconds_to_line`` and then calls ``tick_idle``. So
+    the line appears soon after the burst, and not when the next one begins.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -265,23 +272,23 @@ class IterationLog:
         self._steps = self._computed = self._sampled = self._preemptions = 0
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record the beginning of a step."""
         if not self._steps:
             self._since = self._clock()
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Add a step."""
+        """Count a step."""
         self._steps += 1
         self._computed += scheduled.total_num_scheduled_tokens
         self._sampled += sum(map(len, results.sampled_token_ids))
 
     def tick(self, stats: Callable[[], SchedulerStats]) -> None:
-        """Note that a step has ended, and log if it is time. ``stats``: returns the scheduler's state."""
+        """Record the end of a step, and log if a line is due. ``stats`` returns the scheduler's state."""
         self._until = self._clock()
         self.tick_idle(stats)
 
     def tick_idle(self, stats: Callable[[], SchedulerStats]) -> None:
-        """Log if there were steps and it is time. ``stats``: returns the scheduler's state."""
+        """Log if a line is due. ``stats`` returns the scheduler's state."""
         if (left := self.seconds_to_line) is not None and left <= 0:
             self._log(stats())
 

@@ -1,8 +1,8 @@
-"""Methods that may be called by name from a frontend.
+"""Methods that frontends can call by name.
 
-Only methods marked with ``@utility``, and functions that a plugin registers, can be called. Arguments travel as a msgpack
-array of positional values and are converted against the method's signature, so that a wrong type is an error that names the
-argument. Nothing else is reachable.
+Only methods marked with ``@utility``, and functions that a plugin registers, can be called. Arguments are a msgpack
+array of positional values. They are converted to the types in the method's signature, so a wrong type is an error that
+names the argument.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _MARK = "__penstock_utility__"
 
 
 def utility(method: F) -> F:
-    """Let frontends call this method by its name. It may return a Future: the answer is sent when that is done."""
+    """Let frontends call this method by its name. If it returns a Future, the answer is sent once that is done."""
     setattr(method, _MARK, True)
     return method
 
@@ -35,14 +35,15 @@ class UtilityRegistry:
         self.include(owner)
 
     def include(self, owner: object) -> None:
-        """Let the ``@utility`` methods of another object be called as well. Raises as ``register``."""
+        """Add the ``@utility`` methods of another object. Raises like ``register``."""
         for name, function in inspect.getmembers(type(owner), inspect.isfunction):
             if getattr(function, _MARK, False):
                 self.register(name, function, owner)
 
     def register(self, name: str, function: Callable[..., Any], owner: object = None) -> None:
-        """Let ``function(owner, ...)`` be called as ``name``; None: the registry's own object. Raises ValueError for a name in
-        use or an unannotated parameter.
+        """Make ``function(owner, ...)`` callable as ``name``. If ``owner`` is None, the registry's own object is used.
+
+        Raises ValueError for a name in use or a parameter without a type.
         """
         if name in self._methods:
             raise ValueError(f"utility {name!r} is registered already")
@@ -56,13 +57,14 @@ class UtilityRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What can be called, sorted."""
+        """Names of all callable methods, sorted."""
         return tuple(sorted(self._methods))
 
     def call(self, name: str, arguments: bytes) -> Any:
-        """Call a method with a msgpack array (empty bytes: no arguments). Returns its result, which may be a Future.
+        """Call a method with a msgpack array of arguments (empty bytes: no arguments). Return its result, which may be
+        a Future.
 
-        Raises Unimplemented for an unknown name, InvalidArgument for wrong arguments, and what the method raises.
+        Raises Unimplemented for an unknown name, InvalidArgument for wrong arguments, and the method's own errors.
         """
         self._check(name)
         try:
@@ -116,10 +118,11 @@ _ADDED: dict[Where, dict[str, Callable[..., Any]]] = {"engine": {}, "worker": {}
 
 
 def register_utility(name: str, function: Callable[..., Any], *, where: Where = "engine") -> None:
-    """Let ``function(owner, ...)`` be called as ``name``, in engines that are built from now on.
+    """Make ``function(owner, ...)`` callable as ``name`` in engines that are created later.
 
-    Every parameter but the first must have a type: arguments are converted to it. ``owner`` is the EngineControl or the Worker.
-    The result must have a form in msgpack. Raises ValueError for a name that a plugin has registered already.
+    ``owner`` is the EngineControl or the Worker. Every parameter but the first must have a type, to which the argument
+    is converted. The result must be encodable as msgpack. Raises ValueError if a plugin has already registered the
+    name.
     """
     if name in _ADDED[where]:
         raise ValueError(f"{where} utility {name!r} is registered already")
@@ -127,7 +130,7 @@ def register_utility(name: str, function: Callable[..., Any], *, where: Where = 
 
 
 def extend(registry: UtilityRegistry, where: Where) -> UtilityRegistry:
-    """Add what plugins registered. Raises ValueError when a name is in use, or a parameter has no type."""
+    """Add the methods that plugins registered. Raises ValueError for a name in use or a parameter without a type."""
     for name, function in _ADDED[where].items():
         registry.register(name, function)
     return registry

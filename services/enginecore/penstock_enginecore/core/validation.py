@@ -1,4 +1,4 @@
-"""What a request must satisfy before it may be queued. Pure checks, safe on any thread."""
+"""Validation of requests before they are queued. Pure checks, safe on any thread."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,26 @@ from penstock_enginecore.media.core.validation import check_media
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024
-"""Entries of logit_bias, and sequences in bad_word_token_ids, at most."""
+"""Maximum number of entries in logit_bias, and of sequences in bad_word_token_ids."""
 _MAX_BAD_WORD_TOKENS = 1024
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's requests are held to, beside the model that it has loaded."""
+    """The loaded model and the limits that requests are checked against."""
 
     model: ModelInfo
     max_model_len: int
     """Longest sequence the engine serves, in tokens."""
     max_logprobs: int = 20
-    """How many of the likeliest tokens have their log-probability reported, at most; -1 for all."""
+    """Maximum number of top log-probabilities to report. -1: all."""
     max_media: Mapping[str, int] = {}
-    """Items of a prompt at most, by modality; others are not limited."""
+    """Maximum number of media items per prompt, by modality. Modalities without an entry are not limited."""
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Raise InvalidArgument, naming the field, unless the engine can serve ``request``. Constraints on its output, and
-    pooling parameters, are checked elsewhere.
+    """Raise InvalidArgument, naming the field, unless the engine can serve ``request``.
+
+    Output constraints are checked elsewhere.
     """
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
@@ -118,8 +119,8 @@ def _check_reasoning_budget(request: EngineCoreRequest) -> None:
         return
     if request.reasoning_parser_kwargs is None:
         raise InvalidArgument(
-            f"sampling_params.{name} is {budget}, but reasoning_parser_kwargs, which names the tokens around the reasoning, is "
-            "not set; set both or none",
+            f"sampling_params.{name} is {budget}, but reasoning_parser_kwargs, which has the tokens around the "
+            "reasoning, is not set; set both or neither",
             field=_path(name),
         )
 
@@ -129,7 +130,9 @@ def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None
     if not token_ids:
         return
     if request.pooling_params is not None:
-        raise InvalidArgument(f"{field} is set beside pooling_params; a pooled request has no output", field=field)
+        raise InvalidArgument(
+            f"{field} is set together with pooling_params; a pooling request has no output", field=field
+        )
     if len(token_ids) > limits.max_model_len:
         raise InvalidArgument(
             f"{field} has {len(token_ids)} tokens; the limit is max_model_len, {limits.max_model_len}", field=field
@@ -138,7 +141,7 @@ def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None
 
 
 def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
-    """Raise InvalidArgument unless an engine with these limits can do what ``params`` say."""
+    """Raise InvalidArgument unless an engine with these limits supports ``params``."""
     if params.n != 1:
         raise InvalidArgument(
             f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")

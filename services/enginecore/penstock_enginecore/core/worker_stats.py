@@ -1,4 +1,4 @@
-"""What each worker of an engine says of itself, for metrics and operators."""
+"""Statistics of each worker of an engine, for metrics and operators."""
 
 import msgspec
 
@@ -6,9 +6,15 @@ from penstock_common.observability.metrics import BucketCounts
 
 
 class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that a device replays. ``captured``: graphs that there are. Since the start: ``replays``, and steps that were
-    ``launched`` piece by piece, where they might have been replays; ``tokens`` that replays computed, ``padding_tokens`` among
-    them because of their shapes, and ``padding_rows`` of logits.
+    """Statistics of captured graphs, which a device replays. Counts are since the start.
+
+    Attributes:
+        captured: Number of graphs.
+        replays: Steps that were replayed.
+        launched: Steps that could have been replays but were launched kernel by kernel.
+        tokens: Tokens that replays computed, including padding.
+        padding_tokens: Tokens that were added as padding.
+        padding_rows: Rows of logits that were added as padding.
     """
 
     captured: int = 0
@@ -20,11 +26,18 @@ class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """``device``: as torch names it; empty before the model is loaded. ``total_memory`` and ``used_memory``: bytes of the device,
-    all processes counted; 0 on a CPU, whose memory is the machine's. ``weight_bytes`` and ``kv_cache_bytes``: of these this
-    worker's. ``step_broadcast``: seconds that steps took from the engine to the worker, None in the engine's own process.
-    ``collectives``: seconds by operation, of a worker among several. ``waited_for_stages``: seconds since the start, of a worker
-    among stages, and ``stage_idle``: the share of time, while there were steps, in which it computed nothing.
+    """Statistics of one worker.
+
+    Attributes:
+        device: The torch name of the device. Empty before the model is loaded.
+        total_memory: Bytes of the device, or 0 on a CPU.
+        used_memory: Bytes used on the device by all processes, or 0 on a CPU.
+        weight_bytes: Bytes used by this worker's weights.
+        kv_cache_bytes: Bytes used by this worker's KV cache.
+        step_broadcast: Seconds that steps took from the engine to the worker. None in the engine's own process.
+        collectives: Seconds by operation, if there are several workers.
+        waited_for_stages: Seconds spent waiting for other pipeline stages since the start, or None with one stage.
+        stage_idle: Fraction of the time with steps in which the stage computed nothing, or None with one stage.
     """
 
     rank: int = 0

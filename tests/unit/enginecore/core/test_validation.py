@@ -165,5 +165,5 @@ def test_a_pooled_request_has_no_prediction():
     request = msgspec.structs.replace(
         make_request(), pooling_params=PoolingParams(task=PoolingTask.EMBED), prediction_token_ids=[1]
     )
-    with pytest.raises(InvalidArgument, match="prediction_token_ids is set beside pooling_params"):
+    with pytest.raises(InvalidArgument, match="prediction_token_ids is set together with pooling_params"):
         validate_request(request, RequestLimits(model=model, max_model_len=20))

@@ -1,4 +1,4 @@
-"""The pool of KV cache blocks: reference counts, free list in LRU order, content to block, longest cached prefix."""
+"""The pool of KV cache blocks: reference counts, a free list in LRU order, and a map from content to block."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -8,14 +8,17 @@ from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 NULL_BLOCK_ID = 0
-"""Never handed out: padding in block tables points at it, and so do places whose block has left the window."""
+"""Id of the null block, which is never allocated. It pads block tables and replaces blocks that have left the window.
+"""
 
 
 class KVCacheBlock:
-    """One block of the pool. A free block that still has a hash can be found and used again.
+    """One block of the pool. A free block that still has a hash can be found and reused.
 
-    ``group`` says whose keys and values a block with a hash holds. ``prev`` and ``next`` link the free list and are None
-    while the block is in use.
+    Attributes:
+        group: The KV cache group that the block's content belongs to, if it has a hash.
+        prev: Previous block in the free list, or None while the block is in use.
+        next: Next block in the free list, or None while the block is in use.
     """
 
     __slots__ = ("block_hash", "block_id", "group", "next", "prev", "ref_count")
@@ -33,10 +36,10 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """Doubly linked list of free blocks. The head is reused first; any block can leave in O(1)."""
+    """A doubly linked list of free blocks. The head is reused first. Any block can be removed in O(1)."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
-        # The ends of the list: the head's next is reused first.
+        # Sentinels: the block after _head is reused first.
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.prev = self._tail, self._head
@@ -48,15 +51,15 @@ class FreeBlockQueue:
         return self._size
 
     def append(self, block: KVCacheBlock) -> None:
-        """Add a block that is reused last."""
+        """Add a block to be reused last."""
         self._link(self._tail.prev, block, self._tail)
 
     def prepend(self, block: KVCacheBlock) -> None:
-        """Add a block that is reused next."""
+        """Add a block to be reused first."""
         self._link(self._head, block, self._head.next)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take out a block that is in the list."""
+        """Remove a block. It must be in the list."""
         before, after = block.prev, block.next
         if before is None or after is None:
             raise RuntimeError(f"{block!r} is not in the free list")
@@ -65,7 +68,7 @@ class FreeBlockQueue:
         self._size -= 1
 
     def popleft(self) -> KVCacheBlock:
-        """Take the head."""
+        """Remove and return the head."""
         block = self._head.next
         if block is None or block is self._tail:
             raise RuntimeError("the free list is empty")
@@ -81,8 +84,12 @@ class FreeBlockQueue:
 
 
 class BlockLog:
-    """What has happened to findable blocks since somebody looked: ``cached``, they have become findable; ``freed``, they have
-    lost their last reference; ``evicted``: by group and hash, they were taken for something else.
+    """Changes of findable blocks since the last ``take``.
+
+    Attributes:
+        cached: Blocks that became findable.
+        freed: Findable blocks that lost their last reference.
+        evicted: Group, hash and id of blocks that were reused for other content.
     """
 
     __slots__ = ("cached", "evicted", "freed")
@@ -93,7 +100,7 @@ class BlockLog:
         self.evicted: list[tuple[int, bytes, int]] = []
 
     def take(self) -> "BlockLog":
-        """All of it; what follows is told anew."""
+        """Return all recorded changes and clear the log."""
         taken = BlockLog()
         taken.cached, taken.freed, taken.evicted = self.cached, self.freed, self.evicted
         self.cached, self.freed, self.evicted = [], [], []
@@ -104,11 +111,14 @@ class BlockLog:
 
 
 class BlockPool:
-    """Hands out blocks and finds cached ones by hash and group. ``null_block`` fills places of tables that hold nothing.
+    """Allocates blocks, and finds cached blocks by hash and group.
 
-    Groups share the blocks but not their content: equal prefixes have equal hashes in each of them.
-    Of several blocks with the same content only the first is findable; the others are plain blocks. ``log``: where somebody wants
-    to know of blocks that come and go.
+    KV cache groups share the blocks but not their content: equal prefixes have equal hashes in each group. If several
+    blocks have the same content, only the first one is findable.
+
+    Attributes:
+        null_block: Fills places of block tables that hold nothing.
+        log: Records changes of findable blocks, or None if they are not needed.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, events: KvEventLog | None = None) -> None:
@@ -123,12 +133,12 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out when nothing is in use."""
+        """Number of blocks in the pool, without the null block."""
         return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now, those with cached content included."""
+        """Number of blocks that can be allocated now, including blocks with cached content."""
         return len(self._free)
 
     @property
@@ -137,11 +147,11 @@ class BlockPool:
         return 1.0 - len(self._free) / self.num_usable_blocks
 
     def get(self, block_hash: bytes, group: int = 0) -> KVCacheBlock | None:
-        """The block with this content, or None."""
+        """Return the block with this content, or None."""
         return self._by_hash[group].get(block_hash)
 
     def get_run(self, block_hashes: Iterable[bytes], group: int = 0) -> list[KVCacheBlock]:
-        """The blocks with these contents, up to the first that is not there."""
+        """Return the blocks with these contents, up to the first one that is missing."""
         by_hash = self._by_hash[group]
         blocks = []
         for block_hash in block_hashes:
@@ -152,11 +162,11 @@ class BlockPool:
         return blocks
 
     def hashes(self, group: int = 0) -> Collection[bytes]:
-        """Of the blocks that can be found in a group now."""
+        """Return the hashes of the findable blocks of a group."""
         return self._by_hash[group].keys()
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """Take ``count`` blocks, least recently used first; what they held is forgotten."""
+        """Allocate ``count`` blocks, least recently used first. Their cached content is evicted."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         taken, evicted = [], []
@@ -175,12 +185,12 @@ class BlockPool:
         return taken
 
     def num_free_among(self, tables: Iterable[Iterable[KVCacheBlock]]) -> int:
-        """Blocks, the null block excepted, that would leave the free list if they were touched."""
+        """Return how many blocks would leave the free list if they were touched. The null block does not count."""
         null = self.null_block
         return sum(block.ref_count == 0 and block is not null for blocks in tables for block in blocks)
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add one reference to each block, the null block excepted; a free one leaves the free list."""
+        """Add one reference to each block except the null block. Free blocks leave the free list."""
         null = self.null_block
         for block in blocks:
             if block is null:
@@ -190,10 +200,10 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give back one reference to each block of a sequence, in the sequence's order. Null blocks are passed over.
+        """Drop one reference to each block of a sequence, given in sequence order. Null blocks are skipped.
 
-        The end of a sequence is reused before its beginning, which more prompts share; blocks that cannot be found
-        again are reused before all others.
+        The end of a sequence is reused before its beginning, because more prompts share the beginning. Blocks without a
+        hash are reused before all others.
         """
         null = self.null_block
         for block in reversed(blocks):
@@ -211,7 +221,9 @@ class BlockPool:
                         self.log.freed.append(block)
 
     def cache(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
-        """Make a full, computed block findable, unless a block with the same content is. Says whether it did."""
+        """Make a full, computed block findable. Return False, and do nothing, if a block with the same content is
+        findable.
+        """
         if block.block_hash is not None:
             raise RuntimeError(f"{block!r} is cached already")
         by_hash = self._by_hash[group]
@@ -225,7 +237,7 @@ class BlockPool:
         return True
 
     def forget(self) -> bool:
-        """Forget all cached content. Returns False, and does nothing, while a block is in use."""
+        """Forget all cached content. Return False, and do nothing, while a block is in use."""
         if len(self._free) != self.num_usable_blocks:
             return False
         for by_hash in self._by_hash:
@@ -237,13 +249,14 @@ class BlockPool:
         return True
 
 
-# The longest prefix that every group of layers can start from.
+# Search for the longest prefix that every KV cache group can start from.
 
 
 class ComputedBlocks(msgspec.Struct, frozen=True):
-    """Cached blocks a request can start from, one list per group and all as long, and the tokens it need not compute.
+    """Cached blocks that a request can start from, and the number of tokens that it need not compute.
 
-    Places that no later query of a group sees hold the null block.
+    There is one list per group, and all lists have the same length. A place that later queries of a group do not see
+    holds the null block.
     """
 
     blocks: tuple[list[KVCacheBlock], ...]
@@ -251,18 +264,18 @@ class ComputedBlocks(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the prefix, null blocks included."""
+        """Number of blocks in the prefix, including null blocks."""
         return len(self.blocks[0])
 
 
 def find_computed_blocks(
     pool: BlockPool, groups: Sequence[KVCacheGroup], hashes: Sequence[bytes], block_size: int, num_tokens: int
 ) -> ComputedBlocks:
-    """The longest common prefix in whole blocks, leaving at least the last of ``num_tokens`` tokens to compute.
+    """Find the longest common prefix in whole blocks that leaves at least the last of ``num_tokens`` tokens to compute.
 
-    A group without a window needs every block of the prefix. A group with one needs the blocks that the first query
-    after the prefix sees. What one group lacks shortens the prefix for all of them, and a shorter prefix ends in other
-    windows: so until nobody shortens it any more.
+    A group without a window needs every block of the prefix. A group with a window needs the blocks that the first
+    query after the prefix sees. A missing block in one group shortens the prefix for all groups, and a shorter prefix
+    needs other blocks. The search therefore repeats until the length stays the same.
     """
     from_start: dict[int, list[KVCacheBlock]] = {}
     for number, group in enumerate(groups):
@@ -286,10 +299,10 @@ def find_computed_blocks(
 
 
 def first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:
-    """The first block that the first query after ``length`` cached blocks sees.
+    """Return the index of the first block that the first query after ``length`` cached blocks sees.
 
-    That query is the last token when everything is cached: it is computed again, and its keys and values are written
-    again into the last block, which therefore is always among those needed.
+    If everything is cached, that query is the last token, which is computed again. Its keys and values are written to
+    the last block again, so that block is always needed.
     """
     return group.first_key(min(length * block_size, num_tokens - 1)) // block_size
 
@@ -303,7 +316,9 @@ def _cached_at_end(
     block_size: int,
     num_tokens: int,
 ) -> int:
-    """The longest prefix, of ``length`` blocks at most, whose last blocks are cached as far back as the group needs."""
+    """Return the longest prefix, of at most ``length`` blocks, whose last blocks are cached as far back as the group
+    needs.
+    """
     index = length - 1
     while index >= first_block(group, length, block_size, num_tokens):
         if pool.get(hashes[index], number) is None:

@@ -1,4 +1,4 @@
-"""What has become findable in the prefix cache and what no longer is, in order, for routers that follow it."""
+"""Events of the prefix cache: blocks that became findable or were lost, in order, for routers."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,25 +18,29 @@ _NOTHING: _Open = (None, KvMedium.DEVICE, [])
 
 
 class KvEventLog:
-    """Events since the last ``take``. Applied in order, they give the findable blocks of one group, in each medium.
+    """Events since the last ``take``. Applied in order, they give the findable blocks of one group in each medium.
 
-    One group stands for all: its blocks have the prefix's hash without more, so a router that knows nothing of groups can
-    look prompts up in it. While ``recording`` is false there are no events.
+    One group represents all groups. The hashes of its blocks are plain prefix hashes, so a router that knows nothing
+    about groups can look up prompts. While ``recording`` is false, no events are recorded.
     """
 
     def __init__(self, block_size: int, group: int, *, in_full: bool) -> None:
-        """``in_full``: events name tokens, adapters and media too, not hashes alone, and are recorded from the beginning."""
+        """Create an empty log. With ``in_full``, events also have tokens, adapters and media, and recording is always
+        on.
+        """
         self.group = group
         self.recording = in_full
         self._in_full = in_full
         self._block_size = block_size
         self._events: list[KvCacheEvent] = []
         self._open: _Open = _NOTHING
-        """The last event, where more blocks may be added to it: its kind, its medium and its hashes."""
+        """The kind, medium and hashes of the last event, if more blocks may be added to it."""
         self._kept: dict[KvMedium, dict[bytes, None]] = {}
 
     def stored(self, request: Request, indices: Sequence[int]) -> None:
-        """Blocks of the request, by ascending place, have become findable. In full, each run of neighbours is an event."""
+        """Record that blocks of a request became findable. ``indices`` are ascending. In full, each run of adjacent
+        blocks is one event.
+        """
         if not self.recording:
             return
         if not self._in_full:
@@ -64,7 +68,7 @@ class KvEventLog:
         )
 
     def _media(self, request: Request, first: int, last: int) -> list[list[BlockMedia]]:
-        """Of each of the blocks."""
+        """Return the media items in each of the blocks."""
         size = self._block_size
         return [
             [
@@ -75,12 +79,12 @@ class KvEventLog:
         ]
 
     def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
-        """Blocks, each a group, a hash and a number, have been taken for something else."""
+        """Record that blocks were evicted. Each is given as group, hash and id."""
         if self.recording and (hashes := [block_hash for group, block_hash, _ in blocks if group == self.group]):
             self._add(BlockRemoved, KvMedium.DEVICE, hashes)
 
     def kept(self, medium: KvMedium, block_hash: bytes) -> None:
-        """A block can be found outside the pool. Its event repeats no tokens."""
+        """Record that a block is findable outside the pool. The event has no tokens."""
         of_medium = self._kept.setdefault(medium, {})
         if block_hash in of_medium:
             return
@@ -89,7 +93,7 @@ class KvEventLog:
             self._add(BlockStored, medium, (block_hash,))
 
     def lost(self, medium: KvMedium, block_hash: bytes) -> None:
-        """It cannot be found there any more. One that was not there is passed over."""
+        """Record that a block is no longer findable in a medium. A block that was not findable there is ignored."""
         of_medium = self._kept.get(medium, {})
         if block_hash in of_medium:
             del of_medium[block_hash]
@@ -97,12 +101,12 @@ class KvEventLog:
                 self._add(BlockRemoved, medium, (block_hash,))
 
     def kept_in(self, medium: KvMedium) -> Collection[bytes]:
-        """Blocks that can be found there, outside the pool."""
+        """Return the blocks that are findable in a medium outside the pool."""
         return self._kept.get(medium, {}).keys()
 
     def cleared(self) -> None:
-        """Nothing can be found in the pool any more, so nothing that was not taken yet matters. What can be found elsewhere still
-        is told again: the event speaks of all media.
+        """Record that nothing in the pool is findable, and drop pending events. The event clears all media, so blocks
+        in other media are recorded again.
         """
         if not self.recording:
             return
@@ -113,18 +117,18 @@ class KvEventLog:
                 self._add(BlockStored, medium, hashes)
 
     def record(self, on: bool) -> None:
-        """Record events, or no more, which drops those that were not taken. A log in full always records."""
+        """Start or stop recording. Stopping drops pending events. A log in full always records."""
         self.recording = on or self._in_full
         if not self.recording:
             self.take()
 
     def take(self) -> list[KvCacheEvent]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events, self._events, self._open = self._events, [], _NOTHING
         return events
 
     def _add(self, kind: type[BlockStored] | type[BlockRemoved], medium: KvMedium, hashes: Iterable[bytes]) -> None:
-        """Blocks that are told of by their hashes alone. Neighbouring news of a kind become one event."""
+        """Record blocks by their hashes only. Consecutive changes of the same kind become one event."""
         last_kind, last_medium, block_hashes = self._open
         if kind is not last_kind or medium is not last_medium:
             block_hashes = []

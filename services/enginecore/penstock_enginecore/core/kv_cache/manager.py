@@ -1,7 +1,7 @@
-"""Which request holds which KV cache blocks, and which prefixes can be reused.
+"""Mapping of requests to KV cache blocks, and reuse of cached prefixes.
 
-The prefix cache follows the idea of vLLM's automatic prefix caching: a block is identified by the hash of the whole
-prefix it ends.
+The prefix cache follows vLLM's automatic prefix caching: a block is identified by the hash of the prefix that ends with
+it.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,7 +20,7 @@ from penstock_enginecore.kv_transfer.core.plan import LoadPlan, Lookup, plan_loa
 
 
 class PrefixCacheStats(msgspec.Struct):
-    """Tokens looked up and tokens found, since the start."""
+    """Number of tokens looked up, and tokens found, since the start."""
 
     queries: int = 0
     hits: int = 0
@@ -29,16 +29,16 @@ class PrefixCacheStats(msgspec.Struct):
 class KVCacheManager:
     """Allocates blocks to requests.
 
-    A request has a block table per group of layers, all of them equally long: block i of each holds the same tokens. In
-    groups with a window, ``free_out_of_window`` gives back the blocks at the beginning that no later query sees and puts
-    the null block in their places. ``has_windows`` says whether there are such groups.
+    A request has one block table per KV cache group. All its tables have the same length: block i of each table holds
+    the same tokens. In groups with a window, ``free_out_of_window`` frees the first blocks, which no later query sees,
+    and replaces them with the null block. ``has_windows`` says whether there are such groups.
 
-    Only full blocks whose tokens are final and computed become findable, so ``cache_blocks`` is called after a step, and
+    Only full blocks with final, computed tokens become findable. Therefore call ``cache_blocks`` after a step, and
     ``free_out_of_window`` after that.
 
-    When every token of a request is cached, the last one is computed again, because its logits are needed. Its keys and
-    values are written into the last, possibly shared, block: the same numbers up to floating-point rounding, in a slot
-    whose readers all have the same prefix. That costs one token instead of one block.
+    If every token of a request is cached, the last token is computed again, because its logits are needed. Its keys and
+    values are written to the last block, which may be shared. All readers of that slot have the same prefix, so the
+    values are equal up to floating-point rounding. This costs one token instead of one block.
     """
 
     def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, enable_kv_events: bool = False) -> None:
@@ -51,44 +51,47 @@ class KVCacheManager:
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self.external_stats = PrefixCacheStats()
-        """Of tokens that were not in the pool, where something brings blocks."""
+        """Statistics of tokens that were not in the pool, if a KV connector is configured."""
         self.reuses = enable_prefix_caching
-        """Whether prefixes are reused at all."""
+        """Whether prefix caching is enabled."""
         self._hasher = BlockHasher(config.block_size)
         self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._num_cached: dict[str, int] = {}
         self._num_left: dict[str, list[int]] = {}
-        """Blocks of each windowed group that have left its window."""
+        """For each request, the number of blocks of each windowed group that have left the window."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
+        """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
         return num_blocks_for(self.groups, -(-num_tokens // self.block_size))
 
     def hash_prompt(self, request: Request) -> None:
-        """Hash the request's full blocks ahead of scheduling. Touches the request alone: any thread may call it."""
+        """Hash the request's full blocks before scheduling. Thread-safe: only the request is changed."""
         if self.reuses:
             self._hasher.extend(request, request.num_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest prefix cached in every group, leaving at least the last token to compute."""
+        """Return the longest prefix that is cached in every group. At least the last token is left to compute."""
         if not self.reuses or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
         hashes = request.block_hashes
         computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         while request.whole_spans and (span := span_around(request.whole_spans, computed.num_tokens)) is not None:
-            hashes = hashes[: span[0] // self.block_size]  # what is computed together is computed again
+            hashes = hashes[
+                : span[0] // self.block_size
+            ]  # Tokens that must be computed together are all computed again.
             computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         return computed
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
-        """Blocks for the next ``num_new_tokens`` tokens of a running request.
+        """Allocate blocks for the next ``num_new_tokens`` tokens of a running request.
 
-        Returns the ids of the blocks added, a list per group, or an empty tuple when none was needed, which is often, or
-        None when there are not enough, or fewer than ``reserve`` in each group would stay free.
+        Returns:
+            The ids of the new blocks, one list per group. An empty tuple if none was needed, which is common. None if
+            there are too few blocks, or if fewer than ``reserve`` blocks per group would stay free.
         """
         tables = self._blocks[request.key]
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
@@ -99,7 +102,7 @@ class KVCacheManager:
         return tuple([self._extend(table, missing) for table in tables])
 
     def num_allocated_tokens(self, request: Request) -> int:
-        """Tokens that the blocks of a running request have a place for."""
+        """Return the number of tokens that the blocks of a running request can hold."""
         return len(self._blocks[request.key][0]) * self.block_size
 
     def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
@@ -108,9 +111,10 @@ class KVCacheManager:
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
-        """Give a waiting request its cached blocks and blocks for ``num_new_tokens`` tokens more, in place of what it held.
+        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. They replace the
+        blocks that it held.
 
-        Returns False, and does nothing, unless ``reserve`` blocks stay free.
+        Return False, and do nothing, unless ``reserve`` blocks stay free.
         """
         pool = self.pool
         missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
@@ -128,7 +132,7 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
-        """Keep cached blocks for a request that is not started, in place of what it held."""
+        """Hold cached blocks for a request that has not started. They replace the blocks that it held."""
         for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):
@@ -136,7 +140,9 @@ class KVCacheManager:
         self._blocks[request.key] = tables
 
     def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
-        """What could be brought of the request's prefix: see ``plan_load``. Nothing ends amid what is computed together."""
+        """Return which blocks of the request's prefix to load, see ``plan_load``. The plan never ends inside a span of
+        tokens that must be computed together.
+        """
         hashes, size = request.block_hashes, self.block_size
         plan = plan_load(self.pool, self.groups, hashes, size, request.num_tokens, lookup)
         while request.whole_spans and (span := span_around(request.whole_spans, plan.num_blocks * size)) is not None:
@@ -145,7 +151,7 @@ class KVCacheManager:
         return plan
 
     def arrived(self, request: Request, places: Iterable[Place]) -> None:
-        """Make blocks findable that were brought for the request."""
+        """Make blocks findable that were loaded for the request."""
         index = {block_hash: i for i, block_hash in enumerate(request.block_hashes)}
         stored = [
             index[name.hash]
@@ -155,11 +161,11 @@ class KVCacheManager:
         self._events.stored(request, sorted(stored))
 
     def block_ids(self, request: Request) -> tuple[list[int], ...]:
-        """The request's block table in each group; 0 is the null block."""
+        """Return the request's block table in each group. Id 0 is the null block."""
         return tuple([[block.block_id for block in table] for table in self._blocks[request.key]])
 
     def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks among the tokens that are processed findable."""
+        """Make the full blocks of processed tokens findable."""
         if not self.reuses:
             return
         first = self._num_cached[request.key]
@@ -179,12 +185,12 @@ class KVCacheManager:
         self._num_cached[request.key] = full
 
     def free_out_of_window(self, request: Request, num_processed_tokens: int) -> None:
-        """Give back the blocks that queries from position ``num_processed_tokens`` on do not see.
+        """Free the blocks that queries from position ``num_processed_tokens`` on do not see.
 
-        That is safe when every step that computes an earlier position has been launched: a device runs its steps in
-        order, so those have read the blocks by the time another request's step writes them. The caller passes the tokens
-        of steps that are processed, which is safer still: computed blocks are findable by then, and drafted tokens that
-        were taken back do not count. Workers keep the old ids in their tables; attention does not read beyond a window.
+        This is safe once every step that computes an earlier position has been launched. A device runs its steps in
+        order, so those steps read the blocks before another request's step overwrites them. The caller passes the token
+        count of processed steps, which is safer still: computed blocks are findable by then, and rejected drafts do not
+        count. Workers keep the old ids in their tables, but attention never reads outside a window.
         """
         left = self._num_left[request.key]
         tables = self._blocks[request.key]
@@ -198,32 +204,34 @@ class KVCacheManager:
                 self.pool.free(blocks)
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request. Their content stays findable until they are used for something else."""
+        """Free all blocks of a request. Their content stays findable until they are reused."""
         self._num_cached.pop(request.key, None)
         self._num_left.pop(request.key, None)
         for table in self._blocks.pop(request.key, ()):
             self.pool.free(table)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns False, and does nothing, while a request holds blocks."""
+        """Forget all cached prefixes. Return False, and do nothing, while a request holds blocks."""
         return self.pool.forget()
 
     def record_events(self, on: bool) -> None:
-        """Whether changes of the prefix cache are recorded from now on. Where events are enabled they always are."""
+        """Start or stop recording changes of the prefix cache. If events are enabled, changes are always recorded."""
         self._events.record(on)
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Changes of the prefix cache since the last call, in order; none unless they are recorded."""
+        """Return the recorded changes of the prefix cache since the last call, in order."""
         return self._events.take()
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
-        """A block can be found outside the pool from now on, or no more."""
+        """Record that a block outside the pool became findable, or was lost."""
         if name.group == self._events.group:
             (self._events.kept if is_there else self._events.lost)(medium, name.hash)
 
     def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
-        """Hashes of the blocks that can be found in a medium now, as events tell of them: those of one part of ``num_parts``
-        about equally large ones, from 0. A block is in the same part whenever it is asked for.
+        """Return the hashes of the findable blocks of a medium, as in the events.
+
+        The hashes are split into ``num_parts`` parts of similar size, numbered from 0. A block is always in the same
+        part.
         """
         hashes = self._findable_in(medium)
         if num_parts == 1:
@@ -231,7 +239,7 @@ class KVCacheManager:
         return [block_hash for block_hash in hashes if int.from_bytes(block_hash[:4], "big") % num_parts == part]
 
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """Return how many blocks can be found in a medium now."""
+        """Return the number of findable blocks of a medium."""
         return len(self._findable_in(medium))
 
     def _findable_in(self, medium: KvMedium) -> Collection[bytes]:

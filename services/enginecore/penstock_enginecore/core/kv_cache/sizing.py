@@ -1,4 +1,4 @@
-"""How many KV cache blocks an engine gets when it starts, and how long a sequence they can hold."""
+"""The number of KV cache blocks of an engine, and the longest sequence that fits into them."""
 
 import bisect
 import logging
@@ -11,7 +11,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, 
 logger = logging.getLogger(__name__)
 
 MIN_MODEL_LEN = 2
-"""One prompt token and one output token."""
+"""Minimum sequence length: one prompt token and one output token."""
 
 
 def size_kv_cache(
@@ -23,20 +23,30 @@ def size_kv_cache(
     model_max_len: int,
     max_tokens_in_flight: int,
 ) -> KVCacheConfig:
-    """The pool that fits, and the longest sequence it serves.
+    """Compute the pool size that fits into memory, and the longest sequence.
 
-    ``max_tokens_in_flight``: tokens that may be scheduled and not yet processed at once, a step's budget times the steps
-    in flight. A request keeps the blocks of their windows. Without a requested length, ``max_model_len`` is the model's
-    own, lowered to what one sequence alone in the pool can use. Lengths are in tokens. Raises ConfigError with the
-    numbers when a requested length, or not even a block, fits.
+    If no length is requested, ``max_model_len`` is the model's own length, lowered to what one sequence alone in the
+    pool can use.
+
+    Args:
+        specs: Needs of each attention layer, by name.
+        available_bytes: Memory that may become KV cache.
+        cache: Settings of the KV cache.
+        requested_max_model_len: Configured sequence length in tokens, or None.
+        model_max_len: The model's own sequence length in tokens.
+        max_tokens_in_flight: Tokens that can be scheduled but not processed: the step's budget times the steps in
+            flight. A request keeps the blocks of their windows.
+
+    Raises:
+        ConfigError: The requested length, or a minimal sequence, does not fit. The message has the numbers.
     """
     pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight)
     num_blocks = cache.num_blocks or (cache.kv_cache_memory or available_bytes) // pool.block_bytes
     fits = pool.longest(num_blocks)
     if fits < MIN_MODEL_LEN:
         raise ConfigError(
-            f"the KV cache has room for {num_blocks} blocks of {pool.block_bytes} bytes, one of them reserved; "
-            f"set cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
+            f"the KV cache holds {num_blocks} blocks of {pool.block_bytes} bytes, one of them reserved; set "
+            f"cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
         )
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -47,12 +57,12 @@ def size_kv_cache(
 
 
 def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
-    """The most blocks, over all groups, that a sequence filling ``num_blocks`` blocks holds at once."""
+    """Return the maximum number of blocks, over all groups, that a sequence of ``num_blocks`` blocks holds at once."""
     return sum(group.num_blocks_for(num_blocks) for group in groups)
 
 
 class _Pool:
-    """A pool whose number of blocks is still open."""
+    """A pool whose number of blocks is not decided yet."""
 
     def __init__(self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int) -> None:
         self.block_size = _common_block_size(specs)
@@ -61,13 +71,15 @@ class _Pool:
         self._most = -(-max_len // self.block_size)
 
     def longest(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence, in whole blocks and no longer than asked for, beside the null block."""
+        """Return the length in tokens of the longest sequence that fits, in whole blocks, up to the requested length.
+        One block is the null block.
+        """
         lengths = range(self._most + 1)
         count = bisect.bisect_right(lengths, num_blocks - 1, key=lambda n: num_blocks_for(self.groups, n))
         return max(count - 1, 0) * self.block_size
 
     def size_for(self, num_tokens: int) -> str:
-        """Memory that holds a sequence of so many tokens."""
+        """Return the memory for a sequence of ``num_tokens`` tokens, as text."""
         num_blocks = num_blocks_for(self.groups, -(-num_tokens // self.block_size)) + 1
         return _size(num_blocks * self.block_bytes)
 
@@ -85,8 +97,8 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
     if requested is None:
         if fits < model_max_len:
             logger.warning(
-                "max_model_len lowered from %d to %d tokens, which is what the KV cache holds; "
-                "cache.kv_cache_memory of %s would hold the full length",
+                "max_model_len lowered from %d to %d tokens, the capacity of the KV cache; the full length needs "
+                "cache.kv_cache_memory of %s",
                 model_max_len,
                 fits,
                 pool.size_for(model_max_len),
@@ -105,21 +117,21 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
 
 
 def _size(num_bytes: int) -> str:
-    """A size that ``penstock_common.config.parse_bytes`` reads, rounded up."""
+    """Return a size that ``penstock_common.config.parse_bytes`` reads, rounded up."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
 
 
-# A model that keeps nothing between steps: encoders see a whole prompt at once.
+# Models without a KV cache: encoders, which see a whole prompt at once.
 
 
 def size_without_kv_cache(
     scheduler: SchedulerConfig, *, requested_max_model_len: int | None, model_max_len: int
 ) -> KVCacheConfig:
-    """A pool that limits nothing: one block holds any request, and there are more blocks than requests may run.
+    """Return a pool that limits nothing: one block holds any request, and there are more blocks than running requests.
 
-    The blocks are numbers only, no memory stands behind them. A prompt must fit into a step, so ``max_model_len`` is at
-    most ``scheduler.max_num_batched_tokens``. Raises ConfigError for a requested length that is longer.
+    The blocks are only numbers, without memory. A prompt must fit into a step, so ``max_model_len`` is at most
+    ``scheduler.max_num_batched_tokens``. Raises ConfigError if the requested length is longer.
     """
     budget = scheduler.step_tokens
     length = min(model_max_len, budget) if requested_max_model_len is None else requested_max_model_len

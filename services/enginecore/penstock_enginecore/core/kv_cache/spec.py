@@ -1,8 +1,8 @@
-"""What each attention layer needs from the KV cache, and which layers share a block table and memory.
+"""KV cache layout: the needs of each attention layer, and the layers that share a block table and memory.
 
-Layers share tensors: KV tensor i holds layer i of every group. A block id is owned by one group at a time, so the
-others leave that block's part of the tensor alone. A block therefore takes a part of as many tensors as the largest group has
-layers, and groups of equal size waste nothing. (The idea is vLLM's hybrid KV cache manager.)
+Layers share tensors: KV tensor i holds layer i of every group. One group at a time owns a block id, and the other
+groups leave that block's part of the tensor alone. A block therefore takes part of as many tensors as the largest group
+has layers, and groups of equal size waste nothing. The idea is vLLM's hybrid KV cache manager.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 DRAFT_PREFIX = "draft."
-"""What the names of layers begin with that belong to what drafts, not to the model."""
+"""Prefix of the names of layers that belong to a drafter, not to the model."""
 
 
 def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
-    """The first position that a query at ``position`` sees. It never falls as ``position`` rises."""
+    """Return the first position that a query at ``position`` sees. It never decreases as ``position`` increases."""
     first = 0
     if sliding_window is not None:
         first = max(position - sliding_window + 1, 0)
@@ -25,9 +25,13 @@ def first_key(position: int, sliding_window: int | None, attention_chunk: int | 
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention layer's demand. ``dtype_size`` in bytes. ``sliding_window``: keys a query sees, itself included.
-    ``attention_chunk``: a query at position p sees keys from ``p // attention_chunk * attention_chunk``. Both in tokens,
-    None for full attention.
+    """KV cache needs of one attention layer.
+
+    Attributes:
+        dtype_size: Bytes per number.
+        sliding_window: Number of keys that a query sees, including its own. None for full attention.
+        attention_chunk: A query at position p sees keys from ``p // attention_chunk * attention_chunk``, in tokens.
+            None for full attention.
     """
 
     block_size: int
@@ -45,19 +49,20 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key_width(self) -> int:
-        """Numbers that the keys of a token take."""
+        """Number of key values per token."""
         return self.num_kv_heads * self.head_size
 
     @property
     def value_width(self) -> int:
-        """Numbers that the values of a token take."""
+        """Number of value values per token."""
         return self.num_kv_heads * self.head_size_v
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table: the same block ids mean the same tokens in each of them.
+    """Layers that share one block table: a block id means the same tokens in each of them.
 
-    ``max_blocks``: the most blocks one request holds here at once; None: as many as its tokens fill.
+    Attributes:
+        max_blocks: Maximum number of blocks that one request holds here at once. None: as many as its tokens fill.
     """
 
     layer_names: tuple[str, ...]
@@ -67,22 +72,22 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_windowed(self) -> bool:
-        """Whether later queries stop seeing the beginning of a sequence."""
+        """Whether later queries no longer see the beginning of a sequence."""
         return self.sliding_window is not None or self.attention_chunk is not None
 
     def first_key(self, position: int) -> int:
-        """The first position that a query at ``position`` sees in these layers."""
+        """Return the first position that a query at ``position`` sees in these layers."""
         return first_key(position, self.sliding_window, self.attention_chunk)
 
     def num_blocks_for(self, num_blocks: int) -> int:
-        """The most blocks that a sequence filling ``num_blocks`` blocks holds here at once."""
+        """Return the maximum number of blocks that a sequence of ``num_blocks`` blocks holds here at once."""
         return num_blocks if self.max_blocks is None else min(num_blocks, self.max_blocks)
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after sizing. ``num_blocks`` counts block 0, the null block, which is never handed out.
+    """The size of the block pool. ``num_blocks`` includes block 0, the null block, which is never allocated.
 
-    All groups take their blocks from this one pool: a block id belongs to at most one group at a time.
+    All groups take their blocks from this pool: a block id belongs to at most one group at a time.
     """
 
     num_blocks: int
@@ -94,18 +99,20 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 # Grouping of layers.
 
 MAX_GROUPS = 8
-"""Each group costs a block table and a plan of its attention in every step."""
+"""Maximum number of groups. Each group costs a block table and an attention plan in every step."""
 
 
 class KVTensorWidth(NamedTuple):
-    """Numbers that a token takes in a tensor: as many as in the widest of the layers that share it."""
+    """Numbers per token in a KV tensor: the maximum over the layers that share the tensor."""
 
     key_width: int
     value_width: int
 
 
 def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[KVTensorWidth]:
-    """The width of each KV tensor. Layers whose heads differ may share one; the narrower leaves the rest unused."""
+    """Return the width of each KV tensor. Layers with different heads may share a tensor; narrower layers leave the
+    rest unused.
+    """
     count = max(len(group.layer_names) for group in groups)
     widths = []
     for i in range(count):
@@ -115,12 +122,12 @@ def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheG
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
-    """Bytes of one block in all KV tensors. Those of the model and of what drafts are apart."""
+    """Return the bytes of one block in all KV tensors. The model and the drafter have separate tensors."""
     return sum(_bytes_of(specs, groups, drafts=drafts) for drafts in (False, True))
 
 
 def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], *, drafts: bool) -> int:
-    """Of the layers of what drafts, or of the model."""
+    """Return the bytes of one block in the tensors of the drafter, or of the model."""
     own = [
         msgspec.structs.replace(
             group, layer_names=tuple(name for name in group.layer_names if name.startswith(DRAFT_PREFIX) is drafts)
@@ -137,12 +144,13 @@ def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], 
 def group_layers(
     specs: Mapping[str, KVCacheSpec], *, max_len: int, max_tokens_in_flight: int
 ) -> tuple[KVCacheGroup, ...]:
-    """The groups in which a decoding sequence of ``max_len`` tokens takes the least memory; of equals, the fewest.
+    """Choose the groups that need the least memory for a decoding sequence of ``max_len`` tokens, or of equal choices
+    the fewest groups.
 
-    There is a group per kind of layer (its window), and where one kind has many more layers than another, as many
-    groups as make their sizes similar: four full layers beside twenty windowed ones become one group and five. One
-    group without a window is the last resort: it is chosen where windows save nothing, or where layers differ so much
-    in size that sharing tensors costs more than windows save.
+    Layers are grouped by kind, which is their window. A kind with many more layers than another is split into groups of
+    similar size: four full layers and twenty windowed layers become one group and five. A single group without a window
+    is the fallback. It is chosen where windows save nothing, or where layer sizes differ so much that sharing tensors
+    costs more than windows save.
     """
     block_size = max(spec.block_size for spec in specs.values())
     kinds: dict[tuple[int | None, int | None], list[str]] = {}
@@ -168,12 +176,12 @@ def group_layers(
 
 
 def _below(span: int | None, max_len: int) -> int | None:
-    """A window that no sequence leaves is none."""
+    """Return the window, or None if no sequence is long enough to leave it."""
     return None if span is None or span >= max_len else span
 
 
 def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_len: int, block_size: int) -> int:
-    """Bytes that a sequence of ``max_len`` tokens holds between two steps that compute a token each."""
+    """Return the bytes that a sequence of ``max_len`` tokens holds while it decodes one token per step."""
     full = -(-max_len // block_size)
     blocks = 0
     for group in groups:
@@ -183,6 +191,6 @@ def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_
 
 
 def _max_blocks(window: int | None, chunk: int | None, max_tokens_in_flight: int, block_size: int) -> int | None:
-    """Blocks of the keys that ``max_tokens_in_flight`` consecutive queries see, wherever they stand."""
+    """Return the number of blocks for the keys that ``max_tokens_in_flight`` consecutive queries see, at any position."""
     spans = [span for span in (window, chunk) if span is not None]
     return -(-(min(spans) - 1 + max_tokens_in_flight) // block_size) + 1 if spans else None

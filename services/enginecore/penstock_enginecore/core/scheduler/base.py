@@ -1,4 +1,4 @@
-"""What the engine core asks of a scheduler, and how one is chosen by name."""
+"""The scheduler interface, and the registry that finds a scheduler by name."""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
@@ -20,12 +20,16 @@ from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
 Clock = Callable[[], float]
-"""Seconds from some origin."""
+"""A clock that returns seconds since an arbitrary origin."""
 
 
 class PauseState(enum.Enum):
-    """RUNNING takes and schedules requests. DRAINING schedules those it had when the pause was asked for; later ones wait
-    until it is RUNNING again. PAUSED schedules nothing: what runs keeps its blocks and goes on afterwards.
+    """State of a pause.
+
+    Attributes:
+        RUNNING: Requests are accepted and scheduled.
+        DRAINING: Requests from before the pause are scheduled. Later requests wait until the state is RUNNING.
+        PAUSED: Nothing is scheduled. Running requests keep their blocks and continue after the pause.
     """
 
     RUNNING = "running"
@@ -38,8 +42,8 @@ class Admission(enum.Enum):
 
     Attributes:
         STARTED: The request runs in this step.
-        BLOCKED: The request is held until a resource of its own is there. Requests behind it may start.
-        NO_ROOM: The request stays at the head of the queue. No request behind it starts in this step.
+        BLOCKED: The request is held until a resource that it needs is ready. Requests after it may start.
+        NO_ROOM: The request stays at the head of the queue. No request after it starts in this step.
         ENDED: The request failed and has ended.
     """
 
@@ -50,50 +54,55 @@ class Admission(enum.Enum):
 
 
 class StepResource:
-    """Something that only some requests need, and of which a step has only so much. The base class needs nothing.
+    """A limited resource that only some requests need, such as adapter slots. The scheduler calls the hooks.
 
-    The scheduler calls the hooks in the order in which they stand here. ``request`` is living, unless a hook says otherwise.
-    ``stats_name``: the field of SchedulerStats that ``stats`` fills in; empty: none.
+    The hooks below are in the order of the calls. The base class limits nothing. ``request`` has not ended, unless a
+    hook says otherwise.
+
+    Attributes:
+        stats_name: The field of SchedulerStats that ``stats`` fills in, or empty if there is none.
     """
 
     stats_name = ""
 
     def attach(self, scheduler: "Scheduler") -> None:
-        """The scheduler is there."""
+        """Connect the resource to its scheduler."""
 
     def added(self, request: Request) -> None:
-        """A request was queued."""
+        """Note that a request was queued."""
 
     def begin_step(self, *, paused: bool) -> None:
-        """A step is being scheduled. If ``paused``, it computes nothing."""
+        """Begin scheduling a step. If ``paused``, the step computes nothing."""
 
     def begin_waiting(self) -> None:
-        """The running requests of the step are chosen; the waiting ones follow."""
+        """Begin the loop over waiting requests. The running requests of the step are already chosen."""
 
     def may_start(self, request: Request) -> Hold:
-        """Return why a waiting request is held from now on; NONE if it may start, as far as this resource decides."""
+        """Return the hold that a waiting request gets now. NONE means that this resource lets it start."""
         return Hold.NONE
 
     def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
-        """Have KV blocks of a waiting request loaded, so that it need not compute them.
+        """Begin to load KV blocks of a waiting request, so that it need not compute them.
 
         Args:
             request: The request at the head of the queue.
-            computed: The blocks of its prefix that the KV cache has.
-            reserve: Returns how many blocks must stay free if the request gets blocks for that many tokens.
+            computed: The prefix blocks that are in the KV cache.
+            reserve: Returns the number of blocks to keep free if the request gets blocks for that many tokens.
 
         Returns:
-            BLOCKED if a load has begun, NO_ROOM if the load needs blocks that are in use, None if the request should compute
-            its tokens.
+            BLOCKED if a load has begun. NO_ROOM if the load needs blocks that are in use. None if the request should
+            compute its tokens.
         """
         return None
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """Return how many of ``count`` tokens from position ``start`` fit into the step; 0 if none do."""
+        """Return how many of ``count`` tokens from position ``start`` fit into the step, or 0."""
         return count
 
     def claim(self, request: Request, start: int, count: int) -> int:
-        """Return how many of ``count`` tokens a waiting request may compute if it starts; 0 if it is held from now on."""
+        """Return how many of ``count`` tokens a waiting request may compute if it starts. 0 means that the request is
+        now held.
+        """
         return count
 
     def has_others(self, request: Request) -> bool:
@@ -101,48 +110,56 @@ class StepResource:
         return False
 
     def give_up_one(self, *, keep: Request | None = None) -> bool:
-        """Free the KV blocks of one waiting request, but not of ``keep``. Return False if no such request has blocks."""
+        """Free the KV blocks of one waiting request other than ``keep``. Return False if no such request has blocks."""
         return False
 
     @property
     def returns_blocks(self) -> bool:
-        """Whether KV blocks that no request has will be free soon."""
+        """Whether KV blocks that belong to no request will be free soon."""
         return False
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
-        """A request starts with ``num_computed`` tokens in the KV cache, and computes ``count`` more."""
+        """Note that a request starts with ``num_computed`` tokens in the KV cache and computes ``count`` more."""
 
     def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
-        """Return how many of the next ``count`` tokens of a running request the step can compute; 0 if none."""
+        """Return how many of the next ``count`` tokens of a running request the step can compute, or 0."""
         return count
 
     def preempted(self, request: Request) -> None:
-        """A running request has lost its KV blocks."""
+        """Note that a running request has lost its KV blocks."""
 
     def all_preempted(self) -> None:
-        """Every running request was preempted between two steps."""
+        """Note that every running request was preempted between two steps."""
 
     def workers_reset(self) -> None:
-        """A step was not computed; the workers may have lost what this resource keeps there."""
+        """Note that a step was not computed. The workers may have lost the state that they keep for this resource."""
 
     def ended(self, request: Request) -> None:
-        """A request has ended, wherever it was."""
+        """Note that a request has ended, in any state."""
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """The step is complete; add what the workers must know."""
+        """Finish scheduling a step: add the data that the workers need."""
 
     def stats(self) -> Any:
-        """Counts and load now. Any thread."""
+        """Return current counts and load. Thread-safe."""
 
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler is built from. ``monotonic_clock`` stamps events, ``wall_clock`` is compared with deadlines. A step passes
-    ``num_stages`` workers, one after the other, each of which can be at another step. ``step_seconds``: how long steps take
-    by the number of their tokens, as far as that was measured. ``resources``: what only some requests need.
-    ``media``: modalities that requests may have, of whose embeddings ``encoder_cache_size`` are kept at most; ``media_inputs``:
-    what is kept of their inputs.
-    ``leases``: keeps the blocks of requests that go on elsewhere.
-    ``kv_connector``: brings blocks, of ``min_load_tokens`` tokens in a row at least; None where nothing does.
+    """Settings and collaborators of a scheduler.
+
+    Attributes:
+        num_stages: Pipeline stages. A step passes the stages one after the other, and each stage can be at another
+            step.
+        step_seconds: Measured step duration in seconds, by number of tokens.
+        resources: Resources that only some requests need.
+        media: Modalities that the model accepts.
+        encoder_cache_size: Maximum number of media embeddings to keep.
+        media_inputs: Cache of media inputs.
+        leases: Lease manager for KV blocks that another engine still reads.
+        kv_connector: Loads KV blocks from elsewhere, or None if there is no such source.
+        min_load_tokens: Minimum number of consecutive tokens that a load must bring.
+        monotonic_clock: Clock for event timestamps.
+        wall_clock: Clock that is compared with deadlines.
     """
 
     config: SchedulerConfig
@@ -166,92 +183,102 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Protocol):
-    """Decides what each step computes, and turns its tokens into outputs.
+    """Decides which tokens each step computes, and turns the step's tokens into outputs.
 
-    A step is ``schedule``, the executor's work, ``update_from_output``, ``take_outputs``. The next step may be scheduled
-    before this one's results are in; results come in the order of the steps. Requests may be added and aborted between any
-    two of these calls. Every request ends exactly once, with one output that has a finish reason,
-    except those of a client that has gone, which end silently.
+    The engine calls ``schedule``, lets the executor run the step, and then calls ``update_from_output`` and
+    ``take_outputs``. The next step may be scheduled before the results of the current one arrive. Results arrive in
+    step order. Requests may be added and aborted between any two calls. Every request ends exactly once, with one
+    output that has a finish reason. The exception is a disconnected client, whose requests end without outputs.
 
-    ``kv_cache``: which request holds which blocks, and which can be found. Requests come with their prompts hashed by it.
+    Attributes:
+        kv_cache: Maps requests to KV blocks, and finds cached blocks. It must hash a request's prompt before the
+            request is added.
     """
 
     kv_cache: KVCacheManager
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
-        """Queue a request; with a ``hold`` it is not looked at before ``release`` takes that away.
+        """Queue a request. A request with a ``hold`` is not scheduled until ``release`` removes the hold.
 
-        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full. Whatever it raises, the request is
-        not queued then.
+        If an exception is raised, the request is not queued.
+
+        Raises:
+            InvalidArgument: The id is in use.
+            ResourceExhausted: The queue is full.
         """
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Take a reason to wait away from a request that may have ended meanwhile."""
+        """Remove a hold from a request. The request may have ended in the meantime."""
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Take a running request's turn and KV blocks away until ``release``: a step goes on without it. The results of the
-        steps in flight do not count for it. One that does not run is left alone.
+        """Preempt a running request and hold it until ``release``. Steps run without it, and it ignores the results of
+        steps in flight. A request that is not running is left alone.
         """
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request that cannot be served with an ERROR output. Returns False, and does nothing, when it is not one of the
-        living.
-        """
+        """End a request with an ERROR output. Return False, and do nothing, if the request has already ended."""
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End those of the requests that exist, with ABORT outputs; ``hand_over``: with HANDOFF, since they go on elsewhere.
-        Returns their ids.
+        """End the given requests that have not ended, and return their ids. Their outputs say ABORT, or HANDOFF if
+        ``hand_over``, which means that they resume on another engine.
         """
 
     def abort_client(self, client_id: str) -> None:
-        """End all requests of a client that has gone, without outputs."""
+        """End all requests of a disconnected client, without outputs."""
 
     def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
-        """End every request with an ABORT output that carries ``error``; not ``held``: but for those that wait for a resume.
-        ``keep_blocks``: the engine lives on and keeps their blocks for the engines that go on with them.
+        """End every request with an ABORT output that carries ``error``.
+
+        Args:
+            error: The reason.
+            held: Also end requests that wait for the end of a pause.
+            keep_blocks: Keep the KV blocks for the engines that resume the requests. The engine itself stays alive.
         """
 
     def end_expired(self) -> None:
-        """End requests whose deadline has passed, which ``schedule`` does as well."""
+        """End requests whose deadline has passed. ``schedule`` does this as well."""
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
-        """Choose the work of the next step; may be nothing. ``begin``: whether waiting requests may be part of it. Ends requests
-        whose deadline has passed.
+        """Choose the work of the next step, which may be empty. Also end requests whose deadline has passed.
+
+        ``begin`` says whether waiting requests may start in the step.
         """
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Requests of a step that get a token which their grammar decides on, in batch order. The tokens of all steps before it
-        must have been taken in.
+        """Return the requests whose next token is constrained by a grammar, in batch order. The results of all earlier
+        steps must have been processed.
         """
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Take in the results of a step, in the order of the steps. Requests that ended while it ran are skipped."""
+        """Process the results of a step, in step order. Requests that ended while the step ran are skipped."""
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
-        """Take in what was drafted behind a step, whose results were taken in."""
+        """Store the drafts that were made after a step. The step's results must have been processed."""
 
     @property
     def drafter_failure(self) -> str:
-        """Why nothing is drafted any more; empty while that works, or where nothing ever was."""
+        """The reason why drafting was switched off. Empty if it works, or if it is not configured."""
         return ""
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
-        """A step, the only one in flight, was not computed. Workers have taken in what it says of requests and blocks.
+        """Undo a step that was not computed. It must be the only step in flight.
 
-        Its tokens are scheduled again.
+        Its tokens are scheduled again. The workers have already applied the step's changes to requests and blocks.
         """
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
-        """A step has failed, those behind it were not run, and the workers have forgotten every request: all are computed again.
-        Returns the request that the step failed of, for the caller to end, once that is known.
+        """Recompute all requests after a failed step. Later steps were not run, and the workers have dropped all
+        request state.
+
+        Return the request that caused the failure, once it is known. The caller must end it.
         """
 
     @property
     def num_unexplained_failures(self) -> int:
-        """Times in a row that a step failed, and then each of its requests passed alone."""
+        """Number of consecutive failed steps whose requests each succeeded alone."""
 
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
-        """Outputs since the last call, by client id."""
+        """Return the outputs since the last call, by client id."""
 
     @property
     def has_requests(self) -> bool:
@@ -259,39 +286,39 @@ class Scheduler(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Requests that are waiting or running."""
+        """Number of waiting and running requests."""
 
     @property
     def num_held_by_pause(self) -> int:
-        """Of these, those that came after a pause was asked for."""
+        """Number of requests that arrived after a pause was requested."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, outputs nobody has taken, or ended requests the workers still hold."""
+        """Whether there are requests, outputs to take, or ended requests that the workers still hold."""
 
     pause_state: PauseState
 
     def pause(self, state: PauseState) -> None:
-        """Stop or go on handing out work."""
+        """Set the pause state."""
 
     @property
     def drained(self) -> bool:
-        """Whether all requests are of those that came after a pause was asked for."""
+        """Whether every request arrived after a pause was requested."""
 
     def preempt_all(self) -> None:
-        """Take every running request's KV blocks; they are computed again."""
+        """Preempt every running request. Their tokens are computed again."""
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a living request, in seconds since the epoch."""
+        """Return the earliest deadline of all requests, in seconds since the epoch."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns False, and does nothing, while a request is running."""
+        """Forget all cached prefixes. Return False, and do nothing, while a request is running."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget the embeddings of media that no running request needs."""
+        """Drop the media embeddings that no running request needs."""
 
     def stats(self) -> SchedulerStats:
-        """The load now."""
+        """Return the current load."""
 
 
 SchedulerFactory = Callable[[SchedulerContext], Scheduler]
@@ -300,12 +327,12 @@ _KNOWN: dict[str, str] = {"default": "penstock_enginecore.core.scheduler.schedul
 
 
 def register_scheduler(name: str, target: str) -> None:
-    """Make ``scheduler.scheduler: name`` mean the class at ``target``, written ``package.module:Class``."""
+    """Register the class at ``target`` (``package.module:Class``) as a scheduler that ``scheduler.scheduler`` can name."""
     _KNOWN[name] = target
 
 
 def create_scheduler(context: SchedulerContext) -> Scheduler:
-    """The scheduler that ``scheduler.scheduler`` names: a registered name, or ``package.module:Class``.
+    """Create the scheduler that ``scheduler.scheduler`` names: a registered name, or ``package.module:Class``.
 
     Raises ConfigError.
     """

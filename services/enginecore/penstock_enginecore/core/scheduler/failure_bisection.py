@@ -1,4 +1,4 @@
-"""Which request a step fails of. A state machine: failed steps and progress in, subsets of requests to try out."""
+"""Bisection that finds the request that makes a step fail. A state machine without I/O."""
 
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -6,18 +6,19 @@ from collections.abc import Collection, Mapping
 from penstock_enginecore.core.request import Request
 
 GOOD_STEPS = 100
-"""After so many steps without a failure, trials that found nobody are forgotten."""
+"""Number of steps without a failure after which trials without a result are forgotten."""
 
 
 class StepTrial:
-    """The requests of a failed step are suspects, and are tried in subsets: one at a time, in steps with nobody else.
+    """Finds the request that makes a step fail, by trying the requests of the failed step in subsets.
 
-    A subset whose step fails is parted in two; a request that fails alone is to blame. A suspect that gets as far as the failed
-    step would have brought it has passed, and is one of the others again. So one request of n is found in about log2(n) failed
-    steps, and mostly in two, because those that began in the failed step are tried first. Steps of the suspects take turns with
-    steps of all others, which a failure of the suspects therefore never names.
+    These requests are suspects. Each subset is tried in steps without other requests. If such a step fails, its subset
+    is split in two; a request that fails alone is blamed. A suspect passes once it has got as far as the failed step
+    would have brought it. The search needs about log2(n) failed steps for n requests. Mostly it needs two, because
+    requests that began in the failed step are tried first. Steps of suspects alternate with steps of all other
+    requests, so a failure of suspects never involves the others.
 
-    Suspects are known by key, with the number of tokens that must be processed for them to pass.
+    For each suspect's key, the subsets hold the number of tokens that must be processed for it to pass.
     """
 
     def __init__(self) -> None:
@@ -26,10 +27,10 @@ class StepTrial:
         self._suspects_turn = True
         self._num_good_steps = 0
         self.num_unexplained = 0
-        """Trials in a row in which each suspect passed alone, and failed steps that had no requests."""
+        """Number of consecutive trials in which each suspect passed alone, plus failed steps without requests."""
 
     def __bool__(self) -> bool:
-        """Whether there are suspects."""
+        """Return whether there are suspects."""
         return bool(self._subsets)
 
     def __contains__(self, key: str) -> bool:
@@ -37,12 +38,16 @@ class StepTrial:
 
     @property
     def subset(self) -> Collection[str]:
-        """Keys of the suspects whose turn it is to be tried."""
+        """Keys of the suspects that are tried now."""
         return self._subsets[0].keys() if self._subsets else ()
 
     def failed(self, targets: Mapping[str, int], *, new: Collection[str], alone: bool) -> str | None:
-        """A step failed. ``targets``: its living requests, ``new``: those of them that began in it, ``alone``: whether it had
-        one request only. Returns the key of the request to blame, when that is known.
+        """Record a failed step. Return the key of the request to blame, if it is known.
+
+        Args:
+            targets: By key of each request in the step, the number of tokens to be processed for it to pass.
+            new: Keys of the requests that began in the step.
+            alone: Whether the step had only one request.
         """
         for key in targets:
             self._remove(key)
@@ -63,7 +68,7 @@ class StepTrial:
         return None
 
     def settle(self, requests: Mapping[str, Request]) -> None:
-        """Let suspects go that have passed, or have ended. ``requests``: the living ones."""
+        """Remove suspects that have passed or ended. ``requests`` holds those that have not ended, by key."""
         while self._subsets:
             subset = self._subsets[0]
             for key, target in list(subset.items()):
@@ -76,12 +81,12 @@ class StepTrial:
             self._conclude()
 
     def next_turn(self) -> bool:
-        """Whether the next step is the suspects'; it is the others' after that."""
+        """Return whether the next step is for the suspects. The answer alternates."""
         turn, self._suspects_turn = self._suspects_turn, not self._suspects_turn
         return turn
 
     def step_done(self) -> None:
-        """A step did not fail."""
+        """Record a step that did not fail."""
         if self.num_unexplained and not self._subsets:
             self._num_good_steps += 1
             if self._num_good_steps >= GOOD_STEPS:

@@ -1,4 +1,4 @@
-"""How requests come, and how each ends exactly once."""
+"""Adding and ending of requests. Each request ends exactly once."""
 
 import heapq
 import itertools
@@ -15,10 +15,10 @@ from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 
 
 class DeadlineQueue:
-    """Requests with a deadline, the next one to expire first.
+    """Requests with a deadline, ordered by deadline.
 
-    A request that ends earlier stays in the heap until the dead outnumber the living; then the heap is rebuilt. So an
-    end costs O(1) amortized, and memory stays in proportion to the requests alive.
+    A request that ends earlier stays in the heap. When ended requests outnumber the others, the heap is rebuilt. So
+    ending a request costs O(1) amortized, and memory stays proportional to the number of requests.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class DeadlineQueue:
         return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Watch a request; one without a deadline is ignored."""
+        """Add a request. A request without a deadline is ignored."""
         if request.context.deadline is not None:
             self._num_alive += 1
             heapq.heappush(self._heap, (request.context.deadline, request.key, request))
@@ -49,7 +49,7 @@ class DeadlineQueue:
         return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now: float) -> list[Request]:
-        """Living requests whose deadline is not after ``now``. The caller ends them."""
+        """Remove and return the requests whose deadline is at or before ``now``. The caller must end them."""
         expired = []
         while self._heap and self._heap[0][0] <= now:
             _, _, request = heapq.heappop(self._heap)
@@ -66,9 +66,10 @@ _NORMAL_ENDS = (
 
 
 class RequestLifecycle:
-    """Takes requests in and ends them, wherever they are: waiting, held or running.
+    """Adds requests and ends them in any state: waiting, held or running.
 
-    ``finished_keys``: requests that have ended and that the workers have not been told of.
+    Attributes:
+        finished_keys: Ended requests that the workers have not been told about.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class RequestLifecycle:
         self.finished_keys: list[str] = []
 
     def add(self, request: Request, hold: Hold) -> None:
-        """Queue a request; one whose prior output has reached a stop ends at once.
+        """Queue a request. A request whose prior output already meets a stop condition ends at once.
 
-        Raises InvalidArgument for an id in use, ResourceExhausted when the queue is full.
+        Raises:
+            InvalidArgument: The id is in use.
+            ResourceExhausted: The queue is full.
         """
         self._state.requests.check_unused(request.client_id, request.request_id)
         if check_stop(request, self._state.context.eos_token_ids):
@@ -107,7 +110,9 @@ class RequestLifecycle:
             resource.added(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End those of a client's requests that live, with ABORT outputs, or with HANDOFF ones. Returns their ids."""
+        """End the client's given requests with ABORT outputs, or with HANDOFF if ``hand_over``. Return the ids of those
+        that had not ended.
+        """
         found = self._state.requests.find(client_id, request_ids)
         self.end(found, RequestStatus.HANDED_OVER if hand_over else RequestStatus.FINISHED_ABORTED)
         return [request.request_id for request in found]
@@ -117,8 +122,12 @@ class RequestLifecycle:
         self._state.outputs.forget(client_id)
 
     def abort_all(self, error: RequestError, *, held: bool = True, keep_blocks: bool = False) -> None:
-        """End every request with an ABORT output; not ``held``: but for those that wait for a pause to end. ``keep_blocks``: the
-        engine keeps their blocks for the engines that go on with them, as of requests that it hands over.
+        """End every request with an ABORT output.
+
+        Args:
+            error: The reason.
+            held: Also end requests that wait for the end of a pause.
+            keep_blocks: Keep the KV blocks for the engines that resume the requests.
         """
         requests = [r for r in self._state.requests.by_key.values() if held or not r.hold & Hold.PAUSE]
         self.end(requests, RequestStatus.FINISHED_ABORTED, error, keep_blocks=keep_blocks)
@@ -135,14 +144,14 @@ class RequestLifecycle:
             self.end([request], RequestStatus.FINISHED_ABORTED, error)
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request that cannot be served, with an ERROR output; one that has ended is left alone, and False returned."""
+        """End a request with an ERROR output. Return False, and do nothing, if the request has already ended."""
         if request.key not in self._state.requests.by_key:
             return False
         self.end([request], RequestStatus.FINISHED_ERROR, error)
         return True
 
     def fail_too_long(self, request: Request) -> None:
-        """End a request whose tokens need more KV blocks than there are."""
+        """End a request that needs more KV blocks than the cache has."""
         pool = self._state.kv_cache.pool
         message = (
             f"the sequence of {request.num_tokens} tokens needs more than the {pool.num_usable_blocks} KV cache blocks "
@@ -159,7 +168,7 @@ class RequestLifecycle:
         *,
         keep_blocks: bool = False,
     ) -> None:
-        """End living requests with one output each. ``keep_blocks``: for whoever goes on with them."""
+        """End requests with one output each. ``keep_blocks`` keeps the KV blocks for an engine that resumes them."""
         was_running = False
         for request in requests:
             if request.status is RequestStatus.RUNNING:
@@ -177,7 +186,7 @@ class RequestLifecycle:
             self._state.running.drop_finished()
 
     def ended_by_step(self, requests: list[Request]) -> None:
-        """Forget running requests that a step's results have ended, and whose output says so."""
+        """Forget running requests that ended in a step. Their outputs already say so."""
         for request in requests:
             self.finished_keys.append(request.key)
             handed_over = request.status is RequestStatus.HANDED_OVER
@@ -191,7 +200,7 @@ class RequestLifecycle:
             self._state.running.drop_finished()
 
     def take_finished_keys(self) -> list[str]:
-        """Requests that have ended since the last call and that the workers know."""
+        """Return the requests that ended since the last call and that the workers know."""
         keys, self.finished_keys = self.finished_keys, []
         return keys
 
@@ -199,7 +208,7 @@ class RequestLifecycle:
         return self._deadlines.next_deadline()
 
     def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:
-        """Let whoever goes on with a request that ends have its blocks, if they are wanted and can be kept."""
+        """Lease the blocks of an ended request to another engine, if that is wanted and possible."""
         return self._state.leases.grant(request) if wanted and request.num_processed_tokens else None
 
     def _forget(self, request: Request) -> None:
@@ -211,6 +220,6 @@ class RequestLifecycle:
         if request.grammar is not None:
             request.grammar.close()
         if request.num_charged_tokens or request.num_uncharged_embeds:
-            if not request.num_charged_tokens:  # it never started, and was given nothing else
+            if not request.num_charged_tokens:  # The request never started, so its tenant has not been charged.
                 request.num_charged_tokens = request.num_tokens
             self._state.waiting.charge(request)

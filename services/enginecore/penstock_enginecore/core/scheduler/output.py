@@ -1,4 +1,4 @@
-"""What the scheduler tells the executor to run in one step, and what comes back."""
+"""Messages between scheduler and executor: the work of one step, and its results."""
 
 import msgspec
 import numpy as np
@@ -15,14 +15,17 @@ from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 _NO_DRAFTS: list[int] = []
 MAX_SMALL_BYTES = 1024
-"""Of a tensor of media that every worker gets with its request."""
+"""Maximum size in bytes of a media tensor that is sent to every worker with its request."""
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
-    """A request the workers have not seen, or have forgotten since it was preempted: all of its data.
+    """All data of a request that the workers do not know. It is new, or the workers dropped it when it was preempted.
 
-    ``token_ids``: prompt and every output token known so far. ``block_ids``: one list per KV cache group. ``mm_features``: of
-    their data only what is small (``MAX_SMALL_BYTES`` a tensor): sizes and grids, but no pixels.
+    Attributes:
+        token_ids: The prompt and all output tokens known so far.
+        block_ids: KV block ids, one list per KV cache group.
+        mm_features: Media items with only their small tensors (at most ``MAX_SMALL_BYTES``): sizes and grids, but no
+            pixels.
     """
 
     request_id: str
@@ -42,8 +45,11 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 
 
 class EncoderStart(msgspec.Struct, kw_only=True):
-    """An item of media whose embeddings are to be computed, or taken as they are where its data is called "embeds".
-    ``data``: all of it. ``num_embeds``: rows that must come of it.
+    """A media item to encode. If its data is named "embeds", the data is used as the embeddings.
+
+    Attributes:
+        num_embeds: Number of rows that the encoder must return.
+        data: All tensors of the item.
     """
 
     identifier: str
@@ -53,10 +59,10 @@ class EncoderStart(msgspec.Struct, kw_only=True):
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
-    """Requests the workers know, as parallel lists: only what changed.
+    """Changes of requests that the workers already know, as parallel lists.
 
-    ``new_block_ids[i]`` is None when request i got no block in this step. Output tokens are not repeated: the worker
-    that sampled them has them.
+    ``new_block_ids[i]`` is None if request i got no block in this step. Output tokens are not included, because the
+    worker that sampled them has them.
     """
 
     request_ids: list[str] = []
@@ -65,17 +71,22 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True):
-    """One step. ``step`` numbers those that compute something. ``num_scheduled_tokens`` maps request id to tokens to
-    compute, in batch order.
+    """The work of one step.
 
-    ``finished_request_ids``: ended since the last step, workers drop their state. ``preempted_request_ids``: lost their
-    blocks, workers drop their state; they come back as new requests.
-    ``scheduled_spec_decode_tokens``: by request id, the drafts among its tokens, behind those that are final.
-    ``num_drafts_wanted``: by request id, how many tokens are to be drafted behind the step, at most. Their blocks are there.
-    ``encoder_starts``: items of media that join the queue of those to be encoded, which is in their order. ``encoder_budget``:
-    how much of that queue is computed before this step's forward pass, in embeddings times tower blocks; an item whose last block
-    is computed then is there for the forward pass. ``freed_identifiers``: workers forget the rows of these items, or that they
-    are to be encoded, before anything else.
+    Attributes:
+        step: Step number. Only steps that compute something are numbered.
+        num_scheduled_tokens: By request id in batch order, the number of tokens to compute.
+        finished_request_ids: Requests that ended since the last step. Workers drop their state.
+        preempted_request_ids: Requests that lost their blocks. Workers drop their state; the requests return as new
+            ones.
+        scheduled_spec_decode_tokens: By request id, the drafts. They are the last of the request's scheduled tokens.
+        num_drafts_wanted: By request id, the maximum number of tokens to draft after the step. Their blocks are
+            allocated.
+        encoder_starts: Media items to append to the encoder queue, in this order.
+        encoder_budget: Amount of encoder work before this step's forward pass, in embeddings times encoder layers. An
+            item whose last layer is computed now is available to the forward pass.
+        freed_identifiers: Media items to drop before anything else: their embeddings, or their place in the encoder
+            queue.
     """
 
     step: int = 0
@@ -92,7 +103,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     freed_identifiers: list[str] = []
 
     def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
-        """Schedule ``num_tokens`` tokens of a request that starts, or starts again."""
+        """Schedule ``num_tokens`` tokens of a request that starts or resumes."""
         self._count(request, num_tokens)
         features = request.mm_features
         self.new_requests.append(
@@ -117,8 +128,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     def add_known(
         self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...], drafts: list[int] = _NO_DRAFTS
     ) -> None:
-        """Schedule ``num_tokens`` tokens of a running request. ``new_block_ids``: empty when it got none. ``drafts``: the last of
-        the tokens.
+        """Schedule ``num_tokens`` tokens of a running request.
+
+        Args:
+            request: The request.
+            num_tokens: Number of tokens to compute.
+            new_block_ids: Blocks that the request got, one list per group. Empty if it got none.
+            drafts: Draft tokens, which are the last of the tokens.
         """
         self._count(request, num_tokens)
         if drafts:
@@ -129,7 +145,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         cached.new_block_ids.append(new_block_ids or None)
 
     def add_blocks(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """Tell of more blocks of a request that is in the step, a list per group."""
+        """Add more blocks, one list per group, to a request that is already in the step."""
         cached = self.cached_requests
         if request.key in cached.request_ids:
             index = cached.request_ids.index(request.key)
@@ -141,8 +157,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def concerns_workers(self) -> bool:
-        """Whether the executor gets the step: it computes something, tokens or media, or the workers can forget requests. A step
-        of which neither holds may be run as well; it computes nothing.
+        """Whether the executor must get the step: it computes tokens or media, or the workers can drop requests. Other
+        steps may be sent as well; they compute nothing.
         """
         return bool(
             self.num_scheduled_tokens
@@ -154,14 +170,14 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens_after(self) -> dict[str, int]:
-        """By request id, the tokens that are computed when the step is over."""
+        """By request id, the number of computed tokens after the step."""
         computed = {new.request_id: new.num_computed_tokens for new in self.new_requests}
         cached = self.cached_requests
         computed.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
         return {key: computed[key] + count for key, count in self.num_scheduled_tokens.items()}
 
     def remove(self, request: Request) -> None:
-        """Take a request out again, if it is in the step."""
+        """Remove a request from the step, if it is in it."""
         count = self.num_scheduled_tokens.pop(request.key, None)
         if count is None:
             return
@@ -181,19 +197,24 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
 
 def _without_large(feature: MultiModalFeature) -> MultiModalFeature:
-    """With those of its tensors that every worker gets."""
+    """Return the feature with only the tensors that every worker gets."""
     small = {name: tensor for name, tensor in feature.data.items() if len(tensor.data) <= MAX_SMALL_BYTES}
     return feature if len(small) == len(feature.data) else msgspec.structs.replace(feature, data=small)
 
 
 def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tuple[list[int], ...]:
-    """Blocks that were added to the same tables one after the other."""
+    """Return the two lists of new blocks of each group as one."""
     return tuple([[*a, *b] for a, b in zip(first, second, strict=True)])
 
 
 class DraftTokenIds(msgspec.Struct, kw_only=True):
-    """What was drafted behind a step, parallel to ``request_ids``: those of ``num_drafts_wanted``, a list each, which may be
-    empty. ``seconds`` that it took. ``failure``: why the drafter was switched off, empty while it works.
+    """Drafts made after a step.
+
+    Attributes:
+        request_ids: The requests of ``num_drafts_wanted``.
+        draft_token_ids: One list of drafts per request, which may be empty.
+        seconds: Time that drafting took.
+        failure: The reason why the drafter was switched off, or empty.
     """
 
     request_ids: list[str] = []
@@ -203,10 +224,14 @@ class DraftTokenIds(msgspec.Struct, kw_only=True):
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):
-    """Which tokens constrained requests of a step may get. ``bitmask`` int32 ``[rows, ceil(vocab / 32)]``: bit t % 32 of word
-    t // 32 is token t. Requests that get no token in the step, or are not constrained, are not named. Row i is that of
-    ``request_ids[i]``, behind the first ``offsets[i]`` of its drafts; without ``offsets`` behind none. Positions that are not
-    named cannot be reached.
+    """Tokens that the grammars allow in a step.
+
+    Requests without a grammar, or without a token in the step, have no row. Positions without a row cannot be reached.
+
+    Attributes:
+        request_ids: The request of each row.
+        bitmask: int32 ``[rows, ceil(vocab / 32)]``. Bit t % 32 of word t // 32 is set if token t is allowed.
+        offsets: For each row, the number of the request's drafts before the position. Empty means 0 for all rows.
     """
 
     request_ids: list[str]
@@ -215,14 +240,20 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
-    """Sampled tokens of a step, parallel to ``request_ids``: of a request with drafts those that held, and one more.
-    ``seconds`` that the step took to compute, 0 where nobody looked.
+    """Results of a step. Dictionaries are keyed by request id, unless noted.
 
-    The list of a request whose prompt is not yet fully computed is empty. By request id, for those that asked: ``logprobs`` of
-    the sampled tokens; ``prompt_logprobs`` of the prompt tokens that this step computed, less the first of the prompt, which
-    has none (position i of the prompt is scored by the step that computes i - 1); ``pooled``: results of pooling requests whose
-    last token was computed. ``encoder_failures``: by identifier, why an item of media could not be encoded;
-    the step computed its positions all the same, and what came of them means nothing.
+    Attributes:
+        request_ids: The requests of the step.
+        sampled_token_ids: New tokens of each request: accepted drafts and one more token. Empty if the prompt is not
+            fully computed.
+        logprobs: Log-probabilities of the sampled tokens, if requested.
+        prompt_logprobs: Log-probabilities of the prompt tokens that this step scored, if requested. The step that
+            computes position i - 1 scores position i, and the first token has no score.
+        pooled: Results of pooling requests whose last token was computed.
+        num_nans_in_logits: Number of NaN or infinite logits.
+        encoder_failures: By media identifier, why an item could not be encoded. The step computed its positions anyway,
+            and those results are invalid.
+        seconds: Time that the step took to compute, or 0 if it was not measured.
     """
 
     request_ids: list[str] = []

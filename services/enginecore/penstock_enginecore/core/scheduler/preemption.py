@@ -1,4 +1,4 @@
-"""Running requests that lose their KV blocks and are computed again."""
+"""Preemption: running requests lose their KV blocks and are computed again later."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from penstock_enginecore.core.scheduler.state import SchedulerState
 
 
 class Preemption:
-    """Preemption by recomputation: the request waits again, ahead of those that came later.
+    """Preemption by recomputation. A preempted request is queued again, ahead of later requests.
 
     Attributes:
-        preempted_keys: Requests that were preempted between steps, and that the workers have not been told of.
+        preempted_keys: Requests that were preempted between steps, and that the workers have not been told about.
         num_preemptions: Preemptions since the start.
     """
 
@@ -27,11 +27,13 @@ class Preemption:
         self.num_preemptions = 0
 
     def make_room(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> tuple[list[int], ...] | None:
-        """Take blocks from the least urgent until ``request``, which runs, gets those for its next tokens.
+        """Allocate blocks for the next tokens of a running request, and preempt the least urgent requests if necessary.
 
-        Returns the ids of the blocks added, a list per group, or None when it had to give up its own, or ended because it has all
-        blocks already, or because blocks come back soon that are being copied: it gets its own in another step. Those preempted
-        are taken out of the step.
+        Preempted requests are removed from the step.
+
+        Returns:
+            The ids of the new blocks, one list per group. None if the request was preempted or ended, or if blocks that
+            are being copied will be free soon. In the last case it gets its blocks in a later step.
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
             running, leases = self._state.running, self._state.leases
@@ -54,7 +56,7 @@ class Preemption:
         return new_block_ids
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Preempt a running request between steps, and hold it. One that does not run is left alone."""
+        """Preempt a running request between steps, and hold it. A request that is not running is left alone."""
         if request.status is RequestStatus.RUNNING:
             self._state.running.remove(request)
             request.hold |= hold
@@ -70,13 +72,13 @@ class Preemption:
             resource.all_preempted()
 
     def take_preempted_keys(self) -> list[str]:
-        """Requests that were preempted between steps since the last call."""
+        """Return the requests that were preempted between steps since the last call."""
         keys, self.preempted_keys = self.preempted_keys, []
         return keys
 
     def _preempt(self, request: Request) -> None:
-        """Free the blocks of a request that is no longer among the running, and let it wait. Results of the steps in flight do
-        not count for it.
+        """Free the blocks of a request that was removed from the running requests, and queue it. It ignores the results
+        of steps in flight.
         """
         state = self._state
         self._kv_cache.free(request)

@@ -1,4 +1,4 @@
-"""What a step's results mean for its requests: tokens, log-probabilities, vectors, stop conditions, ends."""
+"""Processing of step results: tokens, log-probabilities, embeddings, stop conditions and ends of requests."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,11 @@ from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 
 
 def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
-    """Whether the last output token ends the request; if so its status and stop reason are set.
+    """Return whether the last output token ends the request. If it does, set the request's status and stop reason.
 
-    EOS and stop tokens count from ``min_tokens`` on. ``max_tokens`` is bounded by ``max_model_len`` already, and holds
-    whatever ``min_tokens`` says. What goes on elsewhere has ended here. The stop reason of EOS is None, that of a stop token its
-    id.
+    EOS and stop tokens count only after ``min_tokens`` output tokens. ``max_tokens`` is already bounded by
+    ``max_model_len``, and applies regardless of ``min_tokens``. A request that is to be handed over ends here with
+    HANDED_OVER. The stop reason is None for EOS, and the token id for a stop token.
     """
     token_ids = request.all_token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
@@ -45,15 +45,17 @@ def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
 
 
 def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: RepetitionDetection) -> bool:
-    """Whether the last ``num_output_tokens`` of ``token_ids`` end with one pattern ``min_count`` times in a row.
+    """Return whether the last ``num_output_tokens`` of ``token_ids`` end with one pattern, repeated ``min_count``
+    times.
 
-    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Most patterns fail at their last token.
+    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Most patterns are ruled out by comparing one
+    token.
     """
     longest = min(detection.max_pattern_size, num_output_tokens // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
         if token_ids[-1] != token_ids[-1 - size]:
             continue
-        # The tail repeats with this period if it equals itself moved by one pattern.
+        # The tail repeats with this period if it equals itself shifted by one pattern.
         length = size * detection.min_count
         end = len(token_ids)
         if token_ids[end - length : end - size] == token_ids[end - length + size :]:
@@ -62,7 +64,9 @@ def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: Repe
 
 
 def append_tokens(request: Request, token_ids: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], bool]:
-    """Append output tokens up to the first that ends the request. Returns those appended, and whether it has ended."""
+    """Append output tokens up to the first one that ends the request. Return the appended tokens and whether the
+    request has ended.
+    """
     for count, token_id in enumerate(token_ids, start=1):
         request.all_token_ids.append(token_id)
         if check_stop(request, eos_token_ids):
@@ -71,11 +75,11 @@ def append_tokens(request: Request, token_ids: list[int], eos_token_ids: frozens
 
 
 class BrokenLogitsError(PenstockError):
-    """The model computed something that is no answer. The message is for operators."""
+    """The model's logits are invalid. The message is for operators."""
 
 
 class StepResults:
-    """Takes results in, in the order of the steps."""
+    """Applies step results to requests, in step order."""
 
     def __init__(
         self, state: SchedulerState, drafting: DraftPlanner | None = None, encoder: EncoderWork | None = None
@@ -87,9 +91,11 @@ class StepResults:
         self._drafting = drafting
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
-        """Give each request of the step what is its own. Returns those that have ended; the caller forgets them.
+        """Apply the results of a step to its requests. Return the requests that have ended; the caller must forget
+        them.
 
-        Requests that ended while the step ran, or lost their blocks since it was scheduled, get nothing.
+        Requests that ended while the step ran are skipped. So are requests that lost their blocks after the step was
+        scheduled.
         """
         sampled = dict(zip(results.request_ids, results.sampled_token_ids, strict=True))
         block_size, has_windows = self._kv_cache.block_size, self._kv_cache.has_windows
@@ -121,15 +127,17 @@ class StepResults:
                 if self._advance(request, sampled[key], results):
                     finished.append(request)
             except Exception as e:
-                del request.all_token_ids[num_known:]  # its client has not been told of them
+                del request.all_token_ids[num_known:]  # Drop tokens that the client has not been sent.
                 request.status = RequestStatus.FINISHED_ERROR
-                error = log_incident(request, e, doing="taking in what a step gave the request")
+                error = log_incident(request, e, doing="processing the step's results for the request")
                 self._outputs.add_end(request, [], error=error)
                 finished.append(request)
         return finished
 
     def _fail_of_nans(self, request: Request, count: int) -> None:
-        """End a request of whose logits ``count`` are NaN or infinite; its tokens of the step mean nothing, nor do its blocks."""
+        """End a request because ``count`` of its logits are NaN or infinite. Its tokens and KV blocks of the step are
+        invalid.
+        """
         request.status = RequestStatus.FINISHED_ERROR
         error = log_incident(
             request,
@@ -148,19 +156,20 @@ class StepResults:
         token_ids: list[int],
         results: ModelRunnerOutput,
     ) -> bool:
-        """As for others, of a request that had drafts: those that did not hold do not count as computed. Returns whether it has
-        ended.
+        """Apply the results of a request that had drafts. Return whether the request has ended.
+
+        Rejected drafts do not count as computed.
         """
         num_accepted = len(token_ids) - 1
         request.num_computed_tokens -= len(drafts) - num_accepted
         if request.num_placeholders:
-            request.num_placeholders -= len(drafts) - num_accepted  # the others are taken off as they come
+            request.num_placeholders -= len(drafts) - num_accepted  # _advance subtracts the accepted tokens.
         request.unsettled = request.key in step.num_drafts_wanted
         if self._drafting is not None:
             self._drafting.verified(request, len(drafts), num_accepted)
         before = request.num_processed_tokens
         ended = self._advance(request, token_ids, results, len(drafts))
-        # Only now: blocks that become findable hold tokens that are final.
+        # Update the count last, because full blocks become findable by it. They must contain only final tokens.
         after = min(before + num_tokens - len(drafts) + num_accepted, request.num_tokens)
         request.num_processed_tokens = after
         block_size = self._kv_cache.block_size
@@ -171,7 +180,10 @@ class StepResults:
         return ended
 
     def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput, num_drafts: int = 0) -> bool:
-        """``num_drafts``: drafted tokens that were verified. Returns whether the request has ended."""
+        """Append new tokens and add the outputs. Return whether the request has ended.
+
+        ``num_drafts`` is the number of drafted tokens that were verified.
+        """
         key = request.key
         if results.pooled and (vectors := results.pooled.get(key)) is not None:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -205,7 +217,7 @@ class StepResults:
         return False
 
     def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
-        """As ``_follow_grammar``; what goes wrong in it ends the request alone."""
+        """Call the function of the same name. An exception in it ends only this request."""
         try:
             return _follow_grammar(request, token_ids)
         except Exception as e:
@@ -217,13 +229,14 @@ class StepResults:
 
 
 def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
-    """Those of the prompt's log-probabilities that the client does not have: a preempted request computes them again.
+    """Return the prompt log-probabilities that the client does not have yet. A preempted request computes some of them
+    again.
 
-    ``logprobs`` are those of the last prompt tokens that count as processed.
+    ``logprobs`` belong to the last prompt tokens that count as processed.
     """
     if logprobs is None or not len(logprobs):
         return None
-    # A step that computes tokens up to position p scores those up to p + 1; the first of the prompt has no score.
+    # A step that computes tokens up to position p scores tokens up to p + 1. The first prompt token has no score.
     end = min(request.num_processed_tokens, request.num_prompt_tokens - 1)
     new = end - request.num_prompt_logprobs
     if new <= 0:
@@ -233,15 +246,16 @@ def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
 
 
 def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | None:
-    """Advance the request's grammar. A request whose grammar can take nothing more has ended; the error says why it cannot
-    go on, when other parameters left no token that the grammar allows.
+    """Advance the request's grammar by the new tokens. End the request if its grammar is complete.
+
+    Return an error if the request's other parameters excluded every token that the grammar allows.
     """
     grammar = request.grammar
     if grammar is None:
         return None
     for count, token_id in enumerate(token_ids, start=1):
         if grammar.accept(token_id):
-            if grammar.terminated and count < len(token_ids):  # nothing may follow
+            if grammar.terminated and count < len(token_ids):  # No token may follow.
                 del request.all_token_ids[count - len(token_ids) :]
                 request.status = RequestStatus.FINISHED_STOPPED
                 request.stop_reason = None
@@ -249,7 +263,8 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
             continue
         handed_over = request.status is RequestStatus.HANDED_OVER
         if request.finished and not handed_over and count == len(token_ids):
-            return None  # it ended at a stop token or at its length, where a constraint need not be fulfilled
+            # The request ended at a stop token or at its length limit, where the output need not fulfil the constraint.
+            return None
         del request.all_token_ids[count - 1 - len(token_ids) :]
         request.status = RequestStatus.FINISHED_ERROR
         return RequestError.from_exception(

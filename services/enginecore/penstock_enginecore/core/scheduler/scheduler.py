@@ -1,12 +1,12 @@
-"""The default scheduler: one token budget, first come first served or by urgency, shared fairly between tenants.
+"""The default scheduler: one token budget per step, FCFS or priority order, fair sharing between tenants.
 
-There is no prefill phase and no decode phase. Every step hands out tokens so that each request's
-``num_computed_tokens`` catches up with its ``num_tokens``. Chunked prefill, prefix hits and resumed requests all
-follow from that rule, which is vLLM V1's.
+There is no prefill phase and no decode phase. Every step assigns tokens so that each request's ``num_computed_tokens``
+catches up with its ``num_tokens``. Chunked prefill, prefix cache hits and resumed requests all follow from this rule.
+The rule is vLLM V1's.
 
-``num_computed_tokens`` moves when a step is scheduled, so that the next step can be scheduled while this one runs. With
-asynchronous scheduling a request also gets the step behind a token that is not known yet: a placeholder stands for it, and
-the worker, which runs steps in order, has the token by then.
+``num_computed_tokens`` advances when a step is scheduled, not when it finishes. The next step can therefore be
+scheduled while the current one runs. With asynchronous scheduling, a request can be in the next step before its last
+token is known. A placeholder represents that token. Workers run steps in order, so the worker has the token by then.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,11 +34,12 @@ from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 
 
 class DefaultScheduler(Scheduler):
-    """The scheduler that ``scheduler.scheduler: default`` names.
+    """The default implementation of ``Scheduler``, selected by ``scheduler.scheduler: default``.
 
-    A living request is among the waiting or among the running. Running requests hold KV blocks, others none, but for those whose
-    blocks are being loaded. When blocks run out, the least urgent running request gives up its blocks and waits again, ahead of
-    those that came later. Adapters, media, loads and drafts are ``StepResource`` objects, which the two loops of a step ask.
+    A request that has not ended is either waiting or running. Running requests hold KV blocks. Waiting requests hold
+    none, unless their blocks are being loaded. When blocks run out, the least urgent running request is preempted: it
+    loses its blocks and is queued ahead of later requests. Adapters, media, loads and drafts are ``StepResource``
+    objects. The running loop and the waiting loop of each step call them.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -91,17 +92,18 @@ class DefaultScheduler(Scheduler):
         return output
 
     def _continue_running(self, requests: list[Request], output: SchedulerOutput, *, early: bool = False) -> bool:
-        """The loop over running requests: add the tokens that each can compute, as far as the budget and the KV blocks go.
+        """Schedule the tokens that each running request can compute, within the budget and the free KV blocks.
 
-        An exception ends the request that it concerns. Hot: the body runs once per request and step.
+        An exception ends only the request that it concerns. This is a hot path: the loop body runs once per request and
+        step.
 
         Args:
             requests: The running requests that may be in the step.
             output: The step.
-            early: Include requests whose last token is still on its way through the stages of a pipeline.
+            early: Include requests whose last token is still in the pipeline stages.
 
         Returns:
-            Whether a request was left out because it is early.
+            Whether a request was left out because its last token is still in the pipeline stages.
         """
         budget, drafting, encoder = self._state.budget, self._drafting, self._encoder
         if drafting is not None and not early:
@@ -115,7 +117,7 @@ class DefaultScheduler(Scheduler):
                 count = num_tokens_due(request)
                 if (
                     count == 0 or request.status is not RequestStatus.RUNNING
-                ):  # its token is on its way, or it was preempted
+                ):  # The request's next token is pending, or the request was preempted.
                     continue
                 if count > 1:
                     count = budget.tokens_for(count, output)
@@ -126,7 +128,7 @@ class DefaultScheduler(Scheduler):
                 if count == 0:
                     continue
                 block_ids = self._preemption.make_room(request, count, output)
-                if block_ids is None:  # it gave up its own blocks, or ended
+                if block_ids is None:  # The request was preempted, or it ended.
                     continue
                 if drafting is not None and count == 1:
                     drafting.add(request, block_ids, output)
@@ -138,14 +140,14 @@ class DefaultScheduler(Scheduler):
         return share.has_early
 
     def _start_waiting(self, requests: Iterator[Request], output: SchedulerOutput) -> None:
-        """The loop over waiting requests: start them in the order of the policy until one has no room."""
+        """Start waiting requests in policy order until one does not fit."""
         for request in requests:
             while self._try_start(request, output) is Admission.NO_ROOM:
                 if not self._free_blocks_for(request, output):
                     return
 
     def _try_start(self, request: Request, output: SchedulerOutput) -> Admission:
-        """Start a waiting request if there is room, and allocate its blocks. An exception ends the request."""
+        """Start a waiting request and allocate its blocks, if it fits. An exception ends the request."""
         kv_cache, budget = self.kv_cache, self._state.budget
         try:
             if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
@@ -182,8 +184,8 @@ class DefaultScheduler(Scheduler):
         return Admission.STARTED
 
     def _reserve(self, request: Request, num_tokens: int) -> int:
-        """Return how many blocks must stay free when a request gets blocks for ``num_tokens`` beside others: those for its other
-        tokens, and the watermark.
+        """Return the number of blocks to keep free when a request gets blocks for ``num_tokens`` while others hold
+        blocks. The number covers the request's remaining tokens and the watermark.
         """
         rest = self.kv_cache.num_blocks_for(request.num_tokens) - self.kv_cache.num_blocks_for(num_tokens)
         return rest + self._watermark_blocks
@@ -207,13 +209,14 @@ class DefaultScheduler(Scheduler):
         error = log_incident(request, exception, doing="scheduling the request")
         unknown_to_workers = request.status is RequestStatus.RUNNING
         self._lifecycle.fail(request, error)
-        if unknown_to_workers:  # so they need not forget it
+        if unknown_to_workers:  # The workers have never seen it, so they need not drop its state.
             self._lifecycle.finished_keys.remove(request.key)
 
     def _turns(self, output: SchedulerOutput, *, begin: bool) -> Iterator[tuple[list[Request], Iterator[Request]]]:
-        """Yield the running and the waiting requests that may be in the step, until a pair has something to compute.
+        """Yield pairs of running and waiting requests for the step, until one pair has tokens to compute.
 
-        Mostly all of them. While the failure of a step is looked into: the suspects, and all others, in turns.
+        Normally there is one pair, with all requests. While a failed step is being investigated, there are two pairs:
+        the suspects, and all other requests. The two alternate in going first.
         """
         trial = self._state.trial
         if trial:
@@ -227,21 +230,23 @@ class DefaultScheduler(Scheduler):
             yield running, self._suspects(output) if of_suspects else self._others(output)
 
     def _suspects(self, output: SchedulerOutput) -> Iterator[Request]:
-        """Yield the waiting requests that are tried now, until the step is full."""
+        """Yield the waiting suspects of the current trial, until the step is full."""
         for request in self._waiting_suspects():
             if not self._has_room(output):
                 return
             yield request
 
     def _others(self, output: SchedulerOutput) -> Iterator[Request]:
-        """Yield the waiting requests that are not tried now; none while one that is tried waits, or it might wait for ever."""
+        """Yield the other waiting requests. Yield none while a suspect waits, because the suspect could wait forever
+        otherwise.
+        """
         if not self._waiting_suspects():
             yield from self._heads(output)
 
     def _heads(self, output: SchedulerOutput) -> Iterator[Request]:
-        """Yield the waiting requests whose turn it is, those whose blocks were loaded first, until the step is full.
+        """Yield waiting requests in queue order until the step is full. Requests whose blocks were loaded come first.
 
-        Each must have started, ended or be held before the next is asked for.
+        Each request must start, end or be held before the next one is requested.
         """
         for resource in self._resources:
             resource.begin_waiting()
@@ -250,18 +255,20 @@ class DefaultScheduler(Scheduler):
                 return
             yield request
             if self._kv_loads is not None and request.hold and not request.finished:
-                self._kv_loads.give_up(request)  # another resource blocks it, and others may need its blocks
+                self._kv_loads.give_up(
+                    request
+                )  # Another resource blocks the request, and other requests may need its blocks.
         while self._has_room(output) and (head := self._waiting.head()) is not None:
             yield head
 
     def _has_room(self, output: SchedulerOutput) -> bool:
-        """Whether another request can start in the step, KV blocks aside."""
+        """Return whether another request can start in the step. KV blocks are not checked."""
         num_loading = 0 if self._kv_loads is None else len(self._kv_loads)
         return self._state.budget.has_room(output, len(self._running) + num_loading)
 
     def _free_blocks_for(self, request: Request, output: SchedulerOutput) -> bool:
-        """Free blocks for a waiting request where nothing runs that would: end a lease, or a load of another request. Return
-        False if there is none, or if something runs.
+        """Free blocks for a waiting request by ending a lease, or another request's load. Return False if there is
+        nothing to end, or if requests are running: they free blocks anyway.
         """
         if self._running or output.num_scheduled_tokens:
             return False
@@ -276,14 +283,14 @@ class DefaultScheduler(Scheduler):
             requests[key] for key in self._state.trial.subset if key in requests and requests[key].hold == Hold.TRIAL
         ]
 
-    # Requests come and go.
+    # Adding and ending requests.
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
-        """Queue a request; one whose prior output has reached a stop ends at once."""
+        """Queue a request. A request whose prior output already meets a stop condition ends at once."""
         self._lifecycle.add(request, hold if self._state.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Take a reason to wait away; without another one the request takes its turn."""
+        """Remove a hold. A request without another hold joins the queue."""
         if not request.finished:
             self._waiting.release(request, hold)
 
@@ -291,7 +298,7 @@ class DefaultScheduler(Scheduler):
         self._preemption.hold_back(request, hold)
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request that cannot be served, with an ERROR output; one that has ended is left alone."""
+        """End a request with an ERROR output. A request that has already ended is left alone."""
         return self._lifecycle.fail(request, error)
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
@@ -336,7 +343,9 @@ class DefaultScheduler(Scheduler):
             resource.workers_reset()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
-        """All requests are computed again, those of the step in subsets. Text is not to blame for what is encoded beside it."""
+        """Preempt all requests, and try the requests of the failed step in subsets. A request is blamed only if the
+        step had no media encoding that could have failed instead.
+        """
         requests = self._requests.by_key
         targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
         began = {new.request_id for new in scheduler_output.new_requests}
@@ -346,10 +355,10 @@ class DefaultScheduler(Scheduler):
         self.preempt_all()
         for resource in self._resources:
             resource.workers_reset()
-        for key in targets:  # also those that had lost their blocks while the step was in flight
+        for key in targets:  # This includes requests that lost their blocks while the step was in flight.
             if key in self._state.trial:
                 self._waiting.hold(requests[key], Hold.TRIAL)
-        # The workers know no request any more.
+        # The workers have dropped all request state.
         self._lifecycle.take_finished_keys()
         self._preemption.take_preempted_keys()
         return requests[culprit] if culprit else None
@@ -361,7 +370,7 @@ class DefaultScheduler(Scheduler):
     def take_outputs(self) -> dict[str, EngineCoreOutputs]:
         return self._state.outputs.take(self.stats(), self._state.clock()) if self._state.outputs else {}
 
-    # What others may ask.
+    # Queries and control.
 
     @property
     def has_requests(self) -> bool:
@@ -388,7 +397,7 @@ class DefaultScheduler(Scheduler):
 
     @property
     def pause_state(self) -> PauseState:  # type: ignore[override]
-        """Whether work is handed out."""
+        """Whether requests are scheduled."""
         return self._state.pause_state
 
     def pause(self, state: PauseState) -> None:
@@ -404,7 +413,9 @@ class DefaultScheduler(Scheduler):
         self._preemption.preempt_all()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, if no request is running; one may hold no block, when all of them left its windows."""
+        """Forget all cached prefixes, if no request is running. The check is for running requests, not for held blocks:
+        a running request holds no block if all of its blocks are outside its attention windows.
+        """
         if not self._running and self._kv_loads is not None:
             self._kv_loads.settle()
         return not self._running and self.kv_cache.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The requests of a scheduler, the state that its parts share, and what clients are told."""
+"""The shared state of a scheduler: its requests, and the outputs collected for each client."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +22,16 @@ from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
 from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
 
-# What the scheduler tells each client, until the step is over.
+# Outputs for clients, collected until the step is over.
 
 
 class _ForClient:
-    """What one client is told. ``whole``: ids of requests that have an output of their own, which no row may go before."""
+    """Outputs for one client.
+
+    Attributes:
+        whole: Ids of requests that already have a full output. Their tokens must not go into columns, which could
+            overtake it.
+    """
 
     __slots__ = ("finished", "outputs", "tokens", "whole")
 
@@ -40,13 +45,13 @@ class _ForClient:
 class ClientOutputs:
     """Collects outputs per client: one ``EngineCoreOutputs`` per step and client.
 
-    New tokens and nothing else go in columns, for clients that number their requests.
+    If a client numbers its requests, outputs that contain only new tokens are sent as columns.
     """
 
     def __init__(self) -> None:
         self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
         self._told_loras: dict[str, int] = {}
-        """By client, the version of the adapters that it was last told the engine holds."""
+        """By client id, the version of the adapter list that the client was last sent."""
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -60,16 +65,18 @@ class ClientOutputs:
         prompt_logprobs: Logprobs | None = None,
         num_drafts: int = 0,
     ) -> None:
-        """Tell the request's client about new tokens, already in the request. Hot: once per request and step.
+        """Add new tokens to the outputs of the request's client. The tokens must already be in the request.
 
-        ``num_drafts``: drafted tokens that the step verified for it. Raises OverflowError for a token id that has no 32 bits.
+        This is a hot path: it runs once per request and step. ``num_drafts`` is the number of drafted tokens that the
+        step verified. Raises OverflowError for a token id that does not fit into 32 bits.
         """
         client = self._clients[request.client_id]
         plain = request.prefill_reported and not request.events and logprobs is None and prompt_logprobs is None
         if not plain or not request.number or request.request_id in client.whole:
             output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
             if num_drafts and request.spec_stats is not None:
-                output.spec_decoding_stats = request.spec_stats.copy()  # it grows while this is on its way
+                # Copy, because the statistics grow while the output is sent.
+                output.spec_decoding_stats = request.spec_stats.copy()
             return
         if client.tokens is None:
             client.tokens = TokenColumns()
@@ -86,7 +93,7 @@ class ClientOutputs:
         num_nans: int = 0,
         pooled: Vectors | None = None,
     ) -> None:
-        """Tell the request's client that it has ended, with its last tokens if there are new ones."""
+        """Add the final output of a request, with its last new tokens."""
         output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
         output.num_nans_in_logits = num_nans
         output.finish_reason = request.status.finish_reason
@@ -99,11 +106,11 @@ class ClientOutputs:
         self._clients[request.client_id].finished.append(request.request_id)
 
     def add_source(self, request: Request, source: KvSource) -> None:
-        """Say on the request's last output, which is there already, who keeps its blocks."""
+        """Add the source that keeps the request's blocks to the request's last output. That output must exist."""
         self._last(request).kv_source = source
 
     def add_answer(self, request: Request, answer: str) -> None:
-        """Likewise what a plugin's connector says of it, if that is anything."""
+        """Add the response of a connector plugin to the request's last output, unless it is empty."""
         if answer:
             self._last(request).kv_params = answer
 
@@ -118,7 +125,7 @@ class ClientOutputs:
         logprobs: Logprobs | None,
         prompt_logprobs: Logprobs | None,
     ) -> EngineCoreOutput:
-        """An output with all that there is to say of the request."""
+        """Add a full output for the request, with events and prefill statistics."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -138,12 +145,12 @@ class ClientOutputs:
         return output
 
     def forget(self, client_id: str) -> None:
-        """Drop what was meant for a client that has gone."""
+        """Drop the outputs for a disconnected client."""
         self._clients.pop(client_id, None)
         self._told_loras.pop(client_id, None)
 
     def take(self, stats: SchedulerStats, timestamp: float) -> dict[str, EngineCoreOutputs]:
-        """Everything since the last call, by client id. ``timestamp``: monotonic seconds."""
+        """Return all outputs since the last call, by client id. ``timestamp`` is in monotonic seconds."""
         clients, self._clients = self._clients, defaultdict(_ForClient)
         return {
             client_id: EngineCoreOutputs(
@@ -157,7 +164,7 @@ class ClientOutputs:
         }
 
     def _for_client(self, client_id: str, stats: SchedulerStats) -> SchedulerStats:
-        """The statistics without what the client was told of adapters before."""
+        """Return the statistics, without the adapter list if the client already has this version."""
         if stats.lora is None or stats.lora.held is None:
             return stats
         version = stats.lora.held.version
@@ -187,7 +194,8 @@ def _offset(request: Request, new_token_ids: list[int]) -> int:
 
 
 class SchedulerState:
-    """Requests, KV cache and budget of one scheduler. Its parts get this object instead of one another.
+    """Requests, KV cache and budget of one scheduler. The scheduler's parts share this object and do not refer to each
+    other.
 
     Attributes:
         context: The settings and collaborators that the scheduler was built from.
@@ -197,14 +205,14 @@ class SchedulerState:
         running: Requests with KV blocks, in the order in which they started.
         kv_cache: Maps each request to its KV blocks.
         budget: Limits of one step.
-        outputs: Outputs that the clients have not got yet.
+        outputs: Outputs that have not been sent to the clients yet.
         trial: Finds the request that makes a step fail.
         next_step: Number of the next step that computes something.
-        pause_state: Whether work is handed out.
+        pause_state: Whether requests are scheduled.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Raises ConfigError when the step budget cannot serve the model."""
+        """Create the state. Raises ConfigError if the step budget is too small for the model."""
         config = context.config
         self.context = context
         self.clock = context.monotonic_clock
@@ -226,24 +234,26 @@ class SchedulerState:
 
 
 class RequestTable:
-    """Living requests, by key and by client and id. Every operation costs what it returns."""
+    """Requests that have not ended, by key, and by client and id. The cost of each operation is proportional to its
+    result.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[str, Request] = {}
         self._by_client: dict[str, dict[str, Request]] = {}
         self.num_constrained = 0
-        """Requests with a grammar. If there are none, a step need not look for them."""
+        """Number of requests with a grammar. If it is 0, a step need not search for them."""
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     @property
     def by_key(self) -> Mapping[str, Request]:
-        """All living requests."""
+        """All requests that have not ended, by key."""
         return self._by_key
 
     def check_unused(self, client_id: str, request_id: str) -> None:
-        """Raise InvalidArgument when the client has a living request with this id."""
+        """Raise InvalidArgument if the client already has a request with this id."""
         if request_id in self._by_client.get(client_id, ()):
             raise InvalidArgument(f"request_id {quoted(request_id)} is already in use", field="request_id")
 
@@ -267,7 +277,7 @@ class RequestTable:
         return list(self._by_client.get(client_id, {}).values())
 
     def find(self, client_id: str, request_ids: Iterable[str]) -> list[Request]:
-        """Return the client's living requests among ``request_ids``, each once."""
+        """Return the client's requests among ``request_ids`` that have not ended, without duplicates."""
         of_client = self._by_client.get(client_id, {})
         return [of_client[request_id] for request_id in dict.fromkeys(request_ids) if request_id in of_client]
 
@@ -275,7 +285,8 @@ class RequestTable:
 class RunningRequests:
     """Running requests, in the order in which they started. Each has KV blocks.
 
-    ``rank`` orders requests by urgency, the most urgent first; None: the first that started is the most urgent.
+    ``rank`` returns a request's urgency, the lowest being the most urgent. If it is None, the request that started
+    first is the most urgent.
     """
 
     def __init__(self, rank: Callable[[Request], Rank] | None) -> None:
@@ -289,7 +300,7 @@ class RunningRequests:
         return iter(self.requests)
 
     def add(self, request: Request) -> None:
-        """Add a request that starts."""
+        """Append a request that starts."""
         self.requests.append(request)
 
     def remove(self, request: Request) -> None:
@@ -300,7 +311,7 @@ class RunningRequests:
             self.requests.remove(request)
 
     def least_urgent(self) -> Request:
-        """Return the request that is preempted first. There must be one."""
+        """Return the request to preempt first. There must be one."""
         return self.requests[-1] if self._rank is None else max(self.requests, key=self._rank)
 
     def drop_finished(self) -> None:

@@ -1,4 +1,4 @@
-"""The token budget of a step: what it may hold, what each request is due, how pipelines spread decodes over steps."""
+"""The token budget of a step: its limits, the tokens due for each request, and how pipelines spread decodes over steps."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,25 +14,25 @@ _SMALLEST_PIECE = 256
 
 
 class EncoderTurn(Protocol):
-    """What encodes media between the steps."""
+    """Encodes media between the steps."""
 
     @property
     def has_work(self) -> bool:
-        """Whether an item is to be encoded."""
+        """Whether a media item is waiting to be encoded."""
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Begin a step, in which towers compute unless they are to wait. Return whether they compute so far."""
+        """Begin a step, in which encoders compute unless ``waits``. Return whether they compute."""
 
 
 class StepBudget:
-    """The limits of every step: tokens to compute, of prompts and in all, and running requests.
+    """The limits of every step: tokens to compute, prompt tokens, and running requests.
 
-    Streams wait for the whole of a step. So beside requests that decode, prompts have half of ``max_prompt_batch_tokens`` of it,
-    and none of one that computes a slice of a tower, which takes as long: the two take turns.
+    Decoding requests wait for the whole step. So while requests decode, prompts get at most half of
+    ``max_prompt_batch_tokens`` per step. A step that computes a slice of an encoder takes no prompt tokens, because the
+    slice takes as long. Such steps alternate with steps for prompts.
 
-    Whatever else a step has only so much of (inputs of an encoder, slots for adapters) is a limit here and a condition of
-    ``has_room``. What is spent stands in the step's output alone, so that a request which is taken out again gives its share
-    back.
+    Other limited resources (encoder inputs, adapter slots) are limits here and conditions of ``has_room``. Usage is
+    computed only from the step's output. A request that is removed from the step therefore returns its share.
     """
 
     def __init__(
@@ -44,15 +44,24 @@ class StepBudget:
         num_stages: int = 1,
         largest_span: int = 0,
     ) -> None:
-        """``max_model_len`` in tokens. ``largest_span``: tokens of a prompt that are computed together, at most. Raises
-        ConfigError when a prompt that must be computed at once may be too long for it.
+        """Create the budget.
+
+        Args:
+            config: The scheduler's settings.
+            supports_chunked_prefill: Whether the model can compute a prompt in several steps.
+            max_model_len: Maximum sequence length in tokens.
+            num_stages: Pipeline stages.
+            largest_span: Maximum number of prompt tokens that must be computed together.
+
+        Raises:
+            ConfigError: Prompts cannot be split, and the longest prompt does not fit into a step.
         """
-        # Each running request needs a token of every step.
+        # Each running request needs one token in every step.
         self.max_num_running = min(config.max_num_seqs, config.step_tokens)
         self.chunked_prefill = config.enable_chunked_prefill and supports_chunked_prefill
         self.max_num_tokens = config.step_tokens
         if num_stages > 1 and self.chunked_prefill:
-            # What fills a step comes to the stages in pieces, so that all of them soon compute some of it.
+            # Split large steps into pieces, so that all pipeline stages soon have work.
             piece = max(
                 self.max_num_tokens // (_PIECES * num_stages), _SMALLEST_PIECE, self.max_num_running, largest_span
             )
@@ -60,8 +69,8 @@ class StepBudget:
         self._max_batch_tokens = config.max_prompt_batch_tokens or 0
         self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0
         self._shares = bool(self._max_batch_tokens) and self.chunked_prefill
-        self._prompt_tokens = self.max_num_tokens  # of the step
-        self._prompts_wait = False  # had none of the last step, in which a tower computed
+        self._prompt_tokens = self.max_num_tokens  # Limit of the current step.
+        self._prompts_wait = False  # Whether prompts got no tokens in the last step because an encoder computed in it.
         if not self.chunked_prefill and self.max_num_tokens < max_model_len:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens is {self.max_num_tokens}; without chunked prefill "
@@ -69,7 +78,9 @@ class StepBudget:
             )
 
     def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool) -> None:
-        """Of a step in which a request decodes, or none. ``encoder``: of a model with towers."""
+        """Begin a step. ``decoding`` says whether a running request decodes; ``encoder`` is None if the model has no
+        encoders.
+        """
         sharing = self._shares and decoding
         encoding = encoder is not None and encoder.begin_slice(
             waits=sharing and (self._prompts_wait or not encoder.has_work)
@@ -80,16 +91,16 @@ class StepBudget:
             self._prompt_tokens = 0 if encoding else max(self._max_batch_tokens // 2, 1)
 
     def has_room(self, output: SchedulerOutput, num_running: int) -> bool:
-        """Whether one more request can start in the step, beside ``num_running`` that run."""
+        """Return whether one more request can start in the step, with ``num_running`` requests running."""
         return num_running < self.max_num_running and output.total_num_scheduled_tokens < self.max_num_tokens
 
     def may_join(self, num_tokens: int, output: SchedulerOutput) -> bool:
-        """Whether a prompt with ``num_tokens`` to compute may begin beside those that the step has already."""
+        """Return whether a prompt with ``num_tokens`` to compute may start, given the prompts already in the step."""
         others = _num_prompt_tokens(output)
         return not self._max_batch_tokens or not others or others + num_tokens <= self._max_batch_tokens
 
     def tokens_for(self, num_tokens: int, output: SchedulerOutput) -> int:
-        """How many of the ``num_tokens`` due tokens of a prompt the step takes, of what is left; 0: none."""
+        """Return how many of the ``num_tokens`` due prompt tokens fit into the rest of the step, or 0."""
         if 0 < self._max_prompt_tokens < num_tokens:
             num_tokens = self._max_prompt_tokens
         left = self.max_num_tokens - output.total_num_scheduled_tokens
@@ -100,14 +111,14 @@ class StepBudget:
 
 
 def _num_prompt_tokens(output: SchedulerOutput) -> int:
-    """Of a step: every request has a token of it, some have drafts, and prompts have more."""
+    """Return the number of prompt tokens in a step. All tokens beyond one per request and its drafts belong to prompts."""
     drafts = output.scheduled_spec_decode_tokens
     num_drafts = sum(map(len, drafts.values())) if drafts else 0
     return output.total_num_scheduled_tokens - len(output.num_scheduled_tokens) - num_drafts
 
 
 def budget_of(context: SchedulerContext) -> StepBudget:
-    """Of the steps of a scheduler. Raises as StepBudget does."""
+    """Create the step budget of a scheduler. Raises ConfigError like ``StepBudget``."""
     return StepBudget(
         context.config,
         supports_chunked_prefill=context.supports_chunked_prefill,
@@ -118,8 +129,8 @@ def budget_of(context: SchedulerContext) -> StepBudget:
 
 
 def num_tokens_due(request: Request) -> int:
-    """Tokens of a running request that can be computed now, without drafts; 0 while its next one is on its way, or its
-    grammar lags behind.
+    """Return the number of tokens of a running request that can be computed now, without drafts. It is 0 while its next
+    token is pending, or while its grammar is behind.
     """
     if request.unsettled:
         return 0
@@ -132,8 +143,12 @@ def num_tokens_due(request: Request) -> int:
 
 
 def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], *, expect_tokens: bool) -> None:
-    """What is scheduled counts as computed for the steps behind this one, and the tokens it will bring as known, where these are
-    waited for (``expect_tokens``). ``requests``: the living ones by key.
+    """Count the scheduled tokens as computed, so that the next step can be scheduled.
+
+    Args:
+        output: The scheduled step.
+        requests: The requests that have not ended, by key.
+        expect_tokens: Also add placeholders for the tokens that the step will sample.
     """
     for key, num_tokens in output.num_scheduled_tokens.items():
         request = requests[key]
@@ -141,7 +156,7 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
         drafts = output.scheduled_spec_decode_tokens.get(key)
         num_drafts = 0
         if drafts is not None:
-            request.unsettled = True  # how many of them hold is known when the step is over
+            request.unsettled = True  # The number of accepted drafts is known only after the step.
             num_drafts = len(drafts)
         if request.num_computed_tokens - num_drafts == request.num_tokens + request.num_placeholders:
             request.sampled_step = output.step
@@ -150,7 +165,7 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
 
 
 def count_as_not_computed(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-    """A step that ``count_as_computed`` has seen, the last one, was not computed, and nothing of it stays."""
+    """Undo ``count_as_computed`` for the last step, which was not computed."""
     for key, count in output.num_scheduled_tokens.items():
         if (request := requests.get(key)) is not None:
             request.num_computed_tokens -= count
@@ -159,7 +174,7 @@ def count_as_not_computed(output: SchedulerOutput, requests: Mapping[str, Reques
 
 
 def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Request]:
-    """Those of the ``requests`` that get a token in the step which a grammar decides on, in batch order."""
+    """Return the requests whose token in the step is constrained by a grammar, in batch order."""
     found: list[Request] = []
     for key in output.num_scheduled_tokens:
         request = requests.get(key)
@@ -170,24 +185,25 @@ def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request])
     return found
 
 
-# Pipelines. Each stage is at another step. A step with every request that decodes would leave nothing to compute for the steps
-# behind it: the other stages would wait for its tokens. So a step gets a part of the decodes, in turns. Prompts are not spread:
-# their pieces do not wait for one another's tokens. For the same reason a request whose token is still on its way through the
-# stages is left out of a step that has other work: the first stage would wait for that token, and all steps behind it too.
+# Pipelines: each stage is at another step. If one step contained every decoding request, the next steps would have
+# nothing to compute, and the other stages would wait for its tokens. So each step gets a part of the decodes, in turns.
+# Prompts are not spread, because their pieces do not wait for one another's tokens. A request whose last token is still
+# in the stages is left out of a step that has other work. Otherwise the first stage would wait for that token, and so
+# would all later steps.
 
 
 class DecodeShare:
-    """The running requests of one step, in the order in which the step should take them, and how many of them may decode.
+    """The running requests of one step, in the order in which the step should include them, and a limit on decodes.
 
     Attributes:
-        requests: With one stage the requests as they were given. With more, those that decode first, the one that has waited
-            longest before all others; prompts follow in their order.
-        is_limited: Whether ``leaves_out`` must be asked, which is so with more than one stage.
-        has_early: Whether a request was left out because its last token is still on its way.
+        requests: With one stage, the requests in the given order. With more stages, decoding requests come first, and
+            the one that has waited longest is at the front. Prompts follow in their order.
+        is_limited: Whether to call ``leaves_out``. It is true with more than one stage.
+        has_early: Whether a request was left out because its last token is still in the stages.
     """
 
     def __init__(self, requests: list[Request], step: int, num_stages: int, *, early: bool = False) -> None:
-        """With ``early``, requests whose last token is still on its way are not left out."""
+        """Sort the requests. With ``early``, requests whose last token is still in the stages are not left out."""
         self.is_limited = num_stages > 1
         self.has_early = False
         self.requests = sorted(requests, key=_turn) if self.is_limited else requests
@@ -197,7 +213,7 @@ class DecodeShare:
         self._early = early
 
     def leaves_out(self, request: Request) -> bool:
-        """Return whether the step goes without ``request``, which has one token to compute; otherwise count it."""
+        """Return whether to leave out ``request``, which has one token to compute. If it stays, count it."""
         if not decodes(request):
             return False
         if self._num_left == 0:

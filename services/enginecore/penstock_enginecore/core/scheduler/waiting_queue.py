@@ -1,4 +1,4 @@
-"""The waiting queue: requests in the order of the policy, shared fairly between tenants, and the limits on how many wait."""
+"""The waiting queue: policy order, fair sharing between tenants, and limits on its size."""
 
 import heapq
 import math
@@ -14,9 +14,10 @@ K = TypeVar("K", str, int)
 
 
 class KeyedHeap(Generic[K]):
-    """Keys by rank, the lowest first; equal ranks by key. Every operation costs O(log n) amortized.
+    """A heap of keys, ordered by rank and then by key. Every operation costs O(log n) amortized.
 
-    What is out of date stays in the heap until it gets to the head, or outnumbers the living; then the heap is rebuilt.
+    Outdated entries stay in the heap until they reach its head. If they outnumber the live entries, the heap is
+    rebuilt.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class KeyedHeap(Generic[K]):
         return len(self._ranks)
 
     def set(self, key: K, rank: Any) -> None:
-        """Add a key, or give it another rank. Ranks must be comparable with each other."""
+        """Add a key, or change its rank. Ranks must be comparable with each other."""
         if self._ranks.get(key) == rank:
             return
         self._ranks[key] = rank
@@ -38,11 +39,11 @@ class KeyedHeap(Generic[K]):
             heapq.heappush(self._heap, (rank, key))
 
     def remove(self, key: K) -> None:
-        """Take out a key that is in the heap."""
+        """Remove a key. The key must be in the heap."""
         del self._ranks[key]
 
     def peek(self) -> K:
-        """The key with the lowest rank. The heap must not be empty."""
+        """Return the key with the lowest rank. The heap must not be empty."""
         while True:
             rank, key = self._heap[0]
             if key in self._ranks and self._ranks[key] == rank:
@@ -50,7 +51,7 @@ class KeyedHeap(Generic[K]):
             heapq.heappop(self._heap)
 
     def rank(self, key: K) -> Any:
-        """The rank of a key; None for one that is not in the heap."""
+        """Return the rank of a key, or None if the key is not in the heap."""
         return self._ranks.get(key)
 
 
@@ -58,10 +59,10 @@ Rank = tuple[float, float, int]
 
 
 def rank(request: Request, *, by_priority: bool) -> Rank:
-    """What requests are ordered by: the lowest is the most urgent.
+    """Return the sort key of a request. The request with the lowest rank is the most urgent.
 
-    By priority: the lower number, then the earlier arrival at the frontend. Else those that resume, then the rest, each
-    first come, first served.
+    With the priority policy, requests are ordered by priority number, then by arrival time at the frontend. Otherwise
+    resumed requests come first. Within each group the order is first come, first served.
     """
     if by_priority:
         return request.context.priority, request.context.arrival_time, request.arrival
@@ -69,12 +70,13 @@ def rank(request: Request, *, by_priority: bool) -> Rank:
 
 
 class RequestQueue:
-    """The request whose turn is next at the head. Adding and removing, from the middle too, cost O(log n) amortized.
+    """A priority queue of requests. Adding and removing cost O(log n) amortized, also in the middle.
 
-    First come, first served: a preempted request is at the head again, as is one that outlived another engine. Under the
-    priority policy the lower number goes first, then the earlier arrival at the frontend.
+    With FCFS, preempted requests and requests from a lost engine are at the head. With the priority policy, requests
+    are ordered by priority number, then by arrival time at the frontend.
 
-    Removed requests stay in the heap until they get to its head, or outnumber the living; then the heap is rebuilt.
+    Removed requests stay in the heap until they reach its head. If they outnumber the queued requests, the heap is
+    rebuilt.
     """
 
     def __init__(self, *, by_priority: bool) -> None:
@@ -87,23 +89,23 @@ class RequestQueue:
         return len(self._requests)
 
     def rank(self, request: Request) -> Rank:
-        """What a request is ordered by here: the lowest is the most urgent."""
+        """Return the sort key of a request. The request with the lowest rank is the most urgent."""
         return rank(request, by_priority=self._by_priority)
 
     def add(self, request: Request) -> None:
-        """Take in a request that is not in the queue."""
+        """Add a request. It must not be in the queue."""
         self._requests[request.key] = request
         self.num_tokens += request.num_tokens
         heapq.heappush(self._heap, (self.rank(request), request.key))
 
     def peek(self) -> Request:
-        """The head. The queue must not be empty."""
+        """Return the first request without removing it. The queue must not be empty."""
         while self._heap[0][1] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0][1]]
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is in the queue."""
+        """Remove a request. It must be in the queue."""
         del self._requests[request.key]
         self.num_tokens -= request.num_tokens
         if self._heap[0][1] == request.key:
@@ -114,7 +116,11 @@ class RequestQueue:
 
 
 class _Tenant:
-    """A tenant with waiting requests. ``virtual_time``: tokens it was given, by its weight."""
+    """A tenant with waiting requests.
+
+    Attributes:
+        virtual_time: Tokens that the tenant was charged, divided by its weight.
+    """
 
     __slots__ = ("name", "queue", "virtual_time", "weight")
 
@@ -128,14 +134,16 @@ class _Tenant:
 class FairShares:
     """Start-time fair queueing (Goyal, Vin and Cheng 1996), with the virtual time of WF2Q+ (Bennett and Zhang 1997).
 
-    Each tenant has a virtual time, which moves by tokens over weight: by those to compute when one of its requests starts, by
-    those of its output when it ends. The tenant that is furthest behind is next, in its queue's own order. So over any time
-    in which two tenants have requests waiting they get tokens in proportion to their weights, but for those of
-    one request of each and the outputs still to come. A request that resumes goes before all that have not begun.
+    Each tenant has a virtual time, which advances by tokens divided by weight. When a request starts, its tenant is
+    charged for the tokens to compute. When the request ends, its tenant is charged for the output tokens. The tenant
+    with the lowest virtual time is next, and its requests start in its queue's order. While two tenants both have
+    waiting requests, they get tokens in proportion to their weights. The error is at most one request of each tenant,
+    plus the outputs still to come. A resumed request goes before all requests that have not begun.
 
-    The shares' own virtual time moves by tokens over the weights of all that wait, and is never behind them. A
-    tenant that comes starts there: it has no credit for the time in which it asked for nothing. One that leaves with more
-    than its share is remembered until the others have caught up, and starts where it left.
+    The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. It is never less than
+    the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time, so it gets no credit
+    for idle time. A tenant that leaves ahead of the global virtual time is remembered until the others have caught up.
+    If it returns before that, it starts at its old virtual time.
     """
 
     def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
@@ -148,16 +156,16 @@ class FairShares:
         self._weights = 0.0
 
     def __len__(self) -> int:
-        """Tenants that have requests waiting."""
+        """Return the number of tenants with waiting requests."""
         return len(self._tenants)
 
     @property
     def num_remembered(self) -> int:
-        """Tenants that have had more than their share and have nothing waiting."""
+        """Number of tenants that are ahead of their share and have no waiting requests."""
         return len(self._ahead)
 
     def add(self, name: str, request: Request) -> None:
-        """Take in a request of a tenant. Its weight is the tenant's from now on."""
+        """Add a request of a tenant. The tenant's weight becomes the weight in this request."""
         weight = request.context.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -172,11 +180,11 @@ class FairShares:
         self._turns.set(name, _turn(tenant))
 
     def peek(self) -> Request:
-        """The request whose turn is next. There must be one."""
+        """Return the next request without removing it. There must be one."""
         return self._tenants[self._turns.peek()].queue.peek()
 
     def remove(self, name: str, request: Request) -> None:
-        """Take out a request, wherever it stands."""
+        """Remove a request at any position."""
         tenant = self._tenants[name]
         tenant.queue.remove(request)
         if tenant.queue:
@@ -190,7 +198,7 @@ class FairShares:
         self._catch_up()
 
     def take(self, name: str, request: Request) -> None:
-        """Take out a request that starts: its tenant gets the tokens that it brings."""
+        """Remove a request that starts, and charge its tenant for its tokens."""
         tenant = self._tenants[name]
         tokens = self._cost(request)
         tenant.virtual_time += tokens / tenant.weight
@@ -198,7 +206,7 @@ class FairShares:
         self.remove(name, request)
 
     def charge(self, name: str, request: Request) -> None:
-        """A request that had started has ended: its tenant has got its output."""
+        """Charge a tenant for the output of a started request that has ended."""
         tokens = self._cost(request)
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -209,7 +217,7 @@ class FairShares:
         self._catch_up()
 
     def _start_of(self, name: str) -> float:
-        """Where a tenant that had nothing waiting goes on; what was remembered of it is forgotten."""
+        """Return the virtual time at which an idle tenant starts again, and forget its remembered time."""
         left_at = self._ahead.rank(name)
         if left_at is None:
             return self._virtual_time
@@ -217,7 +225,9 @@ class FairShares:
         return max(float(left_at), self._virtual_time)
 
     def _catch_up(self) -> None:
-        """The virtual time is not behind those that wait; tenants that it has reached are forgotten."""
+        """Advance the global virtual time to that of the waiting tenants, and forget remembered tenants that it has
+        reached.
+        """
         if self._tenants:
             behind, _ = self._turns.rank(self._turns.peek())
             self._virtual_time = max(self._virtual_time, behind)
@@ -231,17 +241,18 @@ def _turn(tenant: _Tenant) -> tuple[float, Rank]:
 
 
 class FairQueue:
-    """The request whose turn is next at the head. Every operation costs O(log n) amortized.
+    """A queue of requests that shares turns between tenants. Every operation costs O(log n) amortized.
 
-    Tenants take turns as ``FairShares`` says, each with its requests in the order of the policy. Under the priority policy the
-    lower number goes first whoever it is of, and tenants share among requests of the same number. With ``fair`` False, as
-    with one tenant, that order is all there is. Nothing is remembered of tenants once nothing waits.
+    ``FairShares`` decides which tenant is next. Each tenant's requests are in policy order. With the priority policy,
+    the lower priority number goes first regardless of tenant, and tenants share among requests with the same number. If
+    ``fair`` is False, or with one tenant, only the policy order counts. All tenant state is dropped once the queue is
+    empty.
     """
 
     def __init__(
         self, *, by_priority: bool, fair: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens
     ) -> None:
-        """``cost``: what a tenant is charged for a request that is taken out to start, or has ended."""
+        """Create an empty queue. ``cost`` returns the charge to a tenant when its request starts or ends."""
         self._cost = cost
         self._by_priority = by_priority
         self._fair = fair
@@ -254,11 +265,11 @@ class FairQueue:
         return self._num_requests
 
     def rank(self, request: Request) -> Rank:
-        """The policy's order, tenants aside: the lowest is the most urgent."""
+        """Return the position in policy order, ignoring tenants. The lowest rank is the most urgent."""
         return rank(request, by_priority=self._by_priority)
 
     def add(self, request: Request) -> None:
-        """Take in a request that is not in the queue."""
+        """Add a request. It must not be in the queue."""
         level = self._level(request)
         shares = self._levels.get(level)
         if shares is None:
@@ -269,21 +280,21 @@ class FairQueue:
         self.num_tokens += request.num_tokens
 
     def peek(self) -> Request:
-        """The head. The queue must not be empty."""
+        """Return the first request without removing it. The queue must not be empty."""
         return self._levels[self._order.peek()].peek()
 
     def remove(self, request: Request) -> None:
-        """Take out a request that has ended while it waited."""
+        """Remove a request that has ended while it waited."""
         self._levels[self._level(request)].remove(self._tenant(request), request)
         self._taken_out(request)
 
     def take(self, request: Request) -> None:
-        """Take out a request that starts."""
+        """Remove a request that starts, and charge its tenant."""
         self._levels[self._level(request)].take(self._tenant(request), request)
         self._taken_out(request)
 
     def charge(self, request: Request) -> None:
-        """A request that had started has ended, and is not in the queue."""
+        """Charge the tenant of a started request that has ended. The request must not be in the queue."""
         if (shares := self._levels.get(self._level(request))) is not None:
             shares.charge(self._tenant(request), request)
 
@@ -303,7 +314,7 @@ class FairQueue:
 
 
 class HeldRequests:
-    """Requests with a ``Hold``, in the order in which they came. Every operation costs O(1)."""
+    """Requests with a ``Hold``, in the order in which they were held. Every operation costs O(1)."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -324,7 +335,7 @@ class HeldRequests:
 
 
 class WaitingRequests:
-    """Without KV blocks: some wait for their turn in the order of the policy, those with a ``Hold`` for something else."""
+    """Requests without KV blocks. Requests with a ``Hold`` wait for an event, all others are queued in policy order."""
 
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
         self._queue = FairQueue(by_priority=by_priority, fair=fair)
@@ -337,35 +348,35 @@ class WaitingRequests:
 
     @property
     def num_held(self) -> int:
-        """Those with a hold."""
+        """Number of requests with a hold."""
         return len(self._held)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
+        """Number of tokens of all waiting requests."""
         return self._room.size
 
     def takes(self, request: Request, *, max_requests: int, max_tokens: int) -> bool:
-        """Whether a request may wait, too, as ``TenantRoom`` says. Without fairness all requests are of one tenant."""
+        """Return whether ``TenantRoom`` lets another request wait. Without fairness, all requests belong to one tenant."""
         tenant, weight = self._tenant(request), request.context.tenant_weight
         return self._room.takes_count(tenant, weight, 1, max_requests) and self._room.takes_size(
             tenant, weight, request.num_tokens, max_tokens
         )
 
     def rank(self, request: Request) -> Rank:
-        """The policy's order, tenants aside: the lowest is the most urgent."""
+        """Return the position in policy order, ignoring tenants. The lowest rank is the most urgent."""
         return self._queue.rank(request)
 
     def head(self) -> Request | None:
-        """The one whose turn is next; None when there is none without a hold."""
+        """Return the next queued request, or None if every waiting request is held."""
         return self._queue.peek() if self._queue else None
 
     def longest_held(self) -> Request:
-        """The one that has been held longest. There must be one."""
+        """Return the request that has been held longest. There must be one."""
         return next(iter(self._held))
 
     def add(self, request: Request) -> None:
-        """Take in a request that has come, or has lost its blocks."""
+        """Add a request that is new, or that has lost its blocks."""
         self._room.enter(self._tenant(request), request.context.tenant_weight, request.num_tokens)
         if request.hold:
             self._held.add(request)
@@ -373,7 +384,7 @@ class WaitingRequests:
             self._queue.add(request)
 
     def start(self, request: Request) -> None:
-        """Take out a request that starts, whatever it was held for."""
+        """Remove a request that starts, with all of its holds."""
         self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
@@ -382,7 +393,7 @@ class WaitingRequests:
             self._queue.take(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that has ended."""
+        """Remove a request that has ended."""
         self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
@@ -390,14 +401,14 @@ class WaitingRequests:
             self._queue.remove(request)
 
     def hold(self, request: Request, hold: Hold) -> None:
-        """Give a request a reason more to wait."""
+        """Add a hold to a request."""
         if not request.hold:
             self._queue.remove(request)
             self._held.add(request)
         request.hold |= hold
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Take a reason to wait away; without another one the request gets its turn."""
+        """Remove a hold from a request. A request without another hold joins the queue."""
         if request.hold & hold:
             request.hold &= ~hold
             if not request.hold:
@@ -405,12 +416,12 @@ class WaitingRequests:
                 self._queue.add(request)
 
     def release_all(self, hold: Hold) -> None:
-        """Take a reason to wait away from all that have it."""
+        """Remove a hold from all requests that have it."""
         for request in list(self._held):
             self.release(request, hold)
 
     def charge(self, request: Request) -> None:
-        """A request that had started has ended, and is not among them: its tokens count for its tenant's share."""
+        """Charge the tenant of a started request that has ended. The request must not be waiting."""
         self._queue.charge(request)
 
     def _tenant(self, request: Request) -> str:
@@ -418,11 +429,11 @@ class WaitingRequests:
 
 
 class QueueAdmission:
-    """Refuses what would overfill the queue, and measures how fast requests leave it for the model.
+    """Refuses requests that would overfill the queue, and measures how fast requests leave it.
 
-    Requests that are held count. An empty queue takes any request. A full queue refuses the tenants above their fair share,
-    and takes requests of the others into a reserve beyond the limits, as ``TenantRoom`` says.
-    One that outlived another engine was admitted there: it is never refused, however full this queue is.
+    Held requests count. An empty queue accepts any request. A full queue refuses tenants above their fair share. It
+    accepts requests of other tenants into a reserve beyond the limits, see ``TenantRoom``. A request from a lost engine
+    was admitted there, so it is never refused.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingRequests) -> None:
@@ -431,10 +442,10 @@ class QueueAdmission:
         self._rate = DrainRate()
 
     def check(self, request: Request, now: float) -> None:
-        """Raise ResourceExhausted, with the time until there is room, unless the queue may take ``request``.
+        """Raise ResourceExhausted, with a retry delay, if the queue cannot accept ``request``.
 
-        ``now``: monotonic seconds. Until a request has left the queue there is no rate to go by. Then the wait of its
-        head stands for the time that the whole queue takes, and half of that is what the client is told.
+        ``now`` is in monotonic seconds. The retry delay is based on the measured drain rate. Before any request has
+        left the queue, the delay is half of the time that the head has waited.
         """
         num_waiting = len(self._waiting)
         if not num_waiting:
@@ -458,5 +469,5 @@ class QueueAdmission:
         raise ResourceExhausted(f"the engine's queue is full: {why}", retry_after=retry_after(seconds))
 
     def started(self, request: Request, now: float) -> None:
-        """A request has left the queue for the first time. One that comes back took no room that others could have had."""
+        """Count a request that leaves the queue for the first time. Preempted requests do not count."""
         self._rate.left(now, request.num_tokens)
