@@ -44,9 +44,9 @@ def _refused() -> dict[Two, Refused]:
     for way in (Feature.TENSOR, *stages):
         found[frozenset({way, Feature.INT8})] = Refused("the executor has 2 workers, and it is tried with one alone")
     for group in GROUPS:
-        found[frozenset({group, Feature.ASYNC})] = Refused("a rank schedules when a step is over")
+        found[frozenset({group, Feature.ASYNC})] = Refused("data-parallel ranks do not support asynchronous scheduling")
         for way in (Feature.TENSOR, *stages):
-            found[frozenset({group, way})] = Refused("a rank of a group has 1")
+            found[frozenset({group, way})] = Refused("a data-parallel rank needs 1")
         found[frozenset({group, Feature.SLEEP})] = Refused("sleep is not supported for ranks of a data-parallel group")
     found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("data-parallel groups need a generating model")
     found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("such models are not shared yet")

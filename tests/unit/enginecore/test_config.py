@@ -125,7 +125,7 @@ def test_ranks_are_reached_at_an_ip_address():
         ),
         (
             {"kv_transfer.allowed_addresses": "[10.0.0.1/8]"},
-            "kv_transfer.allowed_addresses[0] is '10.0.0.1/8'; it is no network",
+            "kv_transfer.allowed_addresses[0] is '10.0.0.1/8'; it is not a valid IP network",
         ),
         (
             {"kv_transfer.transport": "grpc", "cache.enable_prefix_caching": "false"},
@@ -133,11 +133,11 @@ def test_ranks_are_reached_at_an_ip_address():
         ),
         (
             {"kv_transfer.connector": "ours", "kv_transfer.transport": "grpc"},
-            "kv_transfer.connector is 'ours' and kv_transfer.transport 'grpc'; one of them brings blocks",
+            "kv_transfer.connector is 'ours' and kv_transfer.transport 'grpc'; only one of them can load blocks",
         ),
         (
             {"kv_transfer.connector": "ours", "cache.host_memory": "1MiB"},
-            "kv_transfer.connector is 'ours' and cache.host_memory 1048576; one of them brings blocks",
+            "kv_transfer.connector is 'ours' and cache.host_memory 1048576; only one of them can load blocks",
         ),
         (
             {"kv_transfer.connector": "ours", "cache.enable_prefix_caching": "false"},

@@ -1,4 +1,4 @@
-"""Configuration of an engine process: a struct per section, all of them in ``EngineCoreConfig``."""
+"""Configuration of an engine process: one struct per section, combined in ``EngineCoreConfig``."""
 
 from penstock_enginecore.config.engine import (
     CoordinatorClientConfig,

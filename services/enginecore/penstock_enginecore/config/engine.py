@@ -1,8 +1,8 @@
-"""Configuration of an engine process, its sessions with frontends, and the checks between its sections.
+"""Configuration of an engine process, its sessions with frontends, and checks across sections.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. Each field
-carries the description and the range of its setting; ``--help``, docs/reference/settings.md and the chart take them from
-there. Flags and environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
+Each value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. The field of a
+setting has its description and its range, which also appear in ``--help``, docs/reference/settings.md and the chart. Flags and
+environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
 ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
 
@@ -39,22 +39,28 @@ from penstock_enginecore.config.structured_output import StructuredOutputConfig
 
 
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sessions of frontends, all of them together."""
+    """Limits on the sessions of all frontends together."""
 
     max_sessions: Annotated[
         int,
         Meta(
             ge=1,
             le=100_000,
-            description="Sessions that are open at once; a frontend has one. More are refused with RESOURCE_EXHAUSTED.",
+            description=(
+                "Maximum number of open sessions. Each frontend has one. Further sessions are refused with "
+                "RESOURCE_EXHAUSTED."
+            ),
         ),
     ] = 256
     max_tensor_bytes: Annotated[
         ByteSize,
         Meta(
             ge=64 * 1024 * 1024,
-            description="Bytes of tensors in chunks (media, prompts as vectors) that wait for their requests, of all sessions. "
-            "Beyond it the session that holds the most loses a tensor, and its request goes to another engine.",
+            description=(
+                "Maximum bytes of tensor chunks (media, prompt embeddings) that wait for their requests, over all "
+                "sessions. Above the limit, the session that holds the most loses a tensor, and that request moves "
+                "to another engine."
+            ),
         ),
     ] = 512 * 1024 * 1024
 
@@ -137,17 +143,21 @@ NEEDS: Needs = (
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection to the coordinator, where the engine registers."""
+    """The connection to the coordinator, with which the engine registers."""
 
-    address: Annotated[str, Meta(description="The coordinator's host:port; empty: none.")] = ""
+    address: Annotated[str, Meta(description="The coordinator's host:port. Empty: the engine does not register.")] = ""
     advertise: Annotated[
         str,
         Meta(
-            description="Address under which frontends reach this engine: host:port, or a host alone, with the server's port; "
-            "empty: the host's name, likewise."
+            description=(
+                "Address at which frontends reach this engine, as host:port or host. Without a port, server.port is "
+                "used. Empty: the host name."
+            )
         ),
     ] = ""
-    stats_interval: Annotated[float, Meta(ge=0.01, le=60, description="Seconds between two load reports.")] = 0.1
+    stats_interval: Annotated[
+        float, Meta(ge=0.01, le=60, description=("Seconds between two load reports to the coordinator."))
+    ] = 0.1
     reconnect_max: ReconnectMax = 2.0
     tls: ClientTlsConfig = ClientTlsConfig()
 
@@ -164,49 +174,56 @@ class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The torch profiler."""
 
     directory: Annotated[
-        str, Meta(description="Directory that gets a trace file per profile; empty: profiling is refused.")
+        str, Meta(description="Directory for trace files, one per profile. Empty: profiling is refused.")
     ] = ""
 
 
 class ErrorDumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept when a step fails."""
+    """Files that are written when a step fails."""
 
     directory: Annotated[
         str,
         Meta(
-            description="Directory that gets a JSON file with the step's scheduler output; empty: the log alone has it."
+            description=(
+                "Directory for a JSON file with the scheduler output of each failed step. Empty: the scheduler "
+                "output is only logged."
+            )
         ),
     ] = ""
-    include_tokens: Annotated[bool, Meta(description="Add the token ids, which are what users wrote.")] = False
+    include_tokens: Annotated[bool, Meta(description="Include token ids in the file. They reveal users' text.")] = False
 
 
 _OWN_NUMBER = secrets.token_hex(4)
 
 
 class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything an engine process needs to know."""
+    """All settings of an engine process."""
 
     NEEDS: ClassVar[Needs] = NEEDS
 
     model: ModelConfig
     engine_id: Annotated[
         str,
-        Meta(
-            description="Name of the engine in its cluster, where no two may have the same; empty: the host's name and a number "
-            "of its own."
-        ),
+        Meta(description="Unique name of the engine in its cluster. Empty: the host name and a random suffix."),
     ] = ""
     pool: Annotated[
         str,
         Meta(
-            min_length=1, description="Name of the engines of one kind, this one among them, that are scaled together."
+            min_length=1,
+            description=(
+                "Name of the engine pool that this engine belongs to. The engines of a pool are of one kind and are "
+                "scaled together."
+            ),
         ),
     ] = DEFAULT_POOL
     role: Annotated[
         Literal["both", "prefill", "decode"],
         Meta(
-            description="What frontends prefer the engine for: prompts, whose requests it hands over once they have their first "
-            "token; outputs, which it takes over there; or both. Alone, any engine serves everything."
+            description=(
+                "Requests for which frontends prefer this engine. prefill: it computes prompts, and hands requests "
+                "over after the first token. decode: it takes over such requests. both: it does both. If no other "
+                "engine is available, an engine serves any request."
+            )
         ),
     ] = "both"
     cache: CacheConfig = CacheConfig()
@@ -233,18 +250,21 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     plugins: Annotated[
         tuple[str, ...] | None,
         Meta(
-            description="Names of installed plugins to load (entry points of the group penstock.plugins); unset: all of them."
+            description=(
+                "Names of installed plugins to load (entry points of the group penstock.plugins). Unset: all "
+                "installed plugins."
+            )
         ),
     ] = None
     iteration_log_interval: Annotated[
-        float, Meta(ge=0, le=86_400, description="Seconds between two log lines on what the steps did; 0: none.")
+        float, Meta(ge=0, le=86_400, description="Seconds between two log lines about steps. 0 disables these lines.")
     ] = 10.0
     drain_timeout: Annotated[
         float,
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds that running requests may go on after a stop signal before they end as ABORT.",
+            description="Seconds that running requests may continue after a stop signal. Then they end with ABORT.",
         ),
     ] = 30.0
     wedged_after: Annotated[
@@ -252,8 +272,11 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=1,
             le=86_400,
-            description="Seconds without a finished step, while there is work, after which the engine no longer counts as alive: "
-            "its health says so, coordinator and frontends are told, and what it has goes on elsewhere.",
+            description=(
+                "Seconds with work but without a finished step after which the engine is not alive. Its health "
+                "checks then fail, the coordinator and the frontends are notified, and its requests resume on other "
+                "engines."
+            ),
         ),
     ] = 120.0
 
@@ -261,8 +284,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_fields("", self)
         if self.kv_transfer.enabled and not self.cache.enable_prefix_caching:
             raise ConfigError(
-                f"kv_transfer.transport is {self.kv_transfer.transport!r} and cache.enable_prefix_caching false; blocks go by "
-                "what they hold, set it to true"
+                f"kv_transfer.transport is {self.kv_transfer.transport!r} and cache.enable_prefix_caching false; "
+                "transfers identify blocks by their prefix hash, so set it to true"
             )
         if self.kv_transfer.connector:
             self._check_connector(self.kv_transfer.connector)
@@ -270,37 +293,40 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             self._check_rank()
         elif self.expert_parallel.enabled:
             raise ConfigError(
-                f"expert_parallel.enabled is true and data_parallel.size {self.data_parallel.size}; the ranks of a group share "
-                "experts, 2 or more"
+                f"expert_parallel.enabled is true and data_parallel.size {self.data_parallel.size}; only a "
+                "data-parallel group of 2 or more ranks can share experts"
             )
 
     def _check_connector(self, name: str) -> None:
         if not self.cache.enable_prefix_caching:
             raise ConfigError(
-                f"kv_transfer.connector is {name!r} and cache.enable_prefix_caching false; blocks go by what they hold, set it "
-                "to true"
+                f"kv_transfer.connector is {name!r} and cache.enable_prefix_caching false; connectors identify "
+                "blocks by their prefix hash, so set it to true"
             )
         if self.cache.host_memory:
             raise ConfigError(
-                f"kv_transfer.connector is {name!r} and cache.host_memory {self.cache.host_memory}; one of them brings blocks: "
-                "leave host_memory 0"
+                f"kv_transfer.connector is {name!r} and cache.host_memory {self.cache.host_memory}; only one of "
+                "them can load blocks, so set cache.host_memory to 0"
             )
 
     def _check_rank(self) -> None:
-        """One step at a time, in one worker: a rank computes with the others what they have agreed on."""
+        """Raise ConfigError for settings that a rank does not support. A rank runs one step at a time, in one worker."""
         executor, size = self.executor, self.data_parallel.size
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_concurrent_batches"):
             if getattr(executor, name) > 1:
                 raise ConfigError(
-                    f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a rank of a group has 1"
+                    f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a data-parallel "
+                    "rank needs 1"
                 )
         if self.scheduler.async_scheduling:
             raise ConfigError(
-                f"data_parallel.size is {size} and scheduler.async_scheduling true; a rank schedules when a step is over"
+                f"data_parallel.size is {size} and scheduler.async_scheduling true; data-parallel ranks do not "
+                "support asynchronous scheduling"
             )
         if not self.coordinator.address:
             raise ConfigError(
-                f"data_parallel.size is {size} and coordinator.address empty; the coordinator says who is in the group"
+                f"data_parallel.size is {size} and coordinator.address empty; the coordinator forms the group, so "
+                "set its address"
             )
         if self.data_parallel.address:
             check_internal_port(
@@ -309,5 +335,5 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def name(self) -> str:
-        """The engine's id: the configured one, else one that no other process has, whatever their hosts are called."""
+        """The configured engine id, or a generated one that is unique even if hosts have equal names."""
         return self.engine_id or f"{os.uname().nodename}-{_OWN_NUMBER}"

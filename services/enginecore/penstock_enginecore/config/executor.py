@@ -1,4 +1,4 @@
-"""How steps are executed: threads, nodes of workers, and the kernels for CPUs."""
+"""Settings of step execution: threads, nodes of workers, and kernels."""
 
 from typing import Annotated, Literal
 
@@ -12,8 +12,8 @@ from penstock_common.errors import ConfigError
 
 
 class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hosts that the workers run on: that of the engine, which is number 0, and those of
-    ``python -m penstock_enginecore worker``, which are to have the same configuration.
+    """Hosts that the workers run on. The engine's host is node 0. The other hosts run ``python -m penstock_enginecore
+    worker`` with the same configuration.
     """
 
     size: Annotated[
@@ -21,32 +21,45 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=1,
             le=64,
-            description="Nodes, that of the engine among them; each has as many whole stages.",
+            description=(
+                "Number of nodes, including the engine's. Each node runs the same number of whole pipeline stages."
+            ),
         ),
     ] = 1
     index: Annotated[
-        int, Meta(ge=0, le=63, description="Which of the nodes a worker process is for, from 1 on; the engine is 0.")
+        int,
+        Meta(
+            ge=0,
+            le=63,
+            description=("Number of the node that a worker process runs for, from 1. The engine is node 0."),
+        ),
     ] = 0
     leader: Annotated[
         str,
         Meta(
-            description="Where the engine is for its other nodes, as host or host:port; executor.nodes.port is the port."
+            description=(
+                "Address of the engine for its other nodes, as host or host:port. Without a port, "
+                "executor.nodes.port is used."
+            )
         ),
     ] = ""
     port: Annotated[
         int,
-        Meta(ge=0, le=65_535, description="Port on which the engine listens for its other nodes; 0: one that is free."),
+        Meta(ge=0, le=65_535, description="Port on which the engine listens for its other nodes. 0: any free port."),
     ] = 50061
     address: Annotated[
         str,
         Meta(
-            description="IP address of this node at which the others reach it, with what stages send each other; empty: the one "
-            "that the host's name stands for, on the other nodes the one from which they reach the engine."
+            description=(
+                "IP address at which the other nodes reach this node, for the data between pipeline stages. Empty: "
+                "on the engine's node, the address of the host name; on the other nodes, the local address of their "
+                "connection to the engine."
+            )
         ),
     ] = ""
     timeout: Annotated[
         float,
-        Meta(ge=1, le=86_400, description="Seconds in which all nodes must have come together."),
+        Meta(ge=1, le=86_400, description="Seconds within which all nodes must be connected."),
     ] = 600.0
     tls: ClientTlsConfig = ClientTlsConfig()
 
@@ -59,23 +72,26 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"executor.nodes.leader is {self.leader!r}; it {e}") from None
         if self.index >= self.size > 1:
             raise ConfigError(
-                f"executor.nodes.index is {self.index} and executor.nodes.size {self.size}; nodes are 0 to {self.size - 1}"
+                f"executor.nodes.index is {self.index} and executor.nodes.size {self.size}; nodes are 0 to "
+                f"{self.size - 1}"
             )
 
 
 MAX_WORKERS = 64
-"""Of one engine, all stages together."""
+"""Maximum number of workers of one engine, over all stages."""
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How steps are executed."""
+    """Execution of steps."""
 
     kind: Annotated[
         str,
         Meta(
             min_length=1,
-            description="Name of the executor: uniproc computes in a thread of the engine's process, multiproc in processes of "
-            "their own, auto in these where there are several workers; or one that a plugin registers.",
+            description=(
+                "Name of the executor. uniproc computes in a thread of the engine's process, multiproc in one "
+                "process per worker. auto: multiproc with several workers, otherwise uniproc. Plugins can add names."
+            ),
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -83,8 +99,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=1,
             le=64,
-            description="Workers that each compute a part of every layer; the model's attention heads must be dealt evenly to "
-            "them.",
+            description=(
+                "Number of workers that share each layer (tensor parallelism). The model's attention heads must "
+                "divide evenly among them."
+            ),
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
@@ -92,29 +110,38 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=1,
             le=64,
-            description="Stages that each compute some of the layers, of executor.tensor_parallel_size workers each; "
-            "at least as many steps are in flight.",
+            description=(
+                "Number of pipeline stages. Each stage computes some of the layers, with "
+                "executor.tensor_parallel_size workers. At least as many steps are in flight as there are stages."
+            ),
         ),
     ] = 1
     stage_layers: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...],
         Meta(
-            description="Layers of each stage, one number per stage; empty: so that a step reads as few bytes "
-            "of weights as can be in the largest stage, the head among them."
+            description=(
+                "Number of layers of each pipeline stage. Empty: the split for which the largest stage, including "
+                "the output head, reads the fewest bytes of weights per step."
+            )
         ),
     ] = ()
     devices: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(
-            description="The GPU of each worker, by torch's numbers, where not worker r has the r-th: on every node as many "
-            "as it has workers. CUDA_VISIBLE_DEVICES comes before."
+            description=(
+                "GPU index of each worker on this node, in torch's numbering after CUDA_VISIBLE_DEVICES. Empty: "
+                "worker r of the node uses GPU r."
+            )
         ),
     ] = ()
     collectives: Annotated[
         Literal["auto", "gloo", "shm"],
         Meta(
-            description="How workers on CPUs that share layers exchange what they computed: shm in memory that they share, gloo "
-            "over the loopback interface; auto: shm where the package was built with a compiler. Those on GPUs do by NCCL."
+            description=(
+                "Data exchange between tensor-parallel workers on CPUs. shm: shared memory. gloo: the loopback "
+                "interface. auto: shm if the package was built with a compiler, otherwise gloo. Workers on GPUs "
+                "always use NCCL."
+            )
         ),
     ] = "auto"
     num_threads: Annotated[
@@ -122,26 +149,40 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=0,
             le=1024,
-            description="Threads that compute on the CPU; 0: one per core that the process may use, or as many as "
-            "OMP_NUM_THREADS says.",
+            description=(
+                "CPU threads of a worker. 0: one thread per core that the process may use, or OMP_NUM_THREADS if "
+                "that is less."
+            ),
         ),
     ] = 0
     numa: Annotated[
         bool,
         Meta(
-            description="Run a worker's threads on the cores of its GPU's NUMA node, or of several workers on the CPU each on "
-            "those of one node, unless the process is kept to one node already."
+            description=(
+                "Bind a worker's threads to the cores of one NUMA node: with a GPU, the GPU's node; with several CPU "
+                "workers, one node each. It has no effect if the process is already bound to one node."
+            )
         ),
     ] = True
     keep_addresses: Annotated[
         bool,
         Meta(
-            description="On a GPU, keep weights and KV cache in memory of which the addresses stay when the engine sleeps: it "
-            "wakes with the graphs that it had. For one worker, and models that generate."
+            description=(
+                "Keep the GPU addresses of weights and KV cache during sleep, so that captured CUDA graphs stay "
+                "valid. Supported only for one worker and generating models."
+            )
         ),
     ] = False
     max_concurrent_batches: Annotated[
-        int, Meta(ge=1, le=16, description="Steps that are handed to the executor at once.")
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description=(
+                "Maximum number of steps that the executor gets at once. The limit is never below the number of pipeline "
+                "stages, plus 1 with asynchronous scheduling."
+            ),
+        ),
     ] = 1
     nodes: NodesConfig = NodesConfig()
     step_timeout: Annotated[
@@ -149,8 +190,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=1,
             le=86_400,
-            description="Seconds that a step may take with multiproc; then the log says where each worker is, and the engine "
-            "ends. Likewise, but after 60 at least, while the model is loaded and no worker uses the processor.",
+            description=(
+                "Maximum seconds for a step with multiproc. After that, the log reports the state of each worker, "
+                "and the engine exits. While the model loads, the limit applies to time without CPU use by any "
+                "worker, and is at least 60 seconds."
+            ),
         ),
     ] = 300.0
 
@@ -159,8 +203,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.kind == "uniproc":
                 raise ConfigError(
-                    f"executor.{name} is {getattr(self, name)} and executor.kind is 'uniproc', which has one worker; set "
-                    "executor.kind to 'auto' or 'multiproc'"
+                    f"executor.{name} is {getattr(self, name)} and executor.kind is 'uniproc', which has one "
+                    "worker; set executor.kind to 'auto' or 'multiproc'"
                 )
         if self.num_workers > MAX_WORKERS:
             raise ConfigError(
@@ -169,17 +213,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.pipeline_parallel_size % self.nodes.size:
             raise ConfigError(
-                f"executor.nodes.size is {self.nodes.size} and executor.pipeline_parallel_size {self.pipeline_parallel_size}: "
-                "every node has as many whole stages; make the second a multiple of the first"
+                f"executor.nodes.size is {self.nodes.size} and executor.pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}; each node runs the same number of whole stages, so make the "
+                "second a multiple of the first"
             )
         if self.stage_layers and len(self.stage_layers) != self.pipeline_parallel_size:
             raise ConfigError(
-                f"executor.stage_layers names {len(self.stage_layers)} stages, and executor.pipeline_parallel_size is "
-                f"{self.pipeline_parallel_size}; give one number of layers per stage"
+                f"executor.stage_layers has {len(self.stage_layers)} entries, but executor.pipeline_parallel_size "
+                f"is {self.pipeline_parallel_size}; give one number of layers per stage"
             )
         if self.keep_addresses and self.num_workers > 1:
             raise ConfigError(
-                f"executor.keep_addresses is true, and there are {self.num_workers} workers; it is for one, set it to false"
+                f"executor.keep_addresses is true, but there are {self.num_workers} workers; it supports one "
+                "worker, so set it to false"
             )
         self._check_devices()
 
@@ -187,83 +233,108 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         per_node = self.num_workers // self.nodes.size
         if self.devices and len(self.devices) != per_node:
             raise ConfigError(
-                f"executor.devices names {len(self.devices)} devices, and a node has {per_node} workers; name one for each"
+                f"executor.devices has {len(self.devices)} entries, but a node has {per_node} workers; give one "
+                "device per worker"
             )
         if len(set(self.devices)) != len(self.devices):
             twice = next(each for each in self.devices if self.devices.count(each) > 1)
-            raise ConfigError(f"executor.devices names device {twice} twice; each worker has its own")
+            raise ConfigError(f"executor.devices has device {twice} twice; give each worker a device of its own")
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of the engine."""
+        """Number of worker processes of the engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def resolved_kind(self) -> str:
-        """``kind``, or what auto stands for."""
+        """The executor's name, with auto resolved."""
         if self.kind != "auto":
             return self.kind
         return "multiproc" if self.num_workers > 1 else "uniproc"
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kernels, most of them for CPUs. Each use of them can be turned off, to find out what is wrong."""
+    """Compute kernels. Each can be turned off to isolate a fault."""
 
     isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "off"],
-        Meta(description="Instruction set; auto: the processor's best; off: torch computes alone."),
+        Meta(
+            description=(
+                "Instruction set of the CPU kernels. auto: the best that the processor supports. off: use PyTorch "
+                "instead of the kernels."
+            )
+        ),
     ] = "auto"
     decoder: Annotated[
         bool,
         Meta(
-            description="Compute the layers of known models in one call per step, attention included: on CPUs this needs "
-            "kernels.attention, on GPUs steps are replayed as CUDA graphs."
+            description=(
+                "Compute the layers of known models, including attention, in one call per step. On CPUs this needs "
+                "kernels.attention. On GPUs it allows steps to be replayed as CUDA graphs."
+            )
         ),
     ] = True
     linear: Annotated[
-        bool, Meta(description="Compute the linear layers and experts of all other models with packed weights.")
+        bool, Meta(description="Compute linear layers and experts of other models with packed weights.")
     ] = True
     attention: Annotated[
         bool,
         Meta(
-            description="Attend over the paged cache as it lies, on GPUs in models whose layers run by their modules."
+            description=(
+                "Use the paged attention kernels, which read the KV cache in place. On GPUs they apply to models "
+                "that run by their PyTorch modules."
+            )
         ),
     ] = True
     sampler: Annotated[
-        bool, Meta(description="Find the likeliest tokens, and draw where a request has no filters.")
+        bool,
+        Meta(description=("Use kernels to select the likeliest tokens, and to sample for requests without filters.")),
     ] = True
     graphs: Annotated[
         bool,
         Meta(
-            description="Replay steps of up to 512 tokens as CUDA graphs; false: launch each piece by piece, to find faults."
+            description=(
+                "Replay steps of up to 512 tokens as CUDA graphs. false: launch every kernel separately, to isolate "
+                "a fault."
+            )
         ),
     ] = True
     capture_at_start: Annotated[
         bool,
         Meta(
-            description="Capture the graphs of decode steps before the engine is ready, and leave room for them beside the KV "
-            "cache; false: each at its first step, which waits for it."
+            description=(
+                "Capture the graphs of decode steps before the engine is ready, and reserve GPU memory for them. "
+                "false: capture each graph at its first step, which delays that step."
+            )
         ),
     ] = True
     graph_sizes: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=512)], ...],
         Meta(
-            description="Decode steps of how many requests are captured at start, each number rounded up to a size that steps "
-            "are padded to; empty: all up to scheduler.max_num_seqs. Others are captured at their first step."
+            description=(
+                "Numbers of requests for which decode steps are captured at start, each rounded up to a padded size. "
+                "Empty: all sizes up to scheduler.max_num_seqs. Other sizes are captured at their first step."
+            )
         ),
     ] = ()
     cache: Annotated[
         str,
         Meta(
-            description="Directory of kernels for GPUs that python -m penstock_enginecore.kernel_cache has compiled; it is never "
-            "written to. Others are compiled when they are first needed, into TRITON_CACHE_DIR; empty: all are."
+            description=(
+                "Directory of precompiled GPU kernels, made with python -m penstock_enginecore.kernel_cache. The "
+                "engine never writes to it. Kernels that it lacks are compiled at first use into TRITON_CACHE_DIR. "
+                "Empty: all kernels are compiled at first use."
+            )
         ),
     ] = ""
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="Give each row of a step the same bits whatever is computed beside it, in models of the fused decoder or "
-            "of the CPU kernels' decoder; others are refused. On GPUs this is slower, the CPU kernels do so anyway."
+            description=(
+                "Make the results of a request bit-identical regardless of the other requests in its batch. "
+                "Supported only for models with a fused decoder, on GPUs or with the CPU kernels; others are "
+                "refused. It is slower on GPUs, and costs nothing on CPUs."
+            )
         ),
     ] = False
 

@@ -1,4 +1,4 @@
-"""The paged KV cache, and the transfer of KV blocks between engines."""
+"""Settings of the paged KV cache, and of KV block transfer between engines."""
 
 import ipaddress
 from typing import Annotated, Literal
@@ -14,23 +14,28 @@ from penstock_common.errors import ConfigError
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The paged KV cache."""
+    """The paged KV cache, with its tiers in host memory and on disk."""
 
-    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens of a block.")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="Type of the numbers in the KV cache; auto: the model's. fp8: 8-bit floats (e4m3) of half a bfloat16's "
-            "memory, scaled as the checkpoint says, on GPUs of compute capability 8.9 and more; on a CPU with "
-            "model.attention_backend reference alone."
+            description=(
+                "Data type of the KV cache. auto: the model's type. fp8: 8-bit floats (e4m3), which take half the "
+                "memory of bfloat16 and use the checkpoint's scales. fp8 needs a GPU of compute capability 8.9 or "
+                "more, or on a CPU model.attention_backend reference."
+            )
         ),
     ] = "auto"
     kv_cache_memory: (
         Annotated[
             ByteSize,
             Meta(
-                description="Bytes of the KV cache; unset: on a GPU what memory_utilization leaves after the model, on a CPU a "
-                "quarter of the machine's free memory, 4 GiB at most. A container's memory limit is not looked at."
+                description=(
+                    "Bytes of the KV cache. Unset: on a GPU, the rest of memory_utilization after the model is "
+                    "loaded; on a CPU, a quarter of the machine's free memory, at most 4 GiB. Container memory "
+                    "limits are not considered."
+                )
             ),
         ]
         | None
@@ -39,47 +44,72 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float, Meta(ge=0.05, le=1, description="Fraction of the GPU's memory that the engine may use.")
     ] = 0.9
     num_blocks: (
-        Annotated[int, Meta(ge=2, description="Blocks of the KV cache, whatever its memory is; meant for tests.")]
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                description=(
+                    "Number of KV blocks, regardless of memory. Meant for tests. Unset: as many as the memory of the KV "
+                    "cache holds."
+                ),
+            ),
+        ]
         | None
     ) = None
-    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")] = True
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of equal prompt prefixes.")] = True
     enable_kv_events: Annotated[
         bool,
         Meta(
-            description="Tell gateways outside, over frontends, which prefixes have become reusable and which no longer are, "
-            "with their tokens. Frontends that route by prefix are told what they need in any case."
+            description=(
+                "Report blocks that become reusable or are evicted, with their tokens, to external gateways through "
+                "frontends. Prefix-aware routing in frontends works without this setting."
+            )
         ),
     ] = False
 
     host_memory: Annotated[
         ByteSize,
         Meta(
-            description="Bytes of host memory, over all workers, for KV blocks that lose their place in the cache: what comes "
-            "back is loaded and not computed again. 0: none."
+            description=(
+                "Bytes of host memory, over all workers, for blocks evicted from the KV cache. A later request loads "
+                "such blocks instead of recomputing them. 0 disables this tier."
+            )
         ),
     ] = 0
 
     disk: Annotated[
         str,
         Meta(
-            description="Directory of one engine for KV blocks that leave cache.host_memory; what is there is found again by an "
-            "engine of the same model. Empty: none."
+            description=(
+                "Directory for blocks evicted from cache.host_memory. Each engine needs a directory of its own. An "
+                "engine with the same model finds the blocks again after a restart. Empty disables this tier."
+            )
         ),
     ] = ""
-    disk_size: Annotated[ByteSize, Meta(description="Bytes of the file in cache.disk, taken at the start.")] = 0
+    disk_size: Annotated[
+        ByteSize, Meta(description="Bytes of the file in cache.disk, which is allocated at start.")
+    ] = 0
     min_load_tokens: Annotated[
-        int, Meta(ge=1, description="Tokens in a row that are loaded from elsewhere at least; fewer are computed.")
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Minimum number of consecutive tokens to load from another tier or engine. Shorter runs are recomputed."
+            ),
+        ),
     ] = 64
 
     def __post_init__(self) -> None:
         check_fields("cache", self)
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError(
-                f"cache.host_memory is {self.host_memory} and cache.enable_prefix_caching false; blocks are found by prefix"
+                f"cache.host_memory is {self.host_memory} and cache.enable_prefix_caching false; blocks are found "
+                "by their prefix, so set it to true"
             )
         if self.disk and not self.host_memory:
             raise ConfigError(
-                f"cache.disk is {self.disk!r} and cache.host_memory 0; a disk takes what leaves host memory"
+                f"cache.disk is {self.disk!r} and cache.host_memory 0; the disk stores blocks evicted from host "
+                "memory, so set cache.host_memory"
             )
         if bool(self.disk) != bool(self.disk_size):
             raise ConfigError(
@@ -91,13 +121,16 @@ DEFAULT_PORT = 50054
 
 
 class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys and values of requests from engine to engine: what one has computed another need not."""
+    """KV block transfer between engines, so that the receiving engine need not recompute the blocks."""
 
     transport: Annotated[
         Literal["auto", "grpc", "shared_memory", "nixl", "off"],
         Meta(
-            description="Way on which blocks go between engines; auto: the best that both have: shared memory (/dev/shm) on one "
-            "host, NIXL where it is installed, else gRPC, which is always possible. off: the engine gives none and takes none."
+            description=(
+                "Transport for KV blocks between engines. auto: the best that both engines support: shared memory "
+                "(/dev/shm) on one host, NIXL if it is installed, otherwise gRPC. off: the engine neither sends nor "
+                "receives blocks."
+            )
         ),
     ] = "off"
     port: Annotated[
@@ -105,22 +138,28 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             le=65_535,
-            description="Port on which the engine listens for other engines, on the interface and with the certificate of "
-            "server; 0: one that is free.",
+            description=(
+                "Port on which the engine listens for other engines. The interface and the certificate are those of "
+                "server. 0: any free port."
+            ),
         ),
     ] = DEFAULT_PORT
     advertise: Annotated[
         str,
         Meta(
-            description="Address under which other engines reach this one for blocks: host:port, or a host alone, with this "
-            "port; empty: the host of coordinator.advertise, else the host's name."
+            description=(
+                "Address at which other engines reach this engine for blocks, as host:port or host. Without a port, "
+                "kv_transfer.port is used. Empty: the host of coordinator.advertise, or the host name."
+            )
         ),
     ] = ""
     allowed_addresses: Annotated[
         tuple[str, ...],
         Meta(
-            description="Where blocks may be pulled from: hosts, host:port or networks such as 10.0.0.0/8; empty: wherever a "
-            "frontend says, which knows engines from the coordinator."
+            description=(
+                "Addresses from which this engine may pull blocks: hosts, host:port, or networks such as 10.0.0.0/8. "
+                "Empty: any engine that a frontend names, which it knows from the coordinator."
+            )
         ),
     ] = ()
     lease: Annotated[
@@ -128,18 +167,28 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0.05,
             le=3600,
-            description="Seconds for which the blocks of a request that was handed over are kept while nobody pulls them.",
+            description="Seconds that the blocks of a handed-over request are kept while no engine pulls them.",
         ),
     ] = 5.0
     max_lease: Annotated[
-        float, Meta(ge=0.05, le=86_400, description="Seconds after which they are not kept any longer in any case.")
+        float,
+        Meta(
+            ge=0.05,
+            le=86_400,
+            description=(
+                "Maximum seconds that the blocks of a handed-over request are kept, even while an engine pulls them."
+            ),
+        ),
     ] = 600.0
     max_leased_fraction: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Part of the KV cache that may be kept like that; what goes beyond it is computed again elsewhere.",
+            description=(
+                "Maximum fraction of the KV cache for blocks of handed-over requests. Blocks above the limit are "
+                "recomputed by the other engine."
+            ),
         ),
     ] = 0.5
     silence: Annotated[
@@ -147,22 +196,27 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0.05,
             le=60,
-            description="Seconds without a word after which an engine that owes blocks counts as gone.",
+            description="Seconds without a message after which an engine that is sending blocks counts as lost.",
         ),
     ] = 1.0
     arena: Annotated[
         ByteSize,
         Meta(
             ge=1024 * 1024,
-            description="Bytes of shared memory (/dev/shm), or of memory registered with NIXL, through which the engine gives "
-            "blocks; taken at the start.",
+            description=(
+                "Bytes of shared memory (/dev/shm), or of memory registered with NIXL, through which the engine "
+                "sends blocks. It is allocated at start."
+            ),
         ),
     ] = 64 * 1024 * 1024
     connector: Annotated[
         str,
         Meta(
-            description="Connector that brings blocks in place of all of this and of cache.host_memory: a name that a plugin "
-            "registered, or package.module:Class; it is given kv_transfer_params of requests. Empty: none."
+            description=(
+                "Connector that loads blocks instead of kv_transfer.transport and cache.host_memory: a name that a "
+                "plugin registered, or package.module:Class. It gets the kv_transfer_params of requests. Empty: no "
+                "connector."
+            )
         ),
     ] = ""
     tls: ClientTlsConfig = ClientTlsConfig()
@@ -178,8 +232,8 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             _check_allowed(place, text)
         if self.connector and self.enabled:
             raise ConfigError(
-                f"kv_transfer.connector is {self.connector!r} and kv_transfer.transport {self.transport!r}; one of them brings "
-                "blocks: leave transport 'off'"
+                f"kv_transfer.connector is {self.connector!r} and kv_transfer.transport {self.transport!r}; only "
+                "one of them can load blocks, so set kv_transfer.transport to 'off'"
             )
         if self.max_lease < self.lease:
             raise ConfigError(
@@ -188,11 +242,11 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def enabled(self) -> bool:
-        """Whether the engine gives blocks and takes them."""
+        """Whether the engine sends and receives blocks."""
         return self.transport != "off"
 
     def allows(self, address: str) -> bool:
-        """Whether blocks may be pulled from ``address``, host:port."""
+        """Return whether blocks may be pulled from ``address`` (host:port)."""
         try:
             host, _ = addresses.split(address)
         except ValueError:
@@ -210,14 +264,16 @@ def _check_allowed(place: int, text: str) -> None:
     try:
         ipaddress.ip_network(text)
     except ValueError as e:
-        raise ConfigError(f"kv_transfer.allowed_addresses[{place}] is {text!r}; it is no network: {e}") from None
+        raise ConfigError(
+            f"kv_transfer.allowed_addresses[{place}] is {text!r}; it is not a valid IP network (CIDR): {e}"
+        ) from None
 
 
 def _matches(host: str, address: str, allowed: str) -> bool:
     if "/" in allowed:
         try:
             return ipaddress.ip_address(host) in ipaddress.ip_network(allowed)
-        except ValueError:  # a name
+        except ValueError:  # The host is a name.
             return False
     if allowed in (address, host):
         return True

@@ -1,4 +1,4 @@
-"""Which checkpoint is served, with its media inputs and LoRA adapters, and how it is computed."""
+"""Settings of the model: its checkpoint, media inputs and LoRA adapters."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from penstock_common.types.media import MODALITIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 _DTYPES: Mapping[str, Dtype] = {"float": "float32", "half": "float16"}
-"""Other names of types, as vLLM has them."""
+"""Aliases of data types, as in vLLM."""
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
 LoadFormat = Literal["auto", "dummy"]
@@ -22,43 +22,55 @@ Quantization = Literal["auto", "int8"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which checkpoint is served, and how it is computed."""
+    """The checkpoint and how the model is computed."""
 
     path: Annotated[
         str, Meta(min_length=1, description="Directory of a Hugging Face checkpoint, or its id on the hub.")
     ]
     served_model_name: Annotated[
-        str, Meta(description="Name that clients use; empty: the last part of the path or id.")
+        str, Meta(description="Model name for clients. Empty: the last part of the path or id.")
     ] = ""
-    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub; empty: the default branch.")] = ""
+    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub. Empty: the default branch.")] = ""
     dtype: Annotated[
         Dtype,
         Meta(
-            description="Type of weights and activations; auto: the checkpoint's own; float: float32; half: float16. The kernels "
-            "for CPUs compute all in float32, by weights of 16 bits, too, and bfloat16, asked for by name, lets matrix units "
-            "round activations. Without kernels a CPU computes bfloat16 where it has instructions for it, and float16 never."
+            description=(
+                "Data type of weights and activations. auto: the checkpoint's type. float: float32. half: float16. "
+                "The CPU kernels always compute in float32, also with 16-bit weights; if bfloat16 is named "
+                "explicitly, matrix units may round activations to it. Without the kernels, a CPU computes in "
+                "bfloat16 if it has instructions for it, and never in float16."
+            )
         ),
     ] = "auto"
     quantization: Annotated[
         Quantization,
         Meta(
-            description="How weights are kept; auto: as the checkpoint has them. int8: on CPUs those of linear layers, but the "
-            "head, are rounded to 8-bit integers and a scale per row, which decode steps of a few requests read in half the time."
+            description=(
+                "Weight quantization. auto: as in the checkpoint. int8: on CPUs, round the weights of linear layers, "
+                "except the output head, to 8-bit integers with one scale per row. This halves the time to read "
+                "weights in decode steps of a few requests."
+            )
         ),
     ] = "auto"
     load_format: Annotated[
         LoadFormat,
         Meta(
-            description="Where weights come from; auto: the checkpoint's files. dummy: random ones, for a directory with "
-            "config.json and tokenizer alone: to measure speed and memory without a download."
+            description=(
+                "Source of the weights. auto: the checkpoint's files. dummy: random weights, for a directory with "
+                "only config.json and tokenizer. Use dummy to measure speed and memory without a download."
+            )
         ),
     ] = "auto"
-    device: Annotated[Device, Meta(description="Where the model runs; auto: on a GPU where there is one.")] = "auto"
+    device: Annotated[
+        Device, Meta(description="Device of the model. auto: a GPU if there is one, otherwise the CPU.")
+    ] = "auto"
     task: Annotated[
         Task,
         Meta(
-            description="What the model is served for; auto follows the checkpoint: causal language models generate, those with "
-            "a classification head classify, encoders and sentence-transformers directories embed."
+            description=(
+                "Task of the model. auto: from the checkpoint. Causal language models generate, models with a "
+                "classification head classify, and encoders and sentence-transformers directories embed."
+            )
         ),
     ] = "auto"
     max_model_len: (
@@ -66,8 +78,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             int,
             Meta(
                 ge=1,
-                description="Tokens of the longest sequence, prompt and output; unset: the model's own limit, lowered to "
-                "what the KV cache can hold.",
+                description=(
+                    "Maximum tokens of a sequence, prompt and output together. Unset: the model's own limit, lowered "
+                    "to the capacity of the KV cache."
+                ),
             ),
         ]
         | None
@@ -75,15 +89,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_backend: Annotated[
         str,
         Meta(
-            description="Name of the attention backend: cpu, triton (on GPUs), reference, or one of a plugin; auto picks one for "
-            "the device."
+            description=(
+                "Name of the attention backend: cpu, triton (for GPUs), reference, or one of a plugin. auto: the one "
+                "for the device."
+            )
         ),
     ] = "auto"
     unused_weights: Annotated[
         tuple[str, ...],
         Meta(
-            description="Beginnings of the names of tensors in the checkpoint that the model does not need. A checkpoint with "
-            "other tensors that the model does not use is refused."
+            description=(
+                "Name prefixes of checkpoint tensors that the model may ignore. A checkpoint with other unused "
+                "tensors is refused."
+            )
         ),
     ] = ()
     trust_remote_code: Annotated[bool, Meta(description="Run Python code that comes with the checkpoint.")] = False
@@ -92,7 +110,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=-1,
             le=1_000_000,
-            description="Likeliest tokens that a request may have reported per position; -1: the whole vocabulary.",
+            description=(
+                "Maximum number of top log-probabilities per position that a request may ask for. -1: the whole "
+                "vocabulary."
+            ),
         ),
     ] = 20
 
@@ -102,7 +123,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """The name clients use."""
+        """The model name for clients."""
         return model_name(self.path, self.served_model_name)
 
 
@@ -111,24 +132,34 @@ _PART_OF_MEMORY = 16
 
 
 class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images, sound and video in prompts, where the checkpoint has towers for them."""
+    """Images, audio and video in prompts, if the checkpoint has encoders for them."""
 
     enabled: Annotated[
-        bool, Meta(description="Load the checkpoint's towers. If not, the text model alone is loaded, and serves text.")
+        bool,
+        Meta(
+            description=(
+                "Load the checkpoint's vision and audio encoders. false: load only the text model, which then accepts "
+                "only text."
+            )
+        ),
     ] = True
     encoder_cache_size: Annotated[
         int,
         Meta(
             ge=0,
-            description="Embeddings that are kept of images, sound and video, and shared by prompts with the same ones. 0: twice "
-            "scheduler.max_num_batched_tokens, and the largest item at least.",
+            description=(
+                "Number of media embeddings to keep, shared by prompts with the same media. 0: twice "
+                "scheduler.max_num_batched_tokens, and at least the largest item."
+            ),
         ),
     ] = 0
     limit_per_prompt: Annotated[
         dict[str, Annotated[int, Meta(ge=0, le=10_000)]],
         Meta(
-            description="Items of a prompt at most, by modality: image, audio, video. 0: none are taken. What is not named here "
-            "is limited by the length of prompts alone."
+            description=(
+                "Maximum number of items per prompt, by modality: image, audio, video. 0: the modality is refused. A "
+                "modality without an entry is limited only by the prompt length."
+            )
         ),
     ] = {}
 
@@ -137,9 +168,11 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ByteSize,
             Meta(
                 ge=0,
-                description="Bytes of host memory for processed media, of each frontend's session: what comes again is not sent "
-                "again, and what several frontends send is there once. 0: each request brings its own. Unset: 1 GiB, or a "
-                "sixteenth of the machine's memory where that is less.",
+                description=(
+                    "Bytes of host memory for processed media, per frontend session. Frontends do not resend cached "
+                    "media, and equal media of several frontends are stored once. 0: every request sends its own "
+                    "media. Unset: 1 GiB, or a sixteenth of the machine's memory if that is less."
+                ),
             ),
         ]
         | None
@@ -147,21 +180,21 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     shared_memory: Annotated[
         bool,
         Meta(
-            description="Take processed media, and prompts as vectors, from frontends of the same host through shared memory "
-            "(/dev/shm)."
+            description=(
+                "Receive processed media and prompt embeddings from frontends on the same host through shared memory "
+                "(/dev/shm)."
+            )
         ),
     ] = True
 
     def __post_init__(self) -> None:
         check_fields("multimodal", self)
         if unknown := sorted(set(self.limit_per_prompt) - set(MODALITIES)):
-            raise ConfigError(
-                f"multimodal.limit_per_prompt names {unknown[0]!r}, which is none of {', '.join(MODALITIES)}"
-            )
+            raise ConfigError(f"multimodal.limit_per_prompt has the key {unknown[0]!r}; known: {', '.join(MODALITIES)}")
 
     @property
     def receiver_cache_quota(self) -> int:
-        """Bytes that a session may have kept."""
+        """Maximum bytes of cached media per session."""
         if self.receiver_cache_bytes is not None:
             return self.receiver_cache_bytes
         memory = host_memory()
@@ -171,24 +204,28 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters that requests may name."""
+    """LoRA adapters for requests."""
 
     max_loras: Annotated[
         int,
         Meta(
             ge=0,
             le=4096,
-            description="Adapters among requests that run at once; requests without one do not count. 0: requests with an "
-            "adapter are refused.",
+            description=(
+                "Maximum number of different adapters among running requests. Requests without an adapter do not "
+                "count. 0: requests with an adapter are refused."
+            ),
         ),
     ] = 0
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Largest rank of an adapter that is served.")] = 64
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Maximum rank of an adapter.")] = 64
     cpu_memory: Annotated[
         ByteSize,
         Meta(
             ge=1024 * 1024,
-            description="Bytes of host memory for adapters, of each worker. Those used least recently make room for others; "
-            "those that requests have, and pinned ones, stay.",
+            description=(
+                "Bytes of host memory for adapters, per worker. The least recently used adapters are evicted first. "
+                "Adapters of current requests and pinned adapters stay."
+            ),
         ),
     ] = 1024 * 1024 * 1024
     max_wait: Annotated[
@@ -196,8 +233,10 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=0,
             le=3600,
-            description="Seconds that a request waits at most while others keep max_loras adapters busy, before one of these "
-            "admits no more and makes room for it.",
+            description=(
+                "Maximum seconds that a request waits while other adapters use all max_loras slots. After that, one "
+                "of those adapters starts no more requests, so that its slot becomes free."
+            ),
         ),
     ] = 5.0
 
@@ -206,5 +245,5 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def enabled(self) -> bool:
-        """Whether requests may have adapters."""
+        """Whether requests may use adapters."""
         return self.max_loras > 0

@@ -1,4 +1,4 @@
-"""Data-parallel groups, expert parallelism, and the ports on which the ranks reach each other."""
+"""Settings of data-parallel groups, of expert parallelism, and of the internal ports between ranks."""
 
 import ipaddress
 from typing import Annotated, Literal
@@ -11,14 +11,16 @@ from penstock_common.errors import ConfigError
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The internal ports, on which workers, nodes, ranks and engines of one deployment reach each other."""
+    """The internal ports between workers, nodes, ranks and engines of one deployment."""
 
     secret_file: Annotated[
         str,
         Meta(
-            description="Path of a file with a secret of 32 to 4096 bytes, by which internal ports recognize each other; the "
-            "same secret for all engines and nodes, read once at the start. Empty: none, and internal ports must bind to "
-            "loopback addresses or use TLS."
+            description=(
+                "Path of a file with a secret of 32 to 4096 bytes, which authenticates connections to internal "
+                "ports. All engines and nodes need the same secret, and read it once at start. Empty: no secret; "
+                "internal ports must then bind to loopback addresses or use TLS."
+            )
         ),
     ] = ""
 
@@ -30,8 +32,8 @@ MAX_RANKS = 1024
 
 
 class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The data-parallel group of engines that compute every step together: all of one pool and model, as their coordinator forms
-    it.
+    """The data-parallel group: engines of one pool and model that run every step together. The coordinator forms the
+    group.
     """
 
     size: Annotated[
@@ -39,21 +41,27 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             ge=1,
             le=MAX_RANKS,
-            description="Ranks that the group begins with; 1: the engine computes alone, which dense models do however many "
-            "engines there are.",
+            description=(
+                "Number of ranks with which the group starts. 1: the engine runs alone. Dense models need no group, "
+                "regardless of the number of engines."
+            ),
         ),
     ] = 1
     min_size: Annotated[
         int,
         Meta(
-            ge=1, le=MAX_RANKS, description="Fewest ranks that the group goes on with; with fewer it waits for others."
+            ge=1,
+            le=MAX_RANKS,
+            description=("Minimum number of ranks with which the group runs. With fewer ranks, it waits for more."),
         ),
     ] = 1
     on_rank_loss: Annotated[
         Literal["shrink", "wait"],
         Meta(
-            description="What becomes of a group that has lost a rank: shrink: it goes on without, and takes a replacement in "
-            "when there is one; wait: it stands still until there is one."
+            description=(
+                "Reaction to the loss of a rank. shrink: the group continues without the rank, and adds a "
+                "replacement when one joins. wait: the group stops until a replacement joins."
+            )
         ),
     ] = "shrink"
     move_after: Annotated[
@@ -61,15 +69,22 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds after which requests leave a rank whose group stands still, to go on elsewhere if they can.",
+            description=(
+                "Seconds after which requests leave a rank whose group has stopped. They resume on another engine if "
+                "possible."
+            ),
         ),
     ] = 10.0
     address: Annotated[
         str,
-        Meta(description="IP address at which the other ranks reach this one; empty: all are on one host, 127.0.0.1."),
+        Meta(
+            description=(
+                "IP address at which the other ranks reach this rank. Empty: 127.0.0.1, for ranks on one host."
+            )
+        ),
     ] = ""
     connect_timeout: Annotated[
-        float, Meta(ge=1, le=3600, description="Seconds in which the ranks of a group have to meet.")
+        float, Meta(ge=1, le=3600, description="Seconds within which the ranks of a group must connect to each other.")
     ] = 30.0
 
     def __post_init__(self) -> None:
@@ -86,17 +101,20 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def grouped(self) -> bool:
-        """Whether the engine is a rank of a group."""
+        """Whether the engine is in a data-parallel group."""
         return self.size > 1
 
 
 class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts of a model that is spread over the ranks of a data-parallel group."""
+    """Distribution of a model's experts over the ranks of a data-parallel group."""
 
     enabled: Annotated[
         bool,
         Meta(
-            description="Share the experts of each layer among the ranks of the data-parallel group; else every rank holds all."
+            description=(
+                "Split the experts of each layer among the ranks of the data-parallel group. false: every rank holds "
+                "all experts."
+            )
         ),
     ] = False
     slots: Annotated[
@@ -104,8 +122,10 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         Meta(
             ge=0,
             le=4096,
-            description="Experts per layer that a rank has room for, replicas among them; 0: as few as let "
-            "data_parallel.min_size ranks hold all.",
+            description=(
+                "Expert slots per layer and rank, including replicas. 0: the smallest number with which "
+                "data_parallel.min_size ranks hold every expert."
+            ),
         ),
     ] = 0
     window: Annotated[
@@ -113,21 +133,30 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         Meta(
             ge=0,
             le=1_000_000,
-            description="Steps whose tokens are counted before experts are placed anew by them; 0: they stay where they are.",
+            description=(
+                "Number of steps over which tokens per expert are counted, before experts are moved to balance the "
+                "load. 0: experts are never moved."
+            ),
         ),
     ] = 0
     move_bytes_per_step: Annotated[
         int,
         Meta(
             ge=1,
-            description="Bytes of weights that all ranks together exchange after a step, but for a single expert that is larger.",
+            description=(
+                "Maximum bytes of expert weights that all ranks together exchange after a step. A single expert may "
+                "be larger."
+            ),
         ),
     ] = 64 * 1024 * 1024
     dispatch: Annotated[
         str,
         Meta(
             min_length=1,
-            description="How tokens come to the ranks of their experts: allgather, alltoall, reduce_scatter, or a plugin's.",
+            description=(
+                "Method that sends tokens to the ranks of their experts: allgather, alltoall, reduce_scatter, or one "
+                "of a plugin."
+            ),
         ),
     ] = "allgather"
     prefill_interval: Annotated[
@@ -135,7 +164,10 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         Meta(
             ge=1,
             le=1000,
-            description="Steps from one to the next in which requests begin, the same on all ranks: steps between are short.",
+            description=(
+                "Interval, in steps, between steps in which new requests may start. It is the same on all ranks. The "
+                "steps in between are short."
+            ),
         ),
     ] = 1
 

@@ -1,4 +1,4 @@
-"""Limits of a step and of the queue."""
+"""Settings of the scheduler: limits of a step and of the queue."""
 
 from typing import Annotated, Literal
 
@@ -8,19 +8,21 @@ from msgspec import Meta
 from penstock_common.config.checks import check_fields
 
 STEP_TOKENS = 2048
-"""Of a step, unless the configuration or the model says otherwise."""
+"""Default number of tokens per step, if neither the configuration nor the model sets it."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of a step and of the queue."""
+    """Limits of a step and of the waiting queue."""
 
     max_num_batched_tokens: (
         Annotated[
             int,
             Meta(
                 ge=1,
-                description="Tokens of a step; unset: 512 on CPUs where prompts may be split, so that the first of them have "
-                "their tokens before the last are computed, else 2048.",
+                description=(
+                    "Maximum tokens per step. Unset: 512 on CPUs if prompts may be split, so that the first prompts "
+                    "need not wait for the last ones; otherwise 2048."
+                ),
             ),
         ]
         | None
@@ -30,10 +32,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             int,
             Meta(
                 ge=0,
-                description="Prompts begin in a step together while they have this many tokens at most, and a longer one alone. "
-                "Beside requests that decode, which wait for the whole of a step, it has half as many tokens of prompts at most, "
-                "and none while a tower for images, sound or video computes: they take turns. 0: as many as the step has room "
-                "for. Unset: 256 on CPUs, where more of them in a step have their first tokens later and none sooner, else 0.",
+                description=(
+                    "Maximum tokens of prompts that begin in the same step. A longer prompt begins alone. While "
+                    "other requests decode, prompts get half of this per step, because those requests wait for the "
+                    "whole step. Steps in which a vision or audio encoder computes then take no prompt tokens, and "
+                    "alternate with steps for prompts. 0: no limit. Unset: 256 on CPUs, where larger batches only "
+                    "delay first tokens; otherwise 0."
+                ),
             ),
         ]
         | None
@@ -42,49 +47,70 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int,
         Meta(
             ge=0,
-            description="What a step spends on images, sound and video at most, in embeddings times blocks of the model's "
-            "tower; one block at least. Less makes pauses of other requests shorter. 0: as much as max_num_batched_tokens.",
+            description=(
+                "Maximum encoder work per step for images, audio and video, in embeddings times encoder layers; at "
+                "least one layer is computed. Smaller values shorten the pauses of other requests. 0: the value of "
+                "max_num_batched_tokens."
+            ),
         ),
     ] = 0
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536, description="Requests that run at once.")] = 256
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536, description="Maximum number of running requests.")] = 256
     policy: Annotated[
         Literal["fcfs", "priority"],
         Meta(
-            description="Order of requests: as they come, or those with a lower priority number first, which also take blocks "
-            "from those with a higher one."
+            description=(
+                "Order of waiting requests. fcfs: first come, first served. priority: lower priority numbers first; "
+                "such requests also preempt running requests with higher numbers."
+            )
         ),
     ] = "fcfs"
     fairness: Annotated[
         bool,
         Meta(
-            description="Tenants take turns by their weights, each with its requests in the policy's order; under priority "
-            "among requests of one number."
+            description=(
+                "Share the engine between tenants in proportion to their weights. The policy orders the requests of "
+                "each tenant. With the priority policy, tenants share among requests of the same priority number."
+            )
         ),
     ] = True
-    scheduler: Annotated[str, Meta(description="Name of the scheduler: default, or one that a plugin brings.")] = (
+    scheduler: Annotated[str, Meta(description="Name of the scheduler: default, or one that a plugin registers.")] = (
         "default"
     )
     async_scheduling: (
         Annotated[
             bool,
-            Meta(description="Prepare a step while the one before it runs; the tokens are the same; unset: on GPUs."),
+            Meta(
+                description=(
+                    "Prepare each step while the previous one runs. The tokens stay the same. Unset: true on GPUs, "
+                    "otherwise false."
+                )
+            ),
         ]
         | None
     ) = None
     long_prefill_token_threshold: Annotated[
-        int, Meta(ge=0, description="Prompt tokens of one request in a step, at most; 0: no limit.")
+        int, Meta(ge=0, description="Maximum prompt tokens of one request per step. 0: no limit.")
     ] = 0
-    enable_chunked_prefill: Annotated[bool, Meta(description="Split long prompts over steps.")] = True
+    enable_chunked_prefill: Annotated[bool, Meta(description="Split long prompts over several steps.")] = True
     watermark: Annotated[
         float,
-        Meta(ge=0, le=0.5, description="Fraction of the KV blocks kept free when a waiting request is admitted."),
+        Meta(ge=0, le=0.5, description="Fraction of the KV blocks that stay free when a waiting request starts."),
     ] = 0.01
     max_waiting_requests: Annotated[
-        int, Meta(ge=1, description="Waiting requests beyond which new ones are refused with RESOURCE_EXHAUSTED.")
+        int,
+        Meta(
+            ge=1,
+            description=("Maximum number of waiting requests. Further requests are refused with RESOURCE_EXHAUSTED."),
+        ),
     ] = 10_000
     max_waiting_tokens: Annotated[
         int,
-        Meta(ge=1, description="Waiting prompt tokens beyond which new requests are refused with RESOURCE_EXHAUSTED."),
+        Meta(
+            ge=1,
+            description=(
+                "Maximum number of waiting prompt tokens. Further requests are refused with RESOURCE_EXHAUSTED."
+            ),
+        ),
     ] = 50_000_000
 
     def __post_init__(self) -> None:
@@ -92,10 +118,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def by_priority(self) -> bool:
-        """Whether requests with a lower number go first."""
+        """Whether requests with a lower priority number go first."""
         return self.policy == "priority"
 
     @property
     def step_tokens(self) -> int:
-        """``max_num_batched_tokens``; unset: the most that a model may leave it at."""
+        """``max_num_batched_tokens``, or the largest default if it is unset."""
         return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

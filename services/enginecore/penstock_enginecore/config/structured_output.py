@@ -1,4 +1,4 @@
-"""Constrained decoding."""
+"""Settings of structured output (constrained decoding)."""
 
 from typing import Annotated, Literal
 
@@ -10,36 +10,44 @@ from penstock_common.config.settings import ByteSize
 
 
 class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Constrained decoding."""
+    """Structured output (constrained decoding)."""
 
     backend: Annotated[
-        Literal["xgrammar"], Meta(description="Name of the library that compiles and follows constraints.")
+        Literal["xgrammar"],
+        Meta(description="Library that compiles constraints and computes token masks."),
     ] = "xgrammar"
     compile_timeout: Annotated[
         float,
         Meta(
             ge=0.1,
             le=600,
-            description="Seconds of processor time that a constraint may take to compile, six times as many by the clock.",
+            description=(
+                "Maximum seconds of processor time to compile a constraint. The wall-clock limit is six times as long."
+            ),
         ),
     ] = 10.0
     compile_memory: Annotated[
         ByteSize,
         Meta(
             ge=64 * 1024 * 1024,
-            description="Bytes that a constraint may take in the compiling process, on top of what that process needs itself; "
-            "part of the engine's memory.",
+            description=(
+                "Maximum bytes of memory to compile a constraint, in addition to the compiling process's own needs. "
+                "It counts towards the engine's memory."
+            ),
         ),
     ] = 1024 * 1024 * 1024
     max_constraint_bytes: Annotated[
-        ByteSize, Meta(ge=1, le=16 * 1024 * 1024, description="Bytes of a constraint's text.")
+        ByteSize, Meta(ge=1, le=16 * 1024 * 1024, description="Maximum bytes of a constraint's text.")
     ] = 256 * 1024
     cache_size: Annotated[
         int,
         Meta(
             ge=1,
             le=100_000,
-            description="Compiled constraints that are kept, of up to some 16 MB each at 128 000 tokens of vocabulary.",
+            description=(
+                "Number of compiled constraints to cache. Each takes up to about 16 MB with a vocabulary of 128,000 "
+                "tokens."
+            ),
         ),
     ] = 64
     token_budget: Annotated[
@@ -47,20 +55,22 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         Meta(
             ge=0.001,
             le=10,
-            description="Seconds of processor time that a constraint may take to follow one token of one request; a step waits a "
-            "quarter of it at most.",
+            description=(
+                "Maximum seconds of processor time for a constraint to advance by one token of one request. A step "
+                "waits at most a quarter of this."
+            ),
         ),
     ] = 0.02
     follow_memory: Annotated[
         ByteSize,
         Meta(
             ge=256 * 1024 * 1024,
-            description="Bytes that all constraints that are followed may take together; part of the engine's memory.",
+            description="Maximum bytes of memory for all constraints in use, as part of the engine's memory.",
         ),
     ] = 4 * 1024 * 1024 * 1024
     enable_in_reasoning: Annotated[
         bool,
-        Meta(description="Constraints hold from the first token on, also where a model would reason first."),
+        Meta(description="Apply constraints from the first token, even if the model would reason first."),
     ] = False
 
     def __post_init__(self) -> None:
