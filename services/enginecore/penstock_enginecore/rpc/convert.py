@@ -1,4 +1,4 @@
-"""Messages of ``penstock.enginecore.v1`` to the domain and back, as the engine needs them."""
+"""Conversion between messages of ``penstock.enginecore.v1`` and domain types."""
 
 import time
 from collections.abc import Sequence
@@ -22,14 +22,15 @@ NOT_SERVED_YET = (
     "data_parallel_rank",
     "resumable",
 )
-"""Fields of a request whose feature comes later."""
+"""Request fields of features that are not supported yet."""
 
 
 def request_from_proto(
     message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None, features: Sequence[MultiModalFeature] = ()
 ) -> EngineCoreRequest:
-    """The request; ``embeds``: the vectors of its prompt, ``features``: its media. Raises Unimplemented for a field of a later
-    feature, InvalidArgument when there are no parameters.
+    """Convert a request. ``embeds`` are its prompt embeddings, ``features`` its media items.
+
+    Raises Unimplemented for a field that is not supported yet, and InvalidArgument if there are no parameters.
     """
     request.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
@@ -63,12 +64,12 @@ def _reasoning(text: str) -> ReasoningTokens | None:
 
 
 def draining_to_proto(time_left: float) -> pb.Draining:
-    """The engine takes no new requests, and has so many seconds for what it has."""
+    """Build the message that new requests are refused. Running requests have ``time_left`` seconds."""
     return pb.Draining(deadline=time.time() + time_left, time_left=time_left)
 
 
 def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
-    """The frame of one step. Hot: called once per step and frontend."""
+    """Build the frame of one step. This is a hot path: it runs once per step and frontend."""
     message = pb.EngineCoreOutputs(
         engine_index=outputs.engine_index,
         outputs=[output_to_proto(output) for output in outputs.outputs],
@@ -86,7 +87,7 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
 
 
 def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.EngineCoreOutputs:
-    """The frame of one output whose vectors went ahead in chunks. ``ref``: where they are."""
+    """Build the frame of one output whose vectors were sent before in chunks. ``ref`` refers to the chunks."""
     vectors = output.pooling_output
     alone = output_to_proto(msgspec.structs.replace(output, pooling_output=None))
     if vectors is not None:
@@ -95,7 +96,7 @@ def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.Engin
 
 
 def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
-    """New tokens of one request."""
+    """Convert the output of one request."""
     message = pb.EngineCoreOutput(
         request_id=output.request_id,
         attempt=output.attempt,

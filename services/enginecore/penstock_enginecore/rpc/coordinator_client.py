@@ -1,4 +1,4 @@
-"""The engine's session with the coordinator: register, report load and the rank's group, leave."""
+"""The engine's session with the coordinator: registration, load reports, commands for data-parallel ranks, and leaving."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ from penstock_enginecore.rpc import convert
 
 
 def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
-    """What the rank says."""
+    """Convert a message from a rank."""
     match message:
         case StartWave():
             return pb.EngineReport(start_wave=to_message(message, data_parallel_pb2.GroupWave))
@@ -54,7 +54,7 @@ def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
 
 
 def register_to_proto(engine: EngineRegistration) -> pb.Register:
-    """Return the message with which an engine introduces itself."""
+    """Build the registration message of an engine."""
     group = engine.group and to_message(
         engine.group, pb.GroupRegistration, report=data_parallel.report_to_proto(engine.group.report)
     )
@@ -62,12 +62,12 @@ def register_to_proto(engine: EngineRegistration) -> pb.Register:
 
 
 def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
-    """The coordinator wants ``rank`` in a wave."""
+    """Convert the coordinator's command that ``rank`` joins a wave."""
     return StartDpWave(rank, message.group_epoch, message.wave, data_parallel.pauses_from_proto(message.pauses))
 
 
 def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
-    """The coordinator wants ``rank`` in a group."""
+    """Convert the coordinator's command that ``rank`` joins a group."""
     command = from_message(
         message,
         Reconfigure,
@@ -87,16 +87,23 @@ Session = grpc.aio.StreamStreamCall[pb.EngineReport, pb.EngineCommand]
 
 
 class CoordinatorClient:
-    """Keeps the engine registered for as long as ``run`` runs. The engine serves on whether the coordinator is there or not.
+    """Keeps the engine registered for as long as ``run`` runs. The engine also serves requests without a coordinator.
 
-    All methods belong to the engine's I/O loop. The callables are called there, so they must return at once and may be called
-    while a step runs: ``registration`` for each connection, ``stats`` (None before the first step) for each report,
-    ``on_command`` for what the coordinator asks for, ``on_registered`` with the index and the seconds of the lease that it gave
-    the engine, ``on_group`` for what it wants of a rank, which other engines refuse.
+    All methods belong to the engine's I/O loop. The callables are called there, possibly while a step runs, so they
+    must return at once.
 
-    Reports go out every ``stats_interval`` when something changed, less often where the coordinator says so, and at least
-    three times per lease. An engine that knows its lease also tries to reconnect as often, so that it is back before a restarted
-    coordinator first tells of the cluster.
+    Reports are sent every ``stats_interval`` if something changed. The coordinator can lengthen the interval. At least
+    three reports are sent per lease. The engine also tries to reconnect that often once it knows its lease. It is then
+    connected again before a restarted coordinator first publishes its view of the cluster.
+
+    Args:
+        config: Settings of the connection.
+        registration: Returns the engine's registration, for each connection.
+        stats: Returns the load for each report, or None before the first step.
+        on_command: Called with the coordinator's commands.
+        on_registered: Called with the engine's index and its lease in seconds.
+        on_group: Called with commands for a rank, or None to refuse them.
+        credentials: TLS credentials.
     """
 
     def __init__(
@@ -134,21 +141,25 @@ class CoordinatorClient:
         await self._reconnector.run()
 
     def draining(self, time_left: float) -> None:
-        """Tell the coordinator, also later ones, that the engine takes no new requests until it ends.
+        """Tell the current and later coordinators that the engine refuses new requests until it exits.
 
-        ``time_left``: seconds until what is left ends as ABORT.
+        ``time_left`` is the number of seconds until the remaining requests end with ABORT.
         """
         self._drained_at = asyncio.get_running_loop().time() + time_left
         self._wake.set()
 
     def tell(self, message: ToCoordinator) -> None:
-        """A rank has something to say, which is lost where no coordinator is there: a later one is told where the rank is."""
+        """Send a message from a rank. It is lost without a connection, because the registration includes the rank's
+        state.
+        """
         if self.connected:
             self._told.append(message)
             self._wake.set()
 
     async def close(self) -> None:
-        """Leave the cluster and end ``run``, within ``CLOSE_TIMEOUT`` whatever the coordinator does. Idempotent."""
+        """Leave the cluster and end ``run``, within ``CLOSE_TIMEOUT`` even if the coordinator does not react.
+        Idempotent.
+        """
         self._wake.set()
         await self._reconnector.close(grace=CLOSE_TIMEOUT)
 
@@ -187,13 +198,15 @@ class CoordinatorClient:
     async def _write_until_over(
         self, call: Session, reader: asyncio.Task[None], heartbeat: float, engine_index: int
     ) -> None:
-        """Report until the stream or the client is over. Raises what the stream ended with."""
+        """Send reports until the stream or the client ends. Raises the stream's error."""
         loop = asyncio.get_running_loop()
         sent: SchedulerStats | None = None
         told_loras: LoraHeld | None = None
         sent_at = -math.inf
         told_draining: float | None = None
-        with contextlib.suppress(asyncio.InvalidStateError):  # written to a stream that is over: the reader knows why
+        with contextlib.suppress(
+            asyncio.InvalidStateError
+        ):  # The stream ended before a write; the reader has the reason.
             while not reader.done() and not self._reconnector.closing:
                 self._wake.clear()
                 if self._drained_at is not None and self._drained_at != told_draining:
@@ -217,9 +230,9 @@ class CoordinatorClient:
             reader.result()
 
     async def _leave(self, call: Session, reader: asyncio.Task[None]) -> None:
-        """Say goodbye, and wait for the coordinator to have read it."""
+        """Announce the shutdown, and wait until the coordinator has read it."""
         await call.write(pb.EngineReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))
-        with contextlib.suppress(grpc.aio.InternalError):  # the stream is over: the reader knows why
+        with contextlib.suppress(grpc.aio.InternalError):  # The stream has ended; the reader has the reason.
             await call.done_writing()
         await asyncio.wait({reader})
 
@@ -244,7 +257,7 @@ def _checked_interval(seconds: float) -> float:
 
 
 def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:
-    """A report; without statistics it only keeps the lease."""
+    """Build a load report. Without statistics, it only renews the lease."""
     outputs = enginecore_pb.EngineCoreOutputs(engine_index=engine_index, timestamp=time.monotonic())
     if stats is not None:
         outputs.scheduler_stats.CopyFrom(to_message(stats, stats_pb2.SchedulerStats))

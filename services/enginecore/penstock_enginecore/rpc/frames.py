@@ -1,4 +1,4 @@
-"""A step's outputs as frames for one frontend: encoded, no larger than it takes, and several in one message."""
+"""Frames of step outputs for one frontend: encoding, splitting to the size limit, and batching of several in a message."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,11 +22,17 @@ from penstock_common.types.outputs import (
 )
 from penstock_enginecore.rpc import convert
 
-# Encoding: what cannot be encoded ends its request alone.
+# Encoding. If an output cannot be encoded, only its request ends.
 
 
 class Encoded(NamedTuple):
-    """What is said, and its frame. ``broken``: ids of requests that end here, since an output of theirs cannot be encoded."""
+    """Outputs with their frame.
+
+    Attributes:
+        outputs: The outputs in the frame.
+        frame: The encoded message.
+        broken: Ids of requests that end here, because one of their outputs cannot be encoded.
+    """
 
     outputs: EngineCoreOutputs
     frame: pb.EngineCoreOutputs
@@ -34,8 +40,10 @@ class Encoded(NamedTuple):
 
 
 def encoded(outputs: EngineCoreOutputs) -> Encoded:
-    """The frame. In place of an output that cannot be encoded it has the end of that request, and of a call its failure; cache
-    events that cannot be encoded are left out.
+    """Encode outputs as a frame.
+
+    If an output cannot be encoded, its request ends with an error. If an answer cannot be encoded, its utility call
+    fails. Cache events that cannot be encoded are dropped.
     """
     try:
         return Encoded(outputs, convert.outputs_to_proto(outputs), [])
@@ -51,7 +59,7 @@ def encoded(outputs: EngineCoreOutputs) -> Encoded:
 
 
 def unsendable(output: EngineCoreOutput, error: Exception) -> EngineCoreOutput:
-    """The end of a request whose output cannot be encoded."""
+    """Return the final output of a request whose output cannot be encoded."""
     failed = incident(error, request=output.request_id, doing="encoding an output of the request")
     return EngineCoreOutput(
         request_id=output.request_id,
@@ -88,16 +96,16 @@ def _sendable_events(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
     return events
 
 
-# Batches: several frames in one message cost the stream little more than one of them.
+# Batches: a message with several frames costs the stream little more than a message with one.
 
 MAX_BATCH_BYTES = 32 * 1024
-"""Of the frames in one message, unless it is a single one: what comes behind it does not wait for long."""
+"""Maximum bytes of frames in one message, unless it has only one. Small messages keep later ones from waiting."""
 _HEADER_BYTES = 8
-"""Of a frame beside its own bytes, at most."""
+"""Maximum overhead in bytes per frame."""
 
 
 class FrameBatch:
-    """Frames of one message, in order. More may be added until it is made."""
+    """The frames of one message, in order. Frames can be added until the message is made."""
 
     __slots__ = ("_frames", "_made", "_num_bytes")
 
@@ -107,20 +115,20 @@ class FrameBatch:
         self._made = False
 
     def __bool__(self) -> bool:
-        """Whether there is a frame in it."""
+        """Return whether the batch has a frame."""
         return bool(self._frames)
 
     def takes(self, num_bytes: int, max_bytes: int) -> bool:
-        """Whether a frame of so many bytes still fits in, where a message may have ``max_bytes``."""
+        """Return whether a frame of ``num_bytes`` still fits, if a message may have ``max_bytes``."""
         return not self._made and self._num_bytes + num_bytes + _HEADER_BYTES <= min(MAX_BATCH_BYTES, max_bytes)
 
     def add(self, frame: pb.EngineCoreOutputs, num_bytes: int) -> None:
-        """One more frame."""
+        """Append a frame."""
         self._frames.append(frame)
         self._num_bytes += num_bytes + _HEADER_BYTES
 
     def make(self, _: Sequence[TensorRef]) -> pb.SessionResponse:
-        """The message, when it is its turn."""
+        """Build the message. The sender calls this when it sends the message."""
         self._made = True
         if len(self._frames) == 1:
             return pb.SessionResponse(outputs=self._frames[0])
@@ -130,28 +138,36 @@ class FrameBatch:
 
 
 _FRAME_BYTES = 1024
-"""Of a frame around its outputs and events, at most."""
+"""Maximum bytes of a frame, without its outputs and events."""
 _OUTPUT_BYTES = 256
 _EVENT_BYTES = 32
 _ENTRY_BYTES = 14
-"""Of an entry of log-probabilities: two numbers of up to 5 bytes, and a float."""
+"""Maximum bytes of a log-probability entry: two numbers of up to 5 bytes, and a float."""
 _NUMBER_BYTES = 5
 _MEDIA_BYTES = 12
-"""Of a medium in a block, its identifier aside."""
+"""Maximum bytes of a media item in a block, without its identifier."""
 _COLUMN_BYTES = 4
 _CHARACTER_BYTES = 4
 
 
 class Frames(NamedTuple):
-    """``refused``: ids of requests of which an output is too large for any frame; that output says so, and is their end."""
+    """The result of ``split``.
+
+    Attributes:
+        frames: Frames in order.
+        refused: Ids of requests with an output that is too large for any frame. That output became the error that ends
+            the request.
+    """
 
     frames: list[EngineCoreOutputs]
     refused: list[str]
 
 
 def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
-    """The same in several frames of up to ``max_bytes`` each, in order. Log-probabilities are cut where there are too many of
-    them for one frame; a request ends in the frame of its last output. The statistics are those of the last frame.
+    """Split outputs into frames of up to ``max_bytes`` each, in order.
+
+    Log-probabilities that do not fit into one frame are split. A request ends in the frame of its last output. The last
+    frame has the statistics.
     """
     room = max_bytes - _FRAME_BYTES
     packed = _Packed(outputs, room)
@@ -176,7 +192,7 @@ def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
 
 
 def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutput:
-    """The end of a request whose output the frontend cannot take."""
+    """Return the final output of a request whose output is too large for the frontend."""
     error = _error(f"an output of the request has {size} bytes", limit)
     return EngineCoreOutput(
         request_id=output.request_id,
@@ -188,7 +204,7 @@ def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutp
 
 
 def output_bytes(output: EngineCoreOutput) -> int:
-    """Bytes of an output in a message, at most."""
+    """Return the maximum bytes of an output in a message."""
     size = _OUTPUT_BYTES + _CHARACTER_BYTES * len(output.request_id) + _NUMBER_BYTES * len(output.new_token_ids)
     size += _EVENT_BYTES * len(output.events) + _logprobs_bytes(output.new_logprobs)
     size += _logprobs_bytes(output.new_prompt_logprobs)
@@ -211,7 +227,7 @@ def _positions_bytes(logprobs: Logprobs, start: int, stop: int) -> int:
 
 
 def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
-    """The output, or several that say the same where it is larger than ``room`` because of its log-probabilities."""
+    """Yield the output, split into several if its log-probabilities make it larger than ``room``."""
     if output_bytes(output) <= room:
         yield output
         return
@@ -246,7 +262,7 @@ def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
 
 
 def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
-    """Ranges of positions of up to ``room`` bytes each, where one position has no more."""
+    """Return ranges of positions of up to ``room`` bytes each. A single position may be larger."""
     cuts, start = [], 0
     for stop in range(1, len(logprobs) + 1):
         if stop - start > 1 and _positions_bytes(logprobs, start, stop) > room:
@@ -257,7 +273,7 @@ def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
 
 
 def _cut_columns(columns: TokenColumns, room: int) -> list[TokenColumns]:
-    """Columns of up to ``room`` bytes each, where a row has no more."""
+    """Split columns into parts of up to ``room`` bytes each. A single row may be larger."""
     if _columns_bytes(columns) <= room:
         return [columns]
     longest = max(columns.counts) if columns.counts else 1
@@ -269,7 +285,7 @@ def _columns_bytes(columns: TokenColumns) -> int:
 
 
 def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
-    """Blocks that were stored or removed together, in as many events as are needed."""
+    """Split an event about many blocks into as many events as necessary."""
     if isinstance(event, AllBlocksCleared) or _event_bytes(event) <= room or len(event.block_hashes) < 2:
         return [event]
     half = len(event.block_hashes) // 2
@@ -303,7 +319,7 @@ def _event_bytes(event: KvCacheEvent) -> int:
 
 
 def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
-    """The answer to a call, or that it is too large."""
+    """Return the answer to a call, or an error if the answer is too large."""
     if len(answer.result) <= room:
         return answer
     error = RequestError.from_exception(_error(f"the answer has {len(answer.result)} bytes", room))
@@ -315,7 +331,7 @@ def _error(what: str, limit: int) -> RequestFailed:
 
 
 class _Packed:
-    """Frames that fill up one after the other."""
+    """Builder that fills one frame after the other."""
 
     def __init__(self, outputs: EngineCoreOutputs, room: int) -> None:
         self._whole = outputs
@@ -347,7 +363,7 @@ class _Packed:
         self._current.utility_output = answer
 
     def close(self) -> list[EngineCoreOutputs]:
-        """All frames; the last one has what belongs to none."""
+        """Return all frames. The last one gets the statistics and the remaining finished requests."""
         self._make_room(sum(_CHARACTER_BYTES * len(request_id) + _NUMBER_BYTES for request_id in self._finished))
         self._current.finished_requests += self._finished
         self._current.scheduler_stats = self._whole.scheduler_stats

@@ -1,4 +1,4 @@
-"""The sessions of frontends with this engine: where the busy loop's messages cross over to the I/O thread."""
+"""Sessions of frontends with this engine. They pass the busy loop's messages to the I/O thread."""
 
 import asyncio
 import itertools
@@ -39,51 +39,58 @@ from penstock_enginecore.rpc.request_tensors import FeatureReader, PromptReader
 from penstock_enginecore.rpc.traces import EngineTraces
 
 _WRAPPING_BYTES = 16
-"""Of a message around a frame, at most."""
+"""Maximum bytes of a message around its frame."""
 
 
 class FrontendSession:
-    """Messages on their way to one frontend, and what came of its prompts. Belongs to the I/O thread.
+    """Queued messages to one frontend, and readers of its requests' tensors. Belongs to the I/O thread.
 
-    The queue is not bounded: it holds what the frontend has not read of its own requests' output, and its requests are bounded.
-    No message is larger than the frontend takes: see ``rpc/frames.py``; large vectors go ahead in chunks.
+    The queue has no limit of its own: it holds unread output of the frontend's requests, whose number is limited. No
+    message exceeds the frontend's size limit, see ``rpc/frames.py``. Large vectors are sent before in chunks.
     """
 
     def __init__(
         self, client_id: str, limits: Limits, revision: int, incarnation: str = "", pool: TensorPool | None = None
     ) -> None:
-        """``revision``: of the contract, on this stream; ``incarnation``: the frontend's. ``pool``: bounds the tensors in chunks
-        of all sessions together; the session's end closes ``prompts.tensors``.
+        """Create a session.
+
+        Args:
+            client_id: The session's id.
+            limits: Message size limits of the frontend.
+            revision: Protocol revision of the stream.
+            incarnation: The frontend's incarnation.
+            pool: Limits the chunked tensors of all sessions together. Closing the session closes ``prompts.tensors``.
         """
         self._batches = revision >= COLUMNS_SINCE
         self._batch = FrameBatch()
         self.client_id = client_id
         self.incarnation = incarnation
         self.max_tensor_bytes = MAX_TENSOR_BYTES if revision >= ANNOUNCED_SINCE else MAX_UNANNOUNCED_BYTES
-        """Bytes of tensors in chunks that the session holds at most."""
+        """Maximum bytes of chunked tensors that the session may hold."""
         if pool is not None:
             self.max_tensor_bytes = min(self.max_tensor_bytes, pool.max_bytes)
         announced = revision >= ANNOUNCED_SINCE
         self.prompts = PromptReader(IncomingTensors(self.max_tensor_bytes, announced=announced, pool=pool))
         self.features: FeatureReader | None = None
-        """Reads media; None where the engine takes none."""
+        """Reader for media, or None if the engine accepts none."""
         self._limits = limits
         self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
         self._outgoing.limit(limits)
         self._ended: set[str] = set()
-        """Requests that have ended for the frontend because an output could not be sent, and not yet for the engine."""
+        """Requests that have ended for the frontend because an output could not be sent, but not yet for the engine."""
         self._arrived = asyncio.Event()
         self._closed = False
 
     def put(self, message: pb.SessionResponse) -> None:
         """Queue a message."""
-        self._batch = FrameBatch()  # what comes later goes behind it
+        self._batch = FrameBatch()  # Later frames must follow this message.
         self._outgoing.put(lambda _: message)
         self._arrived.set()
 
     def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
-        """Queue what a step has to say. ``frame``: its message, where that is made already. Returns the ids of requests that end
-        here: an output of theirs is too large, or cannot be encoded.
+        """Queue the outputs of a step. ``frame`` is the encoded message, if it exists already.
+
+        Return the ids of requests that end here, because one of their outputs is too large or cannot be encoded.
         """
         if self._ended:
             outputs = _without(outputs, self._ended)
@@ -104,7 +111,7 @@ class FrontendSession:
         return refused
 
     def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
-        """Queue a frame, in one message with those before it where these still wait."""
+        """Queue a frame. It joins the previous frame's message if that has not been sent."""
         if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
             self._batch = FrameBatch()
         if not self._batch:
@@ -113,7 +120,9 @@ class FrontendSession:
         self._batch.add(frame, size)
 
     def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Take large vectors out of a step's outputs: they go in chunks. Returns the ids of requests that end here."""
+        """Remove large vectors from a step's outputs, and send them in chunks. Return the ids of requests that end
+        here.
+        """
         most, refused = self._limits.max_tensor_bytes, []
         others: list[EngineCoreOutput] = []
         for output in outputs.outputs:
@@ -128,18 +137,18 @@ class FrontendSession:
                 tensors = (output.pooling_output.data,)
                 self._outgoing.put(make, partial(_given, tensors))
                 self._arrived.set()
-                # Its end is told with its vectors, not before.
+                # The request must not be finished before its vectors are sent.
                 outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
         outputs.outputs = others
         return refused
 
     def close(self) -> None:
-        """No message follows those that are queued."""
+        """Close the session after the queued messages."""
         self._closed = True
         self._arrived.set()
 
     async def next(self) -> pb.SessionResponse | None:
-        """The next message; None when the session is closed and empty."""
+        """Return the next message, or None once the session is closed and empty."""
         while True:
             while not self._outgoing:
                 if self._closed:
@@ -172,7 +181,9 @@ def _chunk(chunk: Chunk) -> pb.SessionResponse:
 
 
 def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
-    """The outputs less those of requests that ``ended`` for the frontend; one whose last output passes leaves the set."""
+    """Return the outputs without those of requests that already ``ended`` for the frontend. Requests whose last output
+    arrives are removed from the set.
+    """
     left = [output for output in outputs.outputs if output.request_id not in ended]
     over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
     finished = [request_id for request_id in outputs.finished_requests if request_id not in over]
@@ -184,9 +195,9 @@ log = get_logger()
 
 
 class Sessions:
-    """All open sessions, and the ``OutputSink`` of the busy loop.
+    """All open sessions. Implements the busy loop's ``OutputSink``.
 
-    ``open`` and ``close`` belong to the I/O thread; the sink's methods may be called from any.
+    ``open`` and ``close`` belong to the I/O thread. Any thread may call the sink's methods.
     """
 
     def __init__(
@@ -198,18 +209,24 @@ class Sessions:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         limits: SessionsConfig = SessionsConfig(),  # noqa: B008 - it is immutable
     ) -> None:
-        """``on_draining`` is called once, on the I/O thread, with the seconds that are left. ``traces``: sees every request and
-        output. ``max_message_bytes``: the largest message that the server sends.
+        """Create an empty set of sessions.
+
+        Args:
+            loop: The I/O loop.
+            on_draining: Called once on the I/O thread, with the remaining seconds.
+            traces: Gets every request and output, or None.
+            max_message_bytes: Maximum bytes of a message that the server sends.
+            limits: Limits on sessions and their tensors.
         """
         self.traces = traces
         self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
-        """Called on the I/O thread with a client's requests that ended because an output of theirs cannot be sent."""
+        """Called on the I/O thread with a client's requests that ended because an output could not be sent."""
         self.engine_index = 0
-        """The engine's in its cluster, which frames name: 0 until a coordinator has said it."""
+        """The engine's index in its cluster, which frames include. 0 until a coordinator assigns it."""
         self.received = ReceiverCache(0)
-        """Features of media that sessions have had kept."""
+        """Media items that are cached for the sessions."""
         self.tensors = TensorPool(limits.max_tensor_bytes)
-        """Bounds the tensors in chunks of all sessions."""
+        """Limits the chunked tensors of all sessions."""
         self._max_sessions = limits.max_sessions
         self._max_message_bytes = max_message_bytes
         self._loop = loop
@@ -222,8 +239,9 @@ class Sessions:
         self.dead: str | None = None
 
     def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
-        """A session under a name of its own, of a revision of the contract: a frontend that reconnects is another client. Raises
-        ResourceExhausted, reason TOO_MANY_SESSIONS, if as many are open as may be.
+        """Open a session with a new client id. A frontend that reconnects is a new client.
+
+        Raises ResourceExhausted with reason TOO_MANY_SESSIONS if the limit is reached.
         """
         if len(self._sessions) >= self._max_sessions:
             raise ResourceExhausted(
@@ -238,8 +256,11 @@ class Sessions:
         return session
 
     def welcome(self, session: FrontendSession, ready: pb.Ready, probe: str = "") -> None:
-        """Queue ``ready``, and ``draining`` behind it if that is the case. What that says of media holds for the session.
-        ``probe``: names a segment of the frontend's, which proves that its memory is read here; empty: it has made none.
+        """Queue ``ready``, followed by ``draining`` if the engine is draining. The media limits in ``ready`` apply to
+        the session.
+
+        ``probe`` names a shared-memory segment of the frontend. Reading it proves that both are on one host. It is
+        empty if the frontend has none.
         """
         ready.max_tensor_bytes = min(ready.max_tensor_bytes, session.max_tensor_bytes)
         segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
@@ -256,7 +277,7 @@ class Sessions:
             self._put_draining(session, max(self._drained_at - time.monotonic(), 0.0))
 
     def close(self, session: FrontendSession) -> None:
-        """Forget a session."""
+        """Remove a session."""
         self._sessions.pop(session.client_id, None)
         session.prompts.tensors.close()
         if session.features is not None:
@@ -265,12 +286,12 @@ class Sessions:
             self.traces.client_gone(session.client_id)
 
     def close_all(self) -> None:
-        """Let every session end after what is queued."""
+        """Close every session after its queued messages."""
         for session in self._sessions.values():
             session.close()
 
     def drop_stale(self) -> None:
-        """Drop what has come of tensors whose rest does not come."""
+        """Drop partly received tensors that have stalled."""
         for session in self._sessions.values():
             session.prompts.tensors.drop_stale()
 
@@ -278,45 +299,45 @@ class Sessions:
         return len(self._sessions)
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Send a step's outputs to one frontend, or drop them if it has gone."""
+        """Send a step's outputs to one frontend. They are dropped if it is disconnected."""
         self._post(partial(self._deliver, client_id, outputs))
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send to every frontend that is there, or to those of these ids."""
+        """Send to every connected frontend, or to those with the given ids."""
         self._post(partial(self._deliver_to_all, outputs, to))
 
     def start_wave(self, message: StartWave) -> None:
-        """Have every frontend tell the other ranks of the group that this one waits for them."""
+        """Ask every frontend to tell the other ranks of the group that this rank is waiting for them."""
         self._post(
             partial(self._put_to_all, pb.SessionResponse(start_wave=to_message(message, data_parallel_pb2.GroupWave)))
         )
 
     def draining(self, timeout: float) -> None:
-        """Tell every frontend, and those still to come."""
+        """Tell all current and future frontends that the engine is draining."""
         self._post(partial(self._announce_draining, timeout))
 
     def engine_dead(self, reason: str) -> None:
-        """Tell every frontend, then end the sessions."""
+        """Tell every frontend that the engine is dead, and close the sessions."""
         self._post(partial(self._announce_dead, reason))
 
     def clear_media(self) -> None:
-        """Forget what sessions have had kept of media, and tell their frontends."""
+        """Drop the sessions' cached media, and notify their frontends."""
         self._post(self._clear_media)
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Have the I/O thread do something, behind what was posted before. It is woken once for all that waits."""
+        """Run ``work`` on the I/O thread, after earlier work. The thread is woken once for all waiting work."""
         self._posted.append(work)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._do_posted)
 
     def _do_posted(self) -> None:
-        self._woken = False  # what is posted from now on wakes the thread again
+        self._woken = False  # Work that is posted from now on must wake the thread again.
         for _ in range(len(self._posted)):
             try:
                 self._posted.popleft()()
             except Exception as e:
-                incident(e, request="", doing="handing over what the engine says")
+                incident(e, request="delivering the engine's messages", doing="handing over what the engine says")
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = self.engine_index

@@ -19,8 +19,8 @@ def own_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
 def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
     """Return the secret of the port ``purpose``, which is about to listen on ``server.host``, or None if there is none.
 
-    Raises ConfigError if the secret cannot be read, or if other machines can reach the port and neither the secret nor
-    certificates of clients tell who calls.
+    Raises ConfigError if the secret cannot be read. Also raises it if other machines can reach the port, and neither
+    the secret nor client certificates authenticate callers.
     """
     secret = own_secret(config, purpose)
     check_internal_port(
@@ -33,16 +33,18 @@ def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
     return secret
 
 
-# An asyncio loop in a thread of its own.
+# An asyncio loop in its own thread.
 
 T = TypeVar("T")
 
 _ENDING = 2.0
-"""Seconds that tasks have to end when their loop does."""
+"""Seconds that tasks have to end when their loop stops."""
 
 
 class LoopThread:
-    """Methods may be called from any other thread. A daemon: what its loop still waits for does not keep the process alive."""
+    """An asyncio loop in a daemon thread. Any other thread may call its methods. Pending work does not keep the process
+    alive.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -50,19 +52,21 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether it was started, and has not been stopped."""
+        """Whether the thread has been started and not stopped."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Run the loop."""
+        """Start the thread and its loop."""
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the loop run this, and wait for its result."""
+        """Run a coroutine on the loop, and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
-        """End what still runs, the loop and the thread, which must be running: nothing that is collected later needs its loop."""
+        """Cancel running tasks, then stop the loop and the thread, which must be running. No object needs the loop
+        afterwards.
+        """
         self.run(_end_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The engine's I/O thread: the asyncio loop with the gRPC server and the coordinator session."""
+"""The engine's I/O thread: an asyncio loop with the gRPC server and the coordinator session."""
 
 import asyncio
 import contextlib
@@ -40,30 +40,35 @@ log = get_logger()
 
 
 class IoThread:
-    """Owns the loop. Methods are called from the main thread and wait for their result.
+    """Owns the I/O loop. Its methods are called from the main thread and wait for their result.
 
-    Order: ``start`` (the port answers, not serving), ``attach`` (the model is loaded: serving), ``stop``.
+    Call order: ``start`` (the port is open, not serving), ``attach`` (the model is loaded, serving), ``stop``.
 
-    Health names: the empty one and the service's own say whether requests are accepted; ``startup`` whether the model is loaded;
-    ``liveness`` whether the process makes progress: it turns NOT_SERVING when there is work and no step has ended for
-    ``wedged_after`` seconds, and for good when the engine has failed. So loading (not started), serving, draining (started,
-    alive, not accepting) and wedged or dead (not alive) are told apart.
+    Health service names:
+
+    - The empty name and the service's own name: requests are accepted.
+    - ``startup``: the model is loaded.
+    - ``liveness``: the process makes progress. It is NOT_SERVING while there is work but no step has ended for
+      ``wedged_after`` seconds, and permanently after the engine has failed.
+
+    Together they distinguish loading (not started), serving, draining (started, alive, not accepting) and wedged or
+    dead (not alive).
     """
 
     def __init__(self, config: EngineCoreConfig, config_file: ConfigFile[EngineCoreConfig] | None = None) -> None:
-        """``config_file`` is followed, for what is read anew."""
+        """Create the thread. ``config_file`` is watched for settings that can change at run time."""
         self._config = config
         self._config_file = config_file
         self._thread = LoopThread("io")
         self.registry = service_registry("enginecore")
-        """What the process tells of itself and its calls, for others to add to."""
+        """Metrics of the process and its calls. Other parts register theirs here."""
         self.certificates = Certificates()
-        """Those of its listeners and connections."""
+        """TLS certificates of the listeners and connections."""
         self.registry.register(self.certificates)
         count_tasks(self.registry, self._thread.loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         self.telemetry = CallTelemetry(self.registry, self._tracer)
-        """Observes the calls of the engine's listeners."""
+        """Telemetry of the calls to the engine's listeners."""
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(
             self._thread.loop,
@@ -82,16 +87,18 @@ class IoThread:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError when the port is taken."""
+        """Listen. Raises ConfigError if the port is in use."""
         self._thread.start()
         self._thread.run(self._start())
 
     def attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None = None) -> None:
-        """The model is loaded: take sessions and register with the coordinator, as a ``rank`` of a group if it is one."""
+        """Accept sessions and register with the coordinator, now that the model is loaded. ``rank`` is set in a
+        data-parallel group.
+        """
         self._thread.run(self._attach(busy_loop, ready, rank))
 
     def stop(self) -> None:
-        """Flush what the frontends are still owed, leave the cluster, close the port. Idempotent."""
+        """Flush pending messages to frontends, leave the cluster and close the port. Idempotent."""
         if not self._thread.running:
             return
         self._thread.run(self._stop())
@@ -170,7 +177,7 @@ class IoThread:
             self._coordinator.draining(time_left)
 
     async def _watch(self, busy_loop: BusyLoop) -> None:
-        """Keep ``liveness`` true: not serving while wedged. Frontends are told when that changes."""
+        """Update the ``liveness`` health status, which is not serving while wedged. Frontends are notified of changes."""
         alive = True
         while True:
             await asyncio.sleep(CHECK_INTERVAL)
@@ -182,13 +189,13 @@ class IoThread:
             await self._server.set_serving(alive and not busy_loop.draining)
             if self.sessions.dead is not None:
                 return
-            stats = busy_loop.stats()  # which the busy loop cannot tell while it hangs in a step
+            stats = busy_loop.stats()  # The busy loop cannot send this while it hangs in a step.
             self.sessions.broadcast(EngineCoreOutputs(scheduler_stats=stats, timestamp=time.monotonic()))
             if alive:
-                log.info("steps go on")
+                log.info("steps continue")
             else:
                 age = round(stats.seconds_since_last_step, 1)
-                log.error("wedged: there is work, and no step has ended", seconds=age)
+                log.error("wedged: the engine has work, but no step has ended", seconds=age)
 
     async def _stop(self) -> None:
         await self._server.set_serving(False)
@@ -204,12 +211,12 @@ class IoThread:
 
 
 def _apply(config: EngineCoreConfig) -> None:
-    """Take what is read anew."""
+    """Apply the settings that can change at run time."""
     configure(config.log, service="enginecore")
 
 
 def _allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Requests come from frontends alone; operators may look."""
+    """Return the peers that may call each method. Only frontends may send requests; operators may query the engine."""
     return {
         f"/{SERVICE_NAME}/Session": peers.frontends,
         f"/{SERVICE_NAME}/GetEngineInfo": peers.frontends + peers.operators,

@@ -1,4 +1,4 @@
-"""A node's side of its session with the engine."""
+"""The client side of a node's session with the engine."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,21 +27,22 @@ log = get_logger()
 
 
 class NodeOrders(Protocol):
-    """What the engine tells a node."""
+    """Handlers for the engine's commands to a node."""
 
     def call(self, message: bytes) -> None:
-        """For all of its workers."""
+        """Pass a message to all workers of the node."""
 
     def expect_ends(self) -> None:
-        """They are about to be told to stop."""
+        """Note that the workers are about to be told to stop."""
 
     def dump_stacks(self) -> Mapping[int, str]:
-        """Where their threads are, by rank. May block."""
+        """Return the stack traces of the workers' threads, by rank. May block."""
 
 
 class NodeClient:
-    """All of it belongs to one loop, but ``answer`` and ``give_up``, which any thread may call. Raises ConfigError for TLS
-    and the secret.
+    """Connects a node to its engine. Belongs to one loop, except ``answer`` and ``give_up``, which are thread-safe.
+
+    Raises ConfigError if the TLS files or the secret are invalid.
     """
 
     def __init__(self, config: EngineCoreConfig) -> None:
@@ -58,8 +59,9 @@ class NodeClient:
         self._session: Session
 
     async def attach(self) -> pb.Attached:
-        """Reach the engine, which may be starting. Raises RequestFailed with what it has against the node, or Unavailable where
-        it was not there in time.
+        """Connect to the engine, which may still be starting.
+
+        Raises RequestFailed if the engine rejects the node, or Unavailable if it was not reached in time.
         """
         deadline = self._loop.time() + self._nodes.timeout
         told = False
@@ -81,8 +83,8 @@ class NodeClient:
             await asyncio.sleep(_AGAIN)
 
     async def serve(self, orders: NodeOrders) -> None:
-        """Carry out what the engine says until it ends the session. Raises RequestFailed unless the workers have stopped as they
-        were told.
+        """Carry out the engine's commands until it ends the session. Raises RequestFailed unless the workers were
+        stopped by a command.
         """
         writer = asyncio.create_task(self._write())
         try:
@@ -99,11 +101,11 @@ class NodeClient:
             await self._channel.close()
 
     def answer(self, rank: int, message: bytes) -> None:
-        """What a worker says."""
+        """Send a worker's answer to the engine."""
         self._report(pb.NodeReport(answer=pb.Answer(rank=rank, message=message)))
 
     def give_up(self, reason: str) -> None:
-        """The workers have ended."""
+        """Report that the workers have ended."""
         self._report(pb.NodeReport(workers_ended=pb.WorkersEnded(reason=reason)))
 
     async def _try(self) -> pb.Attached:
@@ -133,7 +135,7 @@ class NodeClient:
                 texts = await asyncio.to_thread(orders.dump_stacks)
                 self._reports.put_nowait(pb.NodeReport(stacks=pb.Stacks(texts=texts)))
             case _:
-                raise Internal("the engine sent what only one of another version can read")
+                raise Internal("the engine sent an unknown message; use the same version on all nodes")
 
     async def _write(self) -> None:
         while True:

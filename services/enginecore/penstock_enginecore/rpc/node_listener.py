@@ -1,4 +1,4 @@
-"""The engine's side of the sessions with its other nodes, and the settings that nodes must have alike."""
+"""The engine's side of the sessions with its other nodes, and the comparison of their settings."""
 
 import asyncio
 import json
@@ -44,14 +44,14 @@ ENGINE_ONLY = frozenset(
         "wedged_after",
     )
 )
-"""Settings that workers do not compute by. A node may have other values of these; all other settings are compared."""
+"""Settings that do not affect workers. A node may have other values of these. All other settings are compared."""
 NODE_ONLY = ("index", "leader", "port", "address", "timeout", "tls")
-"""Settings of ``executor.nodes`` that each node has its own values of."""
+"""Settings of ``executor.nodes`` that differ per node."""
 _ABSENT = "nothing"
 
 
 def shared_config(config: EngineCoreConfig) -> dict[str, str]:
-    """What workers compute by, as JSON by dotted key."""
+    """Return the settings that affect workers, as JSON values by dotted key."""
     values = msgspec.to_builtins(config)
     for name in NODE_ONLY:
         del values["executor"]["nodes"][name]
@@ -63,7 +63,7 @@ def shared_config(config: EngineCoreConfig) -> dict[str, str]:
 
 
 def config_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """The first key in which two differ, and what it is in each; None where they are alike."""
+    """Return the first key whose values differ, with both values. Return None if all are equal."""
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             return key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
@@ -81,43 +81,45 @@ def _flatten(key: str, value: Any, into: dict[str, str]) -> None:
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
 PORT_PURPOSE = "nodes"
-"""Names the port in what is derived from the shared secret."""
+"""Purpose of the port, from which its key is derived with the shared secret."""
 _STOP_TIMEOUT = 2.0
-"""Seconds that nodes have to hear that the engine stops."""
+"""Seconds that nodes have to learn that the engine stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
 
 
 class NodeEvents(Protocol):
-    """What an engine hears of its nodes, on the listener's thread: none of it may block."""
+    """Callbacks for events of an engine's nodes. The listener's thread calls them, so they must not block."""
 
     def attached(self, index: int) -> None:
-        """The node's workers start; it may be told something."""
+        """Handle an attached node. Its workers are starting, and commands can be sent."""
 
     def answered(self, index: int, rank: int, message: bytes) -> None:
-        """What a worker says."""
+        """Handle a worker's answer."""
 
     def stacks(self, index: int, texts: Mapping[int, str]) -> None:
-        """Where the threads of the node's workers are, by rank."""
+        """Handle the stack traces of the node's worker threads, by rank."""
 
     def ended(self, index: int, reason: str) -> None:
-        """Its workers have ended, or it cannot be reached any more. Told once, and not when it was the listener that ended."""
+        """Handle the end of the node's workers, or the loss of the connection. Called once, and not if the listener
+        itself ended.
+        """
 
 
 Commands = asyncio.Queue[pb.NodeCommand | None]
 
 
 class NodeListener:
-    """Owns a loop in a thread. Methods may be called from any other one. Commands go to all nodes, to each in the order in which
-    they were told.
+    """Serves the nodes on a loop in its own thread. Other threads may call its methods. Commands go to all nodes, in
+    call order.
     """
 
     def __init__(self, config: EngineCoreConfig, meeting: str, events: NodeEvents) -> None:
-        """``meeting``: host:port at which the workers of all nodes find each other.
+        """Create a listener. ``meeting`` is the host:port at which the workers of all nodes connect to each other.
 
-        Raises ConfigError if the secret cannot be read, or if other machines can reach the port and neither the secret nor
-        certificates tell who a node is.
+        Raises ConfigError if the secret cannot be read. Also raises it if other machines can reach the port, and
+        neither the secret nor certificates authenticate nodes.
         """
         self._config = config
         self._meeting = meeting
@@ -131,37 +133,37 @@ class NodeListener:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError when the port is taken."""
+        """Listen. Raises ConfigError if the port is in use."""
         self._thread.start()
         self._thread.run(self._start())
 
     def call(self, message: bytes) -> None:
-        """What all workers are told."""
+        """Send a message to all workers."""
         self._tell(pb.NodeCommand(call=pb.Call(message=message)))
 
     def expect_ends(self) -> None:
-        """Workers are about to be told to stop."""
+        """Tell nodes that workers are about to be stopped."""
         self._tell(pb.NodeCommand(expect_ends=pb.ExpectEnds()))
 
     def dump_stacks(self) -> None:
-        """Ask where their threads are."""
+        """Ask nodes for the stack traces of their workers."""
         self._tell(pb.NodeCommand(dump_stacks=pb.DumpStacks()))
 
     def end(self, error: str = "") -> None:
-        """End all sessions, without waiting for it. ``error``: why the workers are given up; empty: they have stopped as they
-        were told. The first reason counts.
+        """End all sessions without waiting. ``error`` is the reason, or empty if the workers were stopped on purpose.
+        Only the first call counts.
         """
         self._soon(partial(self._end, error))
 
     def stop(self) -> None:
-        """Close the port, once sessions were ended. Idempotent."""
+        """Close the port, after sessions were ended. Idempotent."""
         if not self._thread.running:
             return
         self._thread.run(self._server.stop(_STOP_TIMEOUT))
         self._thread.stop()
 
     async def session(self, requests: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
-        """One stream of one node."""
+        """Serve one stream of one node."""
         index = self._admit(await first_message(requests, "attach"))
         commands = self._nodes[index] = Commands()
         log.info("node attached", node=index, peer=context.peer())
@@ -186,7 +188,7 @@ class NodeListener:
             raise Unavailable(self._over, reason="ENGINE_DEAD")
 
     async def _read(self, index: int, requests: AsyncIterator[pb.NodeReport]) -> str:
-        """Until the node ends. Why its workers have; empty where it did not say."""
+        """Read reports until the node ends. Return why its workers ended, or an empty string if it did not say."""
         async for report in requests:
             match report.WhichOneof("message"):
                 case "answer":
@@ -197,12 +199,12 @@ class NodeListener:
                     return report.workers_ended.reason
                 case _:
                     raise InvalidArgument(
-                        "a message behind the first is answer, stacks or workers_ended", field="message"
+                        "only answer, stacks and workers_ended may follow the first message", field="message"
                     )
         return ""
 
     def _admit(self, first: pb.NodeReport | None) -> int:
-        """The node's index. Raises what is wrong with it."""
+        """Return the node's index. Raises an error if the node cannot attach."""
         if first is None or first.WhichOneof("message") != "attach":
             raise InvalidArgument("the first message must be attach", field="attach")
         attach, size = first.attach, self._config.executor.nodes.size
@@ -216,12 +218,12 @@ class NodeListener:
         if differs := config_difference(self._shared, attach.config):
             key, ours, theirs = differs
             raise FailedPrecondition(
-                f"node {attach.index} is configured otherwise: {key} is {theirs} there and {ours} at the engine",
+                f"node {attach.index} is configured differently: {key} is {theirs} there and {ours} at the engine",
                 reason="CONFIGURATIONS_DIFFER",
             )
         if not 1 <= attach.index < size:
             raise InvalidArgument(
-                f"executor.nodes.index is {attach.index}; beside the engine there are nodes 1 to {size - 1}",
+                f"executor.nodes.index is {attach.index}; nodes other than the engine's are 1 to {size - 1}",
                 field="index",
             )
         if attach.index in self._nodes:

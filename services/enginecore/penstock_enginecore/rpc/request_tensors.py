@@ -1,4 +1,4 @@
-"""Media features and prompts as vectors, from messages that have the tensors inline, in chunks or in shared memory."""
+"""Readers for media and prompt embeddings in requests, whose tensors are inline, in chunks or in shared memory."""
 
 import re
 from weakref import WeakValueDictionary
@@ -16,28 +16,30 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.media.core.receiver_cache import ReceivedFeature, SessionFeatures
 
 MAX_TENSORS = 32
-"""Of an item."""
+"""Maximum number of tensors per media item."""
 _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 class FeatureReader:
-    """Reads those of one session, and has kept what its frontend wants to be kept.
+    """Reads the media of one session's requests, and caches items if the frontend asks for it.
 
-    Whatever comes of a request: its segments of shared memory are gone behind it, and so are its chunks.
+    After each request, its shared-memory segments and its chunks are gone, also if the request failed.
     """
 
     def __init__(self, tensors: IncomingTensors, kept: SessionFeatures, segments: SegmentReader | None) -> None:
-        """``segments``: None where no shared memory is taken."""
+        """Create a reader. ``segments`` is None if shared memory is not accepted."""
         self.kept = kept
         self._tensors = tensors
         self._take = taker(tensors)
         self._segments = segments
         self._shared_bytes = 0
-        """In shared memory, of the request that is being read."""
+        """Bytes in shared memory of the current request."""
 
     def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
-        """The features of a request with their data. Raises InvalidArgument, with the field, what ``SessionFeatures.take``
-        raises, and what became of their tensors.
+        """Return the media items of a request with their data.
+
+        Raises InvalidArgument with the field, the errors of ``SessionFeatures.take``, and errors of the tensors'
+        transfer.
         """
         if not message.mm_features:
             return []
@@ -82,7 +84,7 @@ class FeatureReader:
         return self._segments.read(reference.name, reference.offset, reference.size, field=field)
 
     def discard(self, message: pb.EngineCoreRequest) -> None:
-        """What a request refers to that is not read: nothing else will ask for it."""
+        """Drop the tensors of a request that is not read."""
         for feature in message.mm_features:
             for tensor in feature.data.values():
                 kind = tensor.WhichOneof("payload")
@@ -93,18 +95,22 @@ class FeatureReader:
 
 
 class PromptReader:
-    """Reads those of one session. Requests that refer to the same chunks get the same object."""
+    """Reads the prompt embeddings of one session's requests. Requests that refer to the same chunks get the same
+    object.
+    """
 
     def __init__(self, tensors: IncomingTensors) -> None:
-        """``tensors``: those that come in chunks on the session."""
+        """Create a reader. ``tensors`` holds the session's tensors that arrive in chunks."""
         self.tensors = tensors
         self.segments: SegmentReader | None = None
-        """Reads those of the frontend; None where no shared memory is taken."""
+        """Reader of the frontend's shared memory, or None if shared memory is not accepted."""
         self._take = taker(self.tensors)
         self._shared: WeakValueDictionary[int, PromptEmbeds] = WeakValueDictionary()
 
     def read(self, message: pb.EngineCoreRequest) -> PromptEmbeds | None:
-        """The vectors of a request's prompt; None when it has none. Raises InvalidArgument, or what became of its chunks."""
+        """Return the prompt embeddings of a request, or None if it has none. Raises InvalidArgument, or the error of
+        their transfer.
+        """
         if not message.HasField("prompt_embeds"):
             return None
         shared = None if self.segments is None else self._in_memory
@@ -118,7 +124,7 @@ class PromptReader:
         return embeds
 
     def discard(self, message: pb.EngineCoreRequest) -> None:
-        """What a request refers to that is refused: nothing else will ask for it."""
+        """Drop the prompt embeddings of a refused request."""
         kind = message.prompt_embeds.WhichOneof("payload")
         if kind == "shared_memory" and self.segments is not None:
             self.segments.discard(message.prompt_embeds.shared_memory.name)

@@ -1,4 +1,4 @@
-"""``penstock.enginecore.v1.EngineCoreService``: sessions in, sessions out."""
+"""The gRPC service ``penstock.enginecore.v1.EngineCoreService``."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
-    """Until ``attach`` the engine is loading and sessions are refused with UNAVAILABLE."""
+    """Serves frontends' sessions. Before ``attach``, the engine is loading and sessions are refused with UNAVAILABLE."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -39,14 +39,14 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         self._ready: EngineReady | None = None
 
     def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
-        """The engine is loaded: serve."""
+        """Start serving, now that the engine is loaded."""
         self._busy_loop, self._ready = busy_loop, ready
-        self._sessions.on_refused = partial(busy_loop.abort, reason="an output of it cannot be sent")
+        self._sessions.on_refused = partial(busy_loop.abort, reason="an output of the request cannot be sent")
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """One stream of one frontend. Its requests end with it."""
+        """Serve one stream of one frontend. Its requests end with the stream."""
         busy_loop, ready = self._attached()
         hello = await _hello(request_iterator)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
@@ -57,7 +57,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         if hello.follows_cache:
             busy_loop.follow_cache(session.client_id)
         load = busy_loop.stats()
-        if load.wedged or (load.lora is not None and load.lora.num_cached):  # what else there is comes with its outputs
+        if load.wedged or (load.lora is not None and load.lora.num_cached):  # Other statistics are sent with outputs.
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:
@@ -74,16 +74,16 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     async def _read(
         self, requests: AsyncIterator[pb.SessionRequest], session: FrontendSession, busy_loop: BusyLoop
     ) -> None:
-        """Hand over what the frontend sends. When it stops sending, or breaks the protocol, the session ends."""
+        """Handle the frontend's messages. The session ends when the frontend stops sending or violates the protocol."""
         try:
             async for message in requests:
                 try:
                     self._dispatch(message, session, busy_loop)
-                except RequestFailed:  # the frontend does not keep to the protocol
+                except RequestFailed:  # The frontend violated the protocol.
                     raise
                 except Exception as e:
                     kind = message.WhichOneof("message")
-                    incident(e, request="", doing=f"taking in {kind} of frontend {session.client_id}")
+                    incident(e, request="", doing=f"handling {kind} of frontend {session.client_id}")
         finally:
             session.close()
 
@@ -126,7 +126,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
                 log_refused(message.request_id, message.external_request_id, failed)
             else:
                 name = message.external_request_id or message.request_id
-                failed = incident(e, request=name, doing="taking in the request")
+                failed = incident(e, request=name, doing="reading the request")
             output = EngineCoreOutput(
                 request_id=message.request_id,
                 attempt=message.attempt,
@@ -138,7 +138,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             busy_loop.group_changed(Refused(message.group_epoch, min(message.current_wave, MAX_NUMBER)))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
-        """Who the engine is and how it is doing."""
+        """Return the engine's identity and load."""
         busy_loop, ready = self._attached()
         return pb.GetEngineInfoResponse(
             ready=to_message(ready, pb.Ready, protocol_revision=PROTOCOL_REVISION),
@@ -154,7 +154,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
 
 
 def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[MultiModalFeature]:
-    """A request's media. Raises RequestFailed."""
+    """Return a request's media. Raises RequestFailed."""
     if session.features is not None:
         return session.features.read(message)
     if message.mm_features:

@@ -1,4 +1,4 @@
-"""Spans of the engine: how long each traced request waited, was prefilled and decoded."""
+"""Spans of the engine: queue, prefill and decode time of each traced request."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 
 class _Phase:
-    """Part of a request's life, with the events that fell into it. Times are on the engine's clock."""
+    """A phase of a request with its events. Times are on the engine's clock."""
 
     __slots__ = ("began", "ended", "events", "name")
 
@@ -26,7 +26,7 @@ class _Phase:
 
 
 class _TracedRequest:
-    """What a request's outputs have told so far. The last of ``phases`` is under way."""
+    """State of a traced request, from its outputs so far. The last of ``phases`` is in progress."""
 
     __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "number", "phases", "request_id")
 
@@ -40,14 +40,14 @@ class _TracedRequest:
         self.phases = [_Phase("engine.queue", now)]
 
     def take(self, output: EngineCoreOutput, timestamp: float) -> None:
-        """``timestamp``: the end of the step that made the output."""
+        """Record an output. ``timestamp`` is the end of its step."""
         self._take_events(output)
         if output.prefill_stats is not None:
             self.num_cached = output.prefill_stats.num_cached_tokens
         self.take_tokens(len(output.new_token_ids), timestamp)
 
     def take_tokens(self, count: int, timestamp: float) -> None:
-        """So many new tokens came at the end of a step."""
+        """Record ``count`` new tokens at the end of a step."""
         if count and not self.num_tokens:
             self._go_on("engine.decode", timestamp)
         self.num_tokens += count
@@ -63,7 +63,7 @@ class _TracedRequest:
                 phase.events.append((event.type.name.lower(), event.timestamp))
 
     def attributes(self, phase: _Phase, finish_reason: str) -> Iterator[tuple[str, Any]]:
-        """By OpenTelemetry's conventions for generative AI."""
+        """Yield span attributes by OpenTelemetry's conventions for generative AI."""
         yield "gen_ai.request.id", self.request_id
         if phase.name == "engine.prefill":
             yield "gen_ai.usage.input_tokens", self.num_prompt
@@ -78,9 +78,9 @@ class _TracedRequest:
 
 
 class EngineTraces:
-    """Follows the requests whose trace is recorded, by what passes the I/O thread anyway: the busy loop knows nothing of it.
+    """Records spans of sampled requests, from the messages that pass the I/O thread. The busy loop is not involved.
 
-    The spans of a request are made when it ends. Belongs to the I/O thread.
+    The spans of a request are recorded when it ends. Belongs to the I/O thread.
     """
 
     def __init__(
@@ -94,37 +94,37 @@ class EngineTraces:
         self._by_number: dict[tuple[str, int], _TracedRequest] = {}
 
     def __len__(self) -> int:
-        """Requests that are followed."""
+        """Return the number of traced requests."""
         return len(self._requests)
 
     def add(self, client_id: str, request: EngineCoreRequest) -> None:
-        """A request came in; it is followed if its trace is recorded."""
+        """Trace a new request if its trace is sampled."""
         try:
             if is_sampled(request.context.trace_context):
                 traced = _TracedRequest(request, self._clock())
                 self._requests[client_id, request.request_id] = traced
                 if traced.number:
                     self._by_number[client_id, traced.number] = traced
-        except Exception as e:  # the request goes on, unseen
+        except Exception as e:  # Errors in tracing must not affect the request.
             incident(e, request=request.request_id, doing="tracing the request")
 
     def take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """A step's outputs go out."""
+        """Record a step's outputs."""
         if self._requests:
             if outputs.tokens is not None:
                 self._take_tokens(client_id, outputs.tokens, outputs.timestamp or self._clock())
             self._take(client_id, outputs.outputs, outputs.timestamp or self._clock())
 
     def transferred(self, transfer: Transfer) -> None:
-        """Blocks of a request have come from elsewhere, or have not. On any thread: it concerns no other request."""
+        """Record a transfer of KV blocks, successful or not. Thread-safe, because it touches no other request."""
         try:
             if is_sampled(transfer.headers):
                 self._record_transfer(transfer)
-        except Exception as e:  # the request goes on, unseen
-            incident(e, request="", doing="tracing a transfer of blocks")
+        except Exception as e:  # Errors in tracing must not affect the request.
+            incident(e, request="tracing a transfer of KV blocks", doing="tracing a transfer of blocks")
 
     def client_gone(self, client_id: str) -> None:
-        """A session is over: its requests end without an output."""
+        """End the spans of a closed session's requests, which get no further output."""
         for key in [key for key in self._requests if key[0] == client_id]:
             try:
                 self._end(self._forget(*key), self._clock(), "abort", "")
@@ -163,7 +163,7 @@ class EngineTraces:
                     self._forget(client_id, output.request_id)
                     error = output.error.code if output.error is not None else ""
                     self._end(request, timestamp, output.finish_reason.name.lower(), error)
-            except Exception as e:  # the request goes on, unseen
+            except Exception as e:  # Errors in tracing must not affect the request.
                 if (client_id, output.request_id) in self._requests:
                     self._forget(client_id, output.request_id)
                 incident(e, request=output.request_id, doing="tracing the request")

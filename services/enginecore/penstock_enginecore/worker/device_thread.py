@@ -1,4 +1,4 @@
-"""The one thread that computes, and the results that a device has been told to make."""
+"""The device thread, which runs all computation, and the thread that waits for device results."""
 
 import queue
 import threading
@@ -12,41 +12,41 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy.typing as npt
 import torch
 
-# Results are waited for on a thread of their own, while the device thread goes on.
+# Another thread waits for results, so that the device thread can continue.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Late(Generic[T]):
-    """A result that is not there yet. ``wait``: on any thread, gives it once it is, or raises what its making failed with."""
+    """A result that is not ready yet. ``wait`` returns it once it is ready, or raises its error. Thread-safe."""
 
     wait: Callable[[], T]
 
 
 class Arrival(Protocol):
-    """Numbers on their way from a device to the host. Any thread may ask, any number of times."""
+    """A copy of numbers from a device to the host. Thread-safe, and may be queried repeatedly."""
 
     def arrived(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """Return whether ``wait`` would return at once."""
 
     def wait(self) -> npt.NDArray[Any]:
-        """The numbers, in the shape that they had. Raises what the work before them failed with."""
+        """Return the numbers in their original shape. Raises the error of the work that produces them."""
 
 
 BeginCopy = Callable[[torch.Tensor], Arrival]
-"""Begins to copy a tensor to the host, behind the work that makes it."""
+"""Begins to copy a tensor to the host, after the work that computes the tensor."""
 
 
 def begin_copy(tensor: torch.Tensor) -> Arrival:
-    """Begin to copy ``tensor`` to the host, without waiting for what is under way on its device. What overwrites it may be
+    """Begin to copy ``tensor`` to the host, without waiting for its device. Work that overwrites the tensor may be
     launched at once.
     """
     return _Copied(tensor) if tensor.device.type == "cpu" else _PinnedCopy(tensor)
 
 
 class _PinnedCopy:
-    """Into page-locked memory; a CUDA event tells the end. Waiting for it takes no time of a processor."""
+    """A copy to page-locked memory. A CUDA event marks its end, and waiting for the event uses no CPU time."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -56,33 +56,33 @@ class _PinnedCopy:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def arrived(self) -> bool:
-        """Whether the event has happened."""
+        """Return whether the event has occurred."""
         return bool(self._event.query())
 
     def wait(self) -> npt.NDArray[Any]:
-        """The page-locked memory."""
+        """Return the page-locked memory, once the copy is complete."""
         self._event.synchronize()
         return self._host.numpy()
 
 
 class _Copied:
-    """A CPU's: there when it is begun."""
+    """A copy of a CPU tensor, which is complete at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()
 
     def arrived(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def wait(self) -> npt.NDArray[Any]:
-        """The copy."""
+        """Return the copy."""
         return self._numbers
 
 
 class CompletionThread:
-    """Resolves futures with late results, in the order in which they are handed over. A daemon: what never arrives does not keep
-    the process alive.
+    """Waits for late results in the order in which they are submitted, and resolves their futures. A daemon thread: a
+    result that never arrives does not keep the process alive.
     """
 
     def __init__(self, name: str = "completion") -> None:
@@ -91,68 +91,69 @@ class CompletionThread:
         self._thread.start()
 
     def resolve(self, future: "Future[T]", late: Late[T]) -> None:
-        """Give ``future`` what ``late`` brings, or what it raises."""
+        """Resolve ``future`` with the result or the error of ``late``."""
         self._waiting.put(partial(run_into, future, late.wait))
 
     def stop(self) -> None:
-        """End the thread behind what was handed over. Nothing may follow."""
+        """End the thread after the submitted results. No later call is allowed."""
         self._waiting.put(None)
 
     def _run(self) -> None:
         while (resolve := self._waiting.get()) is not None:
             resolve()
-            del resolve  # or the last result lives on while the thread waits
+            del resolve  # Otherwise the last result stays alive while the thread waits.
 
 
 def run_into(future: "Future[T]", call: Callable[[], T]) -> None:
-    """Resolve ``future`` with what ``call`` returns or raises."""
+    """Resolve ``future`` with the result or the error of ``call``."""
     try:
         future.set_result(call())
-    except BaseException as e:  # the future's reader decides what it means
+    except BaseException as e:  # The future's reader handles the error.
         future.set_exception(e)
-        # The error knows this frame: what the frame knows would live on with what the failed step holds.
+        # The error holds this frame, and the frame would keep the failed step's objects alive.
         del future, call
 
 
 class DeviceThread:
-    """Runs calls one after the other. A daemon: a call that never returns does not keep the process alive.
+    """Runs calls one after the other. A daemon thread: a call that never returns does not keep the process alive.
 
-    A call may give a ``Late``, where it has only told a device what to do: the thread goes on, and another one waits for it.
+    A call that only launches work on a device may return a ``Late``. The thread then continues, and another thread
+    waits for the result.
     """
 
     def __init__(self, name: str = "device") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._next: deque[Callable[[], None]] = deque()
-        self._completions: CompletionThread | None = None  # belongs to the thread
+        self._completions: CompletionThread | None = None  # Used only by the thread.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], "T | Late[T]"]) -> "Future[T]":
-        """Queue a call. What it raises comes out of the future, and what a late result brings or raises."""
+        """Queue a call. The future gets its result or its error, also if the result is a ``Late``."""
         future: Future[T] = Future()
         self._calls.put(partial(self._run_into, future, call))
         return future
 
     def submit_next(self, call: Callable[[], T]) -> "Future[T]":
-        """The same before the calls that are queued, behind that which runs."""
+        """Queue a call before all queued calls, after the running one."""
         future: Future[T] = Future()
         self._next.append(partial(self._run_into, future, call))
         self._calls.put(self._run_next)
         return future
 
     def call(self, call: Callable[[], T]) -> T:
-        """Run a call behind those that are queued, and wait for its result."""
+        """Queue a call, and wait for its result."""
         return self.submit(call).result()
 
     def stop(self) -> None:
-        """End the thread behind the calls that are queued. Nothing may be submitted afterwards."""
+        """End the thread after the queued calls. No later call is allowed."""
         self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             self._run_next()
             call()
-            del call  # or the last call's result lives on while the thread waits
+            del call  # Otherwise the last call's result stays alive while the thread waits.
         if self._completions is not None:
             self._completions.stop()
 
@@ -169,7 +170,7 @@ class DeviceThread:
             if self._completions is None:
                 self._completions = CompletionThread()
             self._completions.resolve(future, result)
-        except BaseException as e:  # the future's reader decides what it means
+        except BaseException as e:  # The future's reader handles the error.
             future.set_exception(e)
-            # The error knows this frame: what the frame knows would live on with what the failed step holds.
+            # The error holds this frame, and the frame would keep the failed step's objects alive.
             del future, call

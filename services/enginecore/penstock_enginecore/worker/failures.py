@@ -1,4 +1,4 @@
-"""Errors on their way from a worker to the engine, where they are raised again as what they were."""
+"""Errors that travel from a worker to the engine, which raises them again with their original type."""
 
 import traceback
 from typing import Literal
@@ -11,16 +11,22 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 
 class WorkerError(PenstockError):
-    """What a worker raised that is none of Penstock's own errors."""
+    """A worker raised an error that is not one of Penstock's own."""
 
 
 class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
-    """A worker has ended, hangs, or computes something else than the others. None of them computes any more."""
+    """A worker has ended, hangs, or computed other results than the others. No worker of the engine computes any more."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """An error that a worker raised. ``name`` is its class, ``trace`` the place that raised it. ``request`` is set if the error
-    is a RequestFailed.
+    """An error that a worker raised.
+
+    Attributes:
+        kind: The family of the error's class.
+        name: The class of the error.
+        message: The error's message.
+        request: The request error, if the error is a RequestFailed.
+        trace: The traceback.
     """
 
     kind: Literal["config", "load", "request", "other"]
@@ -43,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return Failure(kind or "other", name, message, trace=trace)
 
     def error(self, worker: str) -> PenstockError:
-        """Return the error, to be raised in the engine. ``worker`` names the worker that raised it; empty: the only one."""
+        """Return the error to raise in the engine. ``worker`` names the worker, or is empty if there is only one."""
         text = f"{worker}: {self.message}" if worker else self.message
         error: PenstockError
         if self.request is not None:

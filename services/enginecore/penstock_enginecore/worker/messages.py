@@ -1,10 +1,10 @@
-"""What the engine tells its workers, and what they answer: msgpack, a message of a ring each. Nothing is pickled.
+"""Messages between the engine and its workers, encoded with msgpack, one per ring entry. No message is pickled.
 
-All workers get the same calls in the same order, and answer each one that has a number, in that order. A step is two messages:
-``Execute``, which is answered with ``Sample``, and ``Sample``.
+All workers get the same calls in the same order. They answer each numbered call in that order. A step is two messages:
+``Execute``, which has no answer of its own, and ``Sample``.
 
-Messages hold the structs that the engine and its workers use. No struct is copied field by field into a message, because such a
-copy loses the fields that are added to the struct later.
+Messages hold the structs that the engine and its workers use. They do not copy structs field by field, because a copy
+would lose fields that are added later.
 """
 
 import hashlib
@@ -21,12 +21,17 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
 from penstock_enginecore.worker.failures import Failure
 
-# What a worker is told when it is made.
+# Configuration of a new worker.
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One of the hosts of an engine's workers: those from ``first_rank`` on. ``meeting``: host:port at which workers of all nodes
-    find each other. ``address``: the IP address at which others reach those of this one.
+    """A host of an engine's workers.
+
+    Attributes:
+        first_rank: Rank of the host's first worker.
+        num_workers: Number of workers on the host.
+        meeting: The host:port at which the workers of all nodes connect to each other.
+        address: IP address at which other nodes reach the workers of this one.
     """
 
     first_rank: int
@@ -36,11 +41,17 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``engine``: the same for all workers of an engine. ``rank``: which of ``world_size`` workers this one is: those of a stage
-    come one after the other, the stages behind one another. ``node``: where it runs, None for an engine that has one node. Of
-    workers on one node each has a device of its own, the one of its place, and its share of the cores. ``store``: a descriptor
-    of memory that the workers of the node share, where they find each other; None for a worker that is alone. ``exchange``: a
-    descriptor of the memory in which the workers of a stage exchange what they computed; None where that goes over gloo.
+    """Configuration of one worker.
+
+    Each worker on a node has its own device, by its place on the node, and its share of the cores.
+
+    Attributes:
+        engine: Settings of the engine, the same for all workers.
+        rank: Number of this worker among ``world_size``. Workers of one pipeline stage have consecutive ranks.
+        world_size: Number of workers of the engine.
+        node: The worker's host, or None if the engine has one node.
+        store: File descriptor of shared memory in which the node's workers find each other. None for a single worker.
+        exchange: File descriptor of shared memory for the data exchange within a stage. None with gloo.
     """
 
     engine: EngineCoreConfig
@@ -56,32 +67,32 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> int:
-        """Which of the node's workers this one is."""
+        """Index of the worker on its node."""
         return self.rank - self.node.first_rank if self.node else self.rank
 
     @property
     def num_neighbours(self) -> int:
-        """Workers of the node, this one among them."""
+        """Number of workers on the node, including this one."""
         return self.node.num_workers if self.node else self.world_size
 
     @property
     def stage(self) -> int:
-        """Which stage of the pipeline the worker belongs to."""
+        """Index of the worker's pipeline stage."""
         return self.rank // self.engine.executor.tensor_parallel_size
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of its stage's layers the worker has."""
+        """Index of the worker's share of its stage's layers."""
         return self.rank % self.engine.executor.tensor_parallel_size
 
     @property
     def samples(self) -> bool:
-        """Whether the worker is of the last stage."""
+        """Whether the worker belongs to the last stage."""
         return self.stage == self.engine.executor.pipeline_parallel_size - 1
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the engine gets its tokens from this worker, the first of the last stage."""
+        """Whether this worker sends the tokens to the engine. It is the first worker of the last stage."""
         return self.samples and self.tensor_rank == 0
 
 
@@ -102,8 +113,14 @@ _DIGEST_BYTES = 8
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a worker reads first. Descriptors that it has inherited: ``calls``, the ring that it reads, and ``answers``, the one
-    that it writes; ``engine``, a pipe that is closed when the engine has ended; ``stacks``, a pipe for where its threads are.
+    """First message that a worker reads, with the file descriptors that it inherits.
+
+    Attributes:
+        config: Configuration of the worker.
+        calls: The ring that the worker reads.
+        answers: The ring that the worker writes.
+        engine: A pipe that is closed when the engine process ends.
+        stacks: A pipe for stack traces of the worker's threads.
     """
 
     config: WorkerConfig
@@ -114,21 +131,23 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
-    """The forward pass of a step. ``sent``: monotonic seconds, by the clock that processes of one machine share."""
+    """Starts the forward pass of a step. ``sent`` is in monotonic seconds, on the clock that processes of one machine
+    share.
+    """
 
     step: SchedulerOutput
     sent: float
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
-    """The tokens of the step before it."""
+    """Samples the tokens of the preceding ``Execute``."""
 
     number: int
     grammar: GrammarBitmask | None = None
 
 
 class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
-    """A method of the worker, by name. ``argument``: what it takes, msgpack; empty for nothing."""
+    """Calls a method of the worker by name. ``argument`` is msgpack, or empty if there is none."""
 
     number: int
     method: Method
@@ -136,21 +155,22 @@ class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
-    """Read an adapter while steps go on. Numbers are those of loads, which are answered when they are done."""
+    """Loads an adapter while steps run. Loads have numbers of their own, and are answered when they are done."""
 
     number: int
     lora: LoraRequest
 
 
 class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
-    """Let go of an adapter. There is no answer."""
+    """Unloads an adapter. There is no answer."""
 
     digest: bytes
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
-    """Call a method of ``WorkerCopies`` behind the steps before, or at once (``read``), while steps go on. ``arguments``:
-    msgpack, a list. Numbers are those of copies, which are answered when they are done.
+    """Calls a method of ``WorkerCopies`` after the preceding steps, or at once while steps run (``read``).
+
+    Copies have numbers of their own, and are answered when they are done. ``arguments`` is a msgpack list.
     """
 
     number: int
@@ -159,21 +179,26 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """A line for the operator, while something slow goes on."""
+    """A progress message for the operator during a slow operation."""
 
     text: str
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """What a method returned, msgpack."""
+    """The result of a method, as msgpack."""
 
     number: int
     value: bytes
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The end of a step. ``digest``: of its tokens, empty from a stage that does not sample. One worker sends them, the others of
-    its stage the digest alone.
+    """The end of a step. One worker of the last stage sends the tokens, and the others of that stage send only the
+    digest.
+
+    Attributes:
+        number: Number of the call.
+        digest: Hash of the step's tokens. Empty from a stage that does not sample.
+        output: Results of the step, or None.
     """
 
     number: int
@@ -182,28 +207,28 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """A call that failed."""
+    """A failed call."""
 
     number: int
     failure: Failure
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """An adapter that was read and taken, or why it was not."""
+    """The result of loading an adapter, or its error."""
 
     number: int
     outcome: LoadedLora | Failure
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
-    """A copy that is over: what it gave, msgpack, or why it failed."""
+    """The end of a copy: its result as msgpack, or its error."""
 
     number: int
     outcome: bytes | Failure
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """What the worker says of itself, now and then."""
+    """Statistics of the worker, which it sends from time to time."""
 
     stats: WorkerStats
 
@@ -213,14 +238,14 @@ Answer = Progress | Returned | Sampled | Raised | Loaded | Copied | Stats
 
 
 def _to_builtins(value: Any) -> Any:
-    """Encode a numpy array as its dtype, its shape and its bytes, which are written from its own memory."""
+    """Encode a numpy array as its dtype, its shape and its bytes. The bytes are written from the array's own memory."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     raise TypeError(f"a message between engine and worker cannot hold a {type(value).__name__}")
 
 
 def _from_builtins(kind: Any, value: Any) -> Any:
-    """Decode a numpy array, which may be written to."""
+    """Decode a numpy array. The result is writable."""
     if get_origin(kind) is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -233,7 +258,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_from_builtins).decode
 
 
 def execute(step: SchedulerOutput) -> Execute:
-    """The message for a step. What the engine has found out about its vectors stays with the engine."""
+    """Build the message for a step. Memoized checks of prompt embeddings are left out."""
     if step.new_requests and any(new.prompt_embeds is not None for new in step.new_requests):
         step = msgspec.structs.replace(
             step,
@@ -248,8 +273,8 @@ def execute(step: SchedulerOutput) -> Execute:
 
 
 def digest_of(output: ModelRunnerOutput) -> bytes:
-    """A hash of a step's tokens and whose they are, and of what could not be encoded: workers that differ in that have other
-    embeddings.
+    """Return a hash of a step's tokens, their request ids, and the ids of media that could not be encoded. If the last
+    part differs between workers, their embeddings differ.
     """
     told = encode((output.request_ids, output.sampled_token_ids, sorted(output.encoder_failures)))
     return hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest()
