@@ -89,9 +89,9 @@ def test_what_one_engine_has_kept_another_one_does_not_compute(model: Path) -> N
     ("params", "message"),
     [
         ('{"what": 1}', "kv_transfer_params.what is unknown"),
-        ("[1]", "kv_transfer_params is no object"),
-        ("{", "kv_transfer_params is no JSON"),
-        ("[" * 10_000, "kv_transfer_params is no JSON"),
+        ("[1]", "kv_transfer_params is not a JSON object"),
+        ("{", "kv_transfer_params is not valid JSON"),
+        ("[" * 10_000, "kv_transfer_params is not valid JSON"),
         (f'{{"store": "{"x" * 16_384}"}}', "kv_transfer_params has 16397 bytes; it must have at most 16384"),
     ],
 )

@@ -54,8 +54,8 @@ def _refused() -> dict[Two, Refused]:
     found[frozenset({Feature.EXPERTS, Feature.QUANTIZED})] = Refused("experts are not shared by ranks yet")
     for draft in DRAFTS:
         found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
-    found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("only models that generate keep KV blocks")
-    found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("the model pools: it keeps no keys and values")
+    found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("pooling models have no KV cache")
+    found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("pooling models have no KV cache")
     found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")
     return found
 

@@ -1,4 +1,4 @@
-"""What lets an engine give blocks to other engines, and take them from these."""
+"""Assembly of KV transfer: an engine sends blocks to other engines, and receives blocks from them."""
 
 import hashlib
 import json
@@ -32,14 +32,15 @@ from penstock_enginecore.kv_transfer.rpc.pull_client import PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullSource
 from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
 
-# What must be the same at two engines so that a block of one means the same to the other.
+# Fingerprint of a block's layout and content. Blocks of two engines are interchangeable if their fingerprints are
+# equal.
 
 FINGERPRINT_BYTES = 16
 _PERSON = b"penstock-kv-1"
 _OF_TOKENS_ALONE = frozenset({"task", "eos_token_ids", "enable_in_reasoning", "revision"})
-"""Of what an engine's tokens depend on, what keys and values do not, or what is a name."""
+"""Facts that tokens depend on, but keys and values do not, or that are only names."""
 _NUMERICS = ("tensor_parallel_size", "batch_invariant")
-"""What changes how numbers are rounded."""
+"""Facts that change how numbers are rounded."""
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
@@ -52,9 +53,19 @@ def layout_of(
     block_bytes: int,
     numerics: str = "",
 ) -> KvLayout:
-    """The layout of an engine's blocks. ``computes``: what its tokens depend on, as ``variant.config_of`` has it: with hashes of
-    the weights, and no path. ``order``: how numbers lie in a block. The fingerprint is empty where the weights have no hash, as
-    random ones have none: then no other engine has the same.
+    """Describe the layout of an engine's blocks.
+
+    The fingerprint is empty if the weights have no hash, as random weights have none. No other engine has equal blocks
+    then.
+
+    Args:
+        config: Configuration of the KV cache.
+        computes: Facts that the engine's tokens depend on, as in ``variant.config_of``: hashes of weights, but no
+            paths.
+        order: Order of the numbers in a block.
+        num_shards: Number of workers that hold a part of each block.
+        block_bytes: Bytes per block.
+        numerics: Everything known that affects the computed values.
     """
     groups = tuple(KvGroup(group.layer_names, group.sliding_window or 0) for group in config.groups)
     layout = KvLayout(
@@ -98,9 +109,11 @@ def transferring(
     observe: Observe = lambda _: None,
     observer: CallObserver | None = None,
 ) -> Iterator[EngineReady]:
-    """Give and take blocks, if the engine is to, and tell of all that come from elsewhere. Yields who the engine is, with where
-    its blocks are to be had. ``observe``: told of what came and what did not, on any thread. ``observer``: told of the calls that
-    others make. Raises ConfigError for a model without blocks, when the port is taken, and for TLS.
+    """Set up KV transfer, if it is enabled, and the metrics of all loads. Yield the engine's identity with its KV
+    address.
+
+    ``observe`` is called with each transfer, on any thread. ``observer`` is called for calls of other engines. Raises
+    ConfigError for a model without a KV cache, for a port that is in use, and for invalid TLS settings.
     """
     counts = TransferCounts()
 
@@ -118,8 +131,8 @@ def transferring(
         return
     if engine.model.pooling is not None:
         raise ConfigError(
-            f"kv_transfer.transport is {config.kv_transfer.transport!r} and the model pools: it keeps no keys and values; "
-            "use 'off'"
+            f"kv_transfer.transport is {config.kv_transfer.transport!r}, but pooling models have no KV cache; set "
+            "it to 'off'"
         )
     with ExitStack() as ends:
         transfer = KvTransfer(config, certificates, observer)
@@ -139,7 +152,7 @@ def _begin(
     copier, settings = engine.executor.block_copier(), config.kv_transfer
     fingerprint = _fingerprint(engine, ready, copier)
     if not fingerprint:
-        log.warning("the weights cannot be told from others: the engine gives no blocks and takes none")
+        log.warning("KV transfer switched off: the weights have no hash, so blocks of other engines cannot be matched")
         return ready
     transfer.start()
     ends.callback(transfer.stop)
@@ -196,7 +209,7 @@ def _begin(
 
 
 def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) -> bytes:
-    """Of the engine's blocks; empty where its weights cannot be told from others."""
+    """Return the fingerprint of the engine's blocks, or an empty value if the weights have no hash."""
     layout = layout_of(
         engine.kv_cache_config,
         ready.config,
@@ -209,7 +222,7 @@ def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) ->
 
 
 def _leases(settings: KvTransferConfig, pool: BlockPool) -> Leases:
-    """Of as many blocks of the pool as the settings allow."""
+    """Create the leases, with the maximum number of blocks that the settings allow."""
     return Leases(
         pool.free,
         int(settings.max_leased_fraction * pool.num_usable_blocks),
@@ -219,7 +232,7 @@ def _leases(settings: KvTransferConfig, pool: BlockPool) -> Leases:
 
 
 def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
-    """The engine as whoever keeps blocks, but for what a lease says."""
+    """Return the engine's KvSource, without lease and tokens."""
     return KvSource(
         engine_id=ready.engine_id,
         incarnation=ready.incarnation,
@@ -231,7 +244,7 @@ def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
 
 
 def _address(config: EngineCoreConfig, port: int) -> str:
-    """Where other engines reach this one."""
+    """Return the address at which other engines reach this engine."""
     if config.kv_transfer.advertise:
         return addresses.with_default_port(config.kv_transfer.advertise, port)
     if config.coordinator.advertise:

@@ -1,7 +1,8 @@
-"""A file of KV blocks: one header, then slots of one size, each with the name and the checksum of its block.
+"""A file of KV blocks: a header, followed by slots of equal size. Each slot has the name, checksum and content of a
+block.
 
-What a process wrote is found by the next one that opens the file with the same fingerprint. Nothing is flushed to the disk by
-force: a slot that was not written whole has another checksum than its header says, and counts as empty.
+The next process that opens the file with the same fingerprint finds the blocks. Writes are not flushed explicitly. If a
+slot was only partly written, its checksum does not match, and the slot counts as empty.
 """
 
 import errno
@@ -25,30 +26,37 @@ FILE_NAME = "kv_blocks"
 _MAGIC = b"PNSTKKV1"
 _PAGE = 4096
 _HEADER = struct.Struct("<8s Q Q 16s Q I")
-"""Magic word, bytes of a block, slots, fingerprint, generation, checksum of these."""
+"""Magic word, bytes per block, number of slots, fingerprint, generation, checksum of these fields."""
 _SLOT = struct.Struct("<8s Q I I B 32s I I")
-"""Magic word, generation, group, bytes, bytes of the hash, hash, checksum of the block, checksum of these."""
+"""Magic word, generation, group, bytes, bytes of the hash, hash, checksum of the block, checksum of these fields."""
 
 
 class DiskFile:
-    """A ``BlockStore``: reads and writes on a thread of its own. ``entries``: what was found, no longer once something is written
-    there.
+    """A ``BlockStore`` in a file, which reads and writes on its own thread.
 
-    Raises ConfigError for a directory that cannot be written, is full, or belongs to another engine that runs, and for a size
-    that no block fits in.
+    ``entries`` has the blocks found at opening. It is not updated by writes.
+
+    Raises ConfigError if the directory cannot be written, is full, or is used by another running engine, or if ``size``
+    is too small for a block.
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, fingerprint: bytes) -> None:
-        """``size``: of the file, in bytes. ``fingerprint``: 16 bytes, of all that a block's content depends on; empty: what is
-        there means nothing, now and later.
+        """Open or create the file.
+
+        Args:
+            directory: Directory of the file.
+            size: Bytes of the file.
+            block_bytes: Bytes per block.
+            fingerprint: 16 bytes that identify everything a block's content depends on. Empty: existing blocks are
+                ignored, and later processes will ignore the new ones.
         """
         self._block_bytes = block_bytes
         self._stride = -(-(_SLOT.size + block_bytes) // _PAGE) * _PAGE
         self.num_slots = (size - _PAGE) // self._stride
         if self.num_slots < 1:
             raise ConfigError(
-                f"cache.disk_size is {size} bytes and a KV block takes {self._stride} of it, the file's header {_PAGE}; it must "
-                "hold one at least"
+                f"cache.disk_size is {size} bytes, but a KV block takes {self._stride} and the file's header "
+                f"{_PAGE}; it must hold at least one block"
             )
         self._path = directory / FILE_NAME
         self._descriptor = _open(directory, self._path)
@@ -83,7 +91,7 @@ class DiskFile:
         self._thread.call(partial(os.close, self._descriptor))
         self._thread.stop()
 
-    # On the thread, or before there is one.
+    # Methods of the thread, or before it starts.
 
     def _read_all(self, slots: list[tuple[int, BlockName]]) -> list[Content | None]:
         return [self._read(slot, name) for slot, name in slots]
@@ -107,10 +115,10 @@ class DiskFile:
         parts = [header, content]
         size = _SLOT.size + len(content)
         if os.pwritev(self._descriptor, parts, self._offset(slot)) != size:
-            raise OSError(errno.EIO, f"{self._path} took a part of a block")
+            raise OSError(errno.EIO, f"only a part of a block could be written to {self._path}")
 
     def _slot(self, header: bytes) -> tuple[BlockName, int] | None:
-        """The block that a slot holds by its header, and its checksum."""
+        """Return the name and checksum of a slot's block, from its header. None if the header is invalid."""
         if len(header) < _SLOT.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             return None
         magic, generation, group, size, hash_bytes, block_hash, checksum, _ = _SLOT.unpack(header)
@@ -119,7 +127,7 @@ class DiskFile:
         return BlockName(group, block_hash[:hash_bytes]), checksum
 
     def _found(self) -> list[tuple[int, BlockName]]:
-        """What is in a file of the same kind, whose generation goes on."""
+        """Return the blocks in an existing file with equal parameters, and continue its generation."""
         header = os.pread(self._descriptor, _HEADER.size, 0)
         if len(header) < _HEADER.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             return []
@@ -142,7 +150,9 @@ class DiskFile:
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as e:
             os.ftruncate(self._descriptor, 0)
-            raise ConfigError(f"cache.disk_size is {size} bytes, which {self._path.parent} has no room for: {e}") from e
+            raise ConfigError(
+                f"cache.disk_size is {size} bytes, but {self._path.parent} has too little free space: {e}"
+            ) from e
         self._write_header()
 
     def _write_header(self) -> None:
@@ -156,7 +166,7 @@ class DiskFile:
 
 
 def _open(directory: Path, path: Path) -> int:
-    """The file, locked. Raises ConfigError."""
+    """Open and lock the file. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = open_private(path)

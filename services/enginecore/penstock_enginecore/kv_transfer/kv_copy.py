@@ -1,4 +1,4 @@
-"""Copies of blocks between a worker's part of the KV cache and host memory, beside its steps, which the engine waits for."""
+"""Copies of blocks between a worker's part of the KV cache and host memory, concurrent with steps."""
 
 import threading
 from collections import deque
@@ -18,12 +18,15 @@ from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Copied, CopyBlocks, encode
 
 _TOUCHED = 64 << 20
-"""Bytes that are touched at once."""
+"""Number of bytes that are zeroed at once."""
 
 
 class HostMemory:
-    """``[num_slots, slot_bytes]``, uint8. All of it is there from the start: nothing waits for a page while it is copied to.
-    ``pinned``: page-locked, for a device that copies to it. Raises MemoryError where there is not as much.
+    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All pages are allocated at creation, so that copies
+    never wait for one.
+
+    ``pinned`` makes the memory page-locked, for copies from and to a device. Raises MemoryError if there is too little
+    memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool) -> None:
@@ -37,31 +40,31 @@ class HostMemory:
                 flat[start : start + _TOUCHED].zero_()
 
 
-# A worker's part.
+# Copies of one worker.
 
 T = TypeVar("T")
 Call = Callable[..., "Future[Any]"]
-"""Has a method of ``WorkerCopies`` called by its name, at all workers."""
+"""Has a method of ``WorkerCopies`` called by name at all workers."""
 Memory = Callable[[], list[torch.Tensor]]
-"""The KV cache, as ``block_memory`` gives it; empty while it sleeps."""
+"""Returns the KV cache like ``block_memory``, or an empty list while it sleeps."""
 
 
 class WorkerCopies:
-    """Copies are made on a thread of their own, in the order of ``begin``, whose future raises what went wrong."""
+    """Makes copies on its own thread, in the order of ``begin``. The future of ``begin`` raises the copy's error."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._thread: DeviceThread | None = None
-        self._lock = threading.Lock()  # of making it
+        self._lock = threading.Lock()  # Guards the creation of the thread.
         self._host: HostMemory | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Of the worker's part of a block."""
+        """Bytes of the worker's part of a block."""
         return sum(tensor.shape[1] for tensor in self._memory())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Have a method of this class called, behind what the device of a GPU's worker was told by the calling thread before."""
+        """Have a method of this class called. On a GPU, it runs after the work that the calling thread has launched."""
         memory = self._memory()
         ready: Any = None
         if memory and memory[0].is_cuda:
@@ -74,7 +77,7 @@ class WorkerCopies:
         return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
 
     def stop(self) -> None:
-        """End the thread behind what was begun."""
+        """End the thread after pending copies."""
         if self._thread is not None:
             self._thread.stop()
 
@@ -91,10 +94,10 @@ class WorkerCopies:
             stream.synchronize()
         return result
 
-    # On the thread.
+    # Methods of the thread.
 
     def reserve(self, memory: list[torch.Tensor], num_slots: int) -> None:
-        """Allocate the host's slots."""
+        """Allocate the slots of host memory."""
         self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=memory[0].is_cuda)
 
     def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
@@ -102,7 +105,7 @@ class WorkerCopies:
             if tensor.is_cuda:
                 for block_id, slot in copies:
                     part[slot].copy_(tensor[block_id], non_blocking=True)
-            else:  # numpy takes half of torch's time for a row
+            else:  # numpy copies a row in half the time that torch takes.
                 blocks, slots = tensor.numpy(), part.numpy()
                 for block_id, slot in copies:
                     slots[slot] = blocks[block_id]
@@ -118,16 +121,18 @@ class WorkerCopies:
                     blocks[block_id] = slots[slot]
 
     def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of blocks of the pool."""
+        """Return the bytes of blocks of the pool."""
         if memory[0].is_cuda:
             return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
-        arrays = [tensor.numpy() for tensor in memory]  # joined as they are: each byte is copied once
+        arrays = [
+            tensor.numpy() for tensor in memory
+        ]  # The arrays are joined directly, so that each byte is copied once.
         return [b"".join([array[block_id] for array in arrays]) for block_id in block_ids]
 
     def write(
         self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]"
     ) -> None:
-        """Bytes into blocks of the pool."""
+        """Write bytes to blocks of the pool."""
         ends = list(accumulate(tensor.shape[1] for tensor in memory))
         parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         arrays = None if memory[0].is_cuda else [tensor.numpy() for tensor in memory]
@@ -141,14 +146,14 @@ class WorkerCopies:
                     tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
 
     def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
-        """The bytes of slots."""
+        """Return the bytes of slots."""
         host = self._slots()
         return [host[slot].numpy().tobytes() for slot in slots]
 
     def write_slots(
         self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
     ) -> None:
-        """Bytes into slots."""
+        """Write bytes to slots."""
         host = self._slots()
         for slot, content in zip(slots, contents, strict=True):
             host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
@@ -160,12 +165,12 @@ class WorkerCopies:
 
 
 def _parts(memory: list[torch.Tensor], rows: torch.Tensor) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
-    """Each tensor of the pool, and its part of rows that hold a block each."""
+    """Return pairs of a pool tensor and its part of the rows. Each row holds a block."""
     return zip(memory, torch.split(rows, [tensor.shape[1] for tensor in memory], dim=1), strict=True)
 
 
 class Copier:
-    """A ``BlockCopier`` by what ``call`` does, of blocks that are as ``facts`` says over all workers."""
+    """A ``BlockCopier`` that uses ``call``. ``facts`` describe a block over all workers."""
 
     def __init__(self, call: Call, facts: BlockFacts) -> None:
         self._call = call
@@ -193,11 +198,11 @@ class Copier:
         return self._call("write_slots", slots, contents)
 
 
-# Copies of blocks that the engine waits for while its workers make them, and those that a worker makes while it computes.
+# Copies that the engine awaits from its workers, and copies in flight at a worker.
 
 Send = Callable[[CopyBlocks], None]
 _OF_BYTES = ("read", "read_slots")
-"""Methods that give the bytes of blocks, a part of each at every worker."""
+"""Methods that return the bytes of blocks. Each worker returns its part."""
 _TYPES: dict[str, Any] = {
     "reserve": tuple[int],
     "save": tuple[list[Copy]],
@@ -210,7 +215,7 @@ _TYPES: dict[str, Any] = {
 
 
 class CopiesAwaited:
-    """Copies that workers have not all answered. From any thread."""
+    """Copies that some workers have not answered. Thread-safe."""
 
     def __init__(self, num_workers: int, send: Send) -> None:
         self._num_workers = num_workers
@@ -221,7 +226,9 @@ class CopiesAwaited:
         self._failed: Exception | None = None
 
     def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Have all workers make a copy. The future raises the error of the first that has one, once all have answered."""
+        """Have all workers make a copy. The future completes when all have answered. It raises the error of the lowest
+        rank that failed.
+        """
         future: Future[Any] = Future()
         with self._lock:
             self._last += 1
@@ -240,7 +247,7 @@ class CopiesAwaited:
         return future
 
     def answered(self, rank: int, number: int, outcome: bytes | Exception) -> None:
-        """A worker's answer. Numbers that are not waited for are ignored."""
+        """Handle a worker's answer. Unknown numbers are ignored."""
         with self._lock:
             if number not in self._waiting:
                 return
@@ -261,7 +268,7 @@ class CopiesAwaited:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Nothing is answered any more: end every copy, also those to come, with ``error``."""
+        """End all current and future copies with ``error``, because there will be no more answers."""
         with self._lock:
             self._failed = self._failed or error
             waiting = [future for _, future, _ in self._waiting.values()]
@@ -271,10 +278,10 @@ class CopiesAwaited:
 
 
 class CopiesUnderWay:
-    """Of one worker, whose part of a block begins ``start()`` bytes behind the block's begin. Its thread calls all methods."""
+    """Copies in flight at one worker, whose part of a block starts at byte ``start``. Its thread calls all methods."""
 
     LOOK = 0.0005
-    """Seconds between two looks at what is being copied."""
+    """Seconds between two checks of copies in flight."""
 
     def __init__(self) -> None:
         self._copies: deque[tuple[int, Future[Any]]] = deque()
@@ -283,7 +290,7 @@ class CopiesUnderWay:
         return bool(self._copies)
 
     def begin(self, call: CopyBlocks, copies: WorkerCopies, start: int) -> None:
-        """Begin a copy, behind what the device was told before."""
+        """Begin a copy, after the work launched on the device before."""
         future: Future[Any]
         try:
             arguments = msgspec.msgpack.decode(call.arguments, type=_TYPES[call.method])
@@ -296,7 +303,7 @@ class CopiesUnderWay:
         self._copies.append((call.number, future))
 
     def take(self) -> Iterator[Copied]:
-        """The answers to what is over, in the order of the calls."""
+        """Yield the answers of finished copies, in call order."""
         while self._copies and self._copies[0][1].done():
             number, future = self._copies.popleft()
             error = future.exception()

@@ -1,4 +1,4 @@
-"""Metrics of blocks that come from elsewhere and go there, and of the tiers that keep blocks beside the KV cache."""
+"""Metrics of KV block transfers, leases, and the tiers for evicted blocks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,26 +16,26 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class TransferCounts:
-    """Since the start. Those of other engines are counted on the transfer thread, those of the engine's own media on the busy
-    loop's; any thread may read.
+    """Counts since the start. The transfer thread counts transfers with other engines, and the busy loop's thread those
+    with the engine's own media. Any thread may read.
     """
 
     def __init__(self) -> None:
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        """Of blocks, by direction ("in", "out") and transport."""
+        """Bytes of blocks by direction ("in", "out") and transport."""
         self.num_blocks: Counter[tuple[str, str]] = Counter()
-        """Likewise."""
+        """Number of blocks by direction and transport."""
         self.failures: Counter[str] = Counter()
-        """What did not come, or was not sent, by reason."""
+        """Number of blocks that did not arrive, or were not sent, by reason."""
         self._seconds: dict[str, Buckets] = {}
 
     def moved(self, direction: str, transport: str, num_bytes: int) -> None:
-        """A block was sent, or has come."""
+        """Count a block that was sent or has arrived."""
         self.num_bytes[direction, transport] += num_bytes
         self.num_blocks[direction, transport] += 1
 
     def ended(self, transfer: Transfer) -> None:
-        """Blocks have come, or have not. How long it took counts where any came."""
+        """Count a finished transfer. Its duration counts if any block arrived."""
         if transfer.num_blocks:
             if (seconds := self._seconds.get(transfer.way)) is None:
                 seconds = self._seconds[transfer.way] = Buckets(_SECONDS)
@@ -45,7 +45,7 @@ class TransferCounts:
 
     @property
     def seconds(self) -> dict[str, BucketCounts]:
-        """From asking for blocks to the last of them, by transport or medium."""
+        """Seconds from a request for blocks to the last block, by transport or medium."""
         return {way: seconds.counts() for way, seconds in sorted(self._seconds.copy().items())}
 
 
@@ -59,13 +59,13 @@ def _usage(tiers: TierStats) -> dict[str, float]:
 
 
 _TIERS = (
-    Reading(_C, "penstock:kv_tier_saved_blocks", "Blocks that were copied to host memory", "num_saved_blocks"),
-    Reading(_C, "penstock:kv_tier_written_blocks", "Blocks that were written to the disk", "num_written_blocks"),
+    Reading(_C, "penstock:kv_tier_saved_blocks", "Blocks saved to host memory", "num_saved_blocks"),
+    Reading(_C, "penstock:kv_tier_written_blocks", "Blocks written to the disk", "num_written_blocks"),
     Reading(_G, "penstock:kv_tier_usage_perc", "Used fraction of a tier, 0 to 1", _usage, ("medium",)),
     Reading(
         _C,
         "penstock:kv_tier_loaded_blocks",
-        "Blocks that were loaded",
+        "Blocks loaded from a tier or another engine",
         lambda t: {medium: t.num_loaded_blocks[KvMedium[medium.upper()]] for medium in _MEDIA},
         ("medium",),
     ),
@@ -73,12 +73,14 @@ _TIERS = (
 
 
 def tier_families(tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
-    """One family per metric of the tiers of the engine ``ready``."""
+    """Yield the metrics of the tiers of the engine ``ready``."""
     return families(_TIERS, [([ready.model, ready.engine_id], tiers)])
 
 
 def _num_bytes(read: tuple[TransferCounts, TierStats]) -> dict[tuple[str, str], int]:
-    """By direction and transport; of host memory and disk, whose names stand for a transport, where the engine has them."""
+    """Return bytes by direction and transport. The tiers that the engine has are included with their names as
+    transports.
+    """
     counts, tiers = read
     found = counts.num_bytes.copy()
     for way, usage, loaded, kept in (
@@ -95,28 +97,28 @@ _TRANSFERS = (
     Reading(
         HistogramMetricFamily,
         "penstock:kv_transfer_seconds",
-        "From asking for blocks to the last of them",
+        "Seconds from the request for blocks to the last block",
         lambda read: read[0].seconds,
         ("transport",),
     ),
     Reading(
         _C,
         "penstock:kv_transfer_bytes",
-        "Bytes of blocks that came (in) and went (out)",
+        "Bytes of blocks received (in) and sent (out)",
         _num_bytes,
         ("direction", "transport"),
     ),
     Reading(
         _C,
         "penstock:kv_transfer_blocks",
-        "Blocks from other engines (in) and to them (out)",
+        "Blocks received from other engines (in) and sent to them (out)",
         lambda read: dict(sorted(read[0].num_blocks.copy().items())),
         ("direction", "transport"),
     ),
     Reading(
         _C,
         "penstock:kv_transfer_failures",
-        "What did not come, or was not sent",
+        "Blocks that did not arrive or were not sent",
         lambda read: dict(sorted(read[0].failures.copy().items())),
         ("reason",),
     ),
@@ -124,7 +126,7 @@ _TRANSFERS = (
 
 
 def transfer_families(counts: TransferCounts, tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
-    """One family per metric of blocks from and to other engines, host memory and the disk."""
+    """Yield the metrics of transfers with other engines, host memory and the disk."""
     return families(_TRANSFERS, [([ready.model, ready.engine_id], (counts, tiers))])
 
 
@@ -136,8 +138,8 @@ def _ends(leases: Leases) -> dict[str, int]:
 def lease_families(
     leases: Leases, ready: EngineReady, *, num_pulls: tuple[int, int], num_slots_used: int
 ) -> Iterator[Metric]:
-    """One family per metric of leases. ``num_pulls``: streams that are open, those of others and own ones; ``num_slots_used``:
-    blocks in shared memory that nobody has read.
+    """Yield the metrics of leases. ``num_pulls`` has the open pulls of other engines, and the engine's own.
+    ``num_slots_used`` is the number of unread blocks in shared memory.
     """
     table = (
         Reading(
@@ -148,8 +150,14 @@ def lease_families(
             ("direction",),
         ),
         Reading(
-            _G, "penstock:kv_arena_blocks", "Blocks in shared memory that nobody has read", lambda _: num_slots_used
+            _G, "penstock:kv_arena_blocks", "Blocks in shared memory that have not been read", lambda _: num_slots_used
         ),
-        Reading(_C, "penstock:kv_lease_ends", "Leases that are over, by how", _ends, ("end",)),
+        Reading(
+            _C,
+            "penstock:kv_lease_ends",
+            "Leases that have ended, by end state",
+            _ends,
+            ("end",),
+        ),
     )
     return families(table, [([ready.model, ready.engine_id], leases)])

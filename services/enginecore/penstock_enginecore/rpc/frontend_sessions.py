@@ -337,7 +337,7 @@ class Sessions:
             try:
                 self._posted.popleft()()
             except Exception as e:
-                incident(e, request="delivering the engine's messages", doing="handing over what the engine says")
+                incident(e, request="", doing="delivering the engine's messages")
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = self.engine_index

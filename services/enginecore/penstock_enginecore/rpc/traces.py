@@ -121,7 +121,7 @@ class EngineTraces:
             if is_sampled(transfer.headers):
                 self._record_transfer(transfer)
         except Exception as e:  # Errors in tracing must not affect the request.
-            incident(e, request="tracing a transfer of KV blocks", doing="tracing a transfer of blocks")
+            incident(e, request="", doing="tracing a transfer of KV blocks")
 
     def client_gone(self, client_id: str) -> None:
         """End the spans of a closed session's requests, which get no further output."""

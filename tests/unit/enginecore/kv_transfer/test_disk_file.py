@@ -139,7 +139,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_size_that_no_block_fits_in_is_named():
-    with pytest.raises(ConfigError, match="cache.disk_size is 5000 bytes and a KV block takes 8192"):
+    with pytest.raises(ConfigError, match="cache.disk_size is 5000 bytes, but a KV block takes 8192"):
         opened(Path("unused"), size=5000)
 
 
@@ -148,7 +148,7 @@ def test_a_disk_without_room_is_named_and_left_empty(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"cache.disk_size is \d+ bytes, which .* has no room for"):
+    with pytest.raises(ConfigError, match=r"cache.disk_size is \d+ bytes, but .* has too little free space"):
         opened(tmp_path)
     assert (tmp_path / FILE_NAME).stat().st_size == 0
 

@@ -1,4 +1,4 @@
-"""Interfaces of KV transfer: connectors, which bring blocks into the pool and note those that leave it, copiers and peers."""
+"""Interfaces of KV transfer: connectors that load and save blocks, block copiers, and peers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -8,30 +8,34 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.request import Request
 
-# Copies of whole blocks between the pool of the workers and other memory.
+# Copies of whole blocks between the workers' KV cache and other memory.
 
 _BATCH_BYTES = 8 << 20
-"""Of blocks that are copied together: what comes behind them waits for no more."""
+"""Maximum bytes of blocks that are copied together, so that later copies do not wait long."""
 Done = Callable[["Future[Any]"], None]
 Follow = Callable[["Future[Any]", Done], None]
-"""Has something called on the busy loop's thread once a copy is over."""
+"""Has a function called on the busy loop's thread once a copy is done."""
 
 
 def batch_of(block_bytes: int) -> int:
-    """How many blocks are copied together."""
+    """Return how many blocks to copy together."""
     return max(1, _BATCH_BYTES // block_bytes)
 
 
 class Copy(NamedTuple):
-    """A block of the pool and a slot of host memory, in whichever direction."""
+    """A block of the pool and a slot of host memory, for a copy in either direction."""
 
     block_id: int
     slot: int
 
 
 class BlockFacts(NamedTuple):
-    """What a block is, or a worker's part of it. ``num_bytes``: over all layers. ``order``: how numbers lie in it; ``numerics``:
-    what computes them, as far as that is known.
+    """Layout of a block, or of a worker's part of a block.
+
+    Attributes:
+        num_bytes: Bytes over all layers.
+        order: Order of the numbers in a block.
+        numerics: Everything known that affects the computed values.
     """
 
     num_bytes: int
@@ -40,16 +44,20 @@ class BlockFacts(NamedTuple):
 
 
 class BlockCopier(Protocol):
-    """What an executor offers, to any thread, once the KV cache is there. Copies run on a thread of their own, beside steps, on
-    every worker, each of its part of a block; the same slots at all of them. They begin behind the steps that were started
-    before, and are made in the order of the calls: what a step in flight still writes to a block that is copied to,
-    or from, is there before.
+    """Copies KV blocks. The executor provides it once the KV cache is allocated. Thread-safe.
 
-    Whoever asks sees to it that no later step writes a block while it is copied from, and none reads one while it is copied to.
-    Futures raise what went wrong; then nothing is known of a copy's target.
+    Copies run on their own thread, concurrently with steps. Every worker copies its part of a block, and all workers
+    use the same slots. A copy begins after the steps that were started before it, and copies are made in call order. A
+    copy therefore sees everything that steps in flight write. The caller must ensure that no later step writes a block
+    while it is read, or reads a block while it is written. If a future raises, the content of the copy's target is
+    undefined.
 
-    ``block_bytes``: of a block, over all layers and workers. ``order``: how numbers lie in a block; ``numerics``: what computes
-    them, where that is known: blocks of engines in which both are the same are interchangeable.
+    Blocks of two engines are interchangeable if ``order`` and ``numerics`` are equal.
+
+    Attributes:
+        block_bytes: Bytes of a block over all layers and workers.
+        order: Order of the numbers in a block.
+        numerics: Everything known that affects the computed values.
     """
 
     block_bytes: int
@@ -57,37 +65,41 @@ class BlockCopier(Protocol):
     numerics: str
 
     def reserve(self, num_slots: int) -> Future[None]:
-        """Allocate so many slots of host memory, once."""
+        """Allocate ``num_slots`` slots of host memory. Called once."""
 
     def save(self, copies: Sequence[Copy]) -> "Future[None]":
-        """Pool to host."""
+        """Copy from the pool to host memory."""
 
     def load(self, copies: Sequence[Copy]) -> "Future[None]":
-        """Host to pool."""
+        """Copy from host memory to the pool."""
 
     def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
-        """The bytes of blocks of the pool, those of the workers one behind the other."""
+        """Return the bytes of blocks of the pool. The workers' parts are concatenated."""
 
     def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
-        """Bytes that ``read`` gave, into blocks of the pool."""
+        """Write bytes that ``read`` returned to blocks of the pool."""
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        """The bytes of slots of the host."""
+        """Return the bytes of slots of host memory."""
 
     def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
-        """Bytes into slots of the host."""
+        """Write bytes to slots of host memory."""
 
 
 class Place(NamedTuple):
-    """A block of the pool and the content that it has, or is to get."""
+    """A block of the pool, and the name of the content that it has or will get."""
 
     name: BlockName
     block_id: int
 
 
 class LoadEnded(NamedTuple):
-    """A load that is over: nobody writes to its blocks any more. ``arrived``: the places whose content came whole and was
-    checked, in the order of the load; others hold nothing.
+    """A load that has ended. Its blocks are no longer written.
+
+    Attributes:
+        load_id: Number of the load.
+        arrived: Places whose content arrived complete and verified, with their medium, in the order of the load. The
+            other places hold nothing.
     """
 
     load_id: int
@@ -95,118 +107,128 @@ class LoadEnded(NamedTuple):
 
 
 class BlockHolder(Protocol):
-    """The pool, as a connector sees it: called on the thread of the busy loop."""
+    """A connector's interface to the block pool. Called on the busy loop's thread."""
 
     @property
     def num_spare(self) -> int:
-        """Blocks that may be held beside those that are: requests have no need of them now."""
+        """Number of blocks that a connector may additionally hold, because requests do not need them now."""
 
     def hold(self, place: Place) -> bool:
-        """Keep a block that has this content and that no request has, until ``release``. False: it has other content by now, or a
-        request has it.
+        """Hold a block that has this content and belongs to no request, until ``release``. Return False if the content
+        has changed, or if a request uses the block.
         """
 
     def release(self, place: Place) -> None:
-        """Give it back."""
+        """Release a held block."""
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
-        """A block that the connector keeps by itself can be found from now on, or no more: routers are told, who send prompts to
-        where they need not be computed.
+        """Report that a block outside the pool became findable, or was lost. Routers use this to send prompts to
+        engines that have their blocks.
         """
 
 
 class KVConnector(Protocol):
-    """Brings what is not in the pool. Nothing waits in it, and it raises nothing: what it cannot bring is computed.
+    """Loads blocks that are not in the pool. Its methods do not block and do not raise: blocks that it cannot load are
+    computed.
 
-    All calls but ``check`` come from the thread of the busy loop. ``wake`` of whoever made it is called from any thread when a
-    load has ended.
+    All calls except ``check`` come from the busy loop's thread. When a load has ended, the connector calls its
+    creator's ``wake`` on any thread.
     """
 
     def attach(self, blocks: BlockHolder) -> None:
-        """Whose blocks they are; once, before everything else."""
+        """Set the block pool. Called once, before everything else."""
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Any thread: look at ``kv_transfer_params`` before their request is queued. Raises InvalidArgument, or Unimplemented
-        where it takes none.
+        """Validate ``kv_transfer_params`` before their request is queued. Thread-safe. Raises InvalidArgument, or
+        Unimplemented if the connector accepts none.
         """
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:
-        """What is to be told of a request that has ended as it should, and has its blocks still: it becomes the
-        ``kv_transfer_params`` of the answer. None: nothing.
+        """Return the ``kv_transfer_params`` for the response to a request that ended normally, or None. The request
+        still has its blocks.
         """
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
-        """How many blocks in a row somebody has. ``names``: for each place of a block, those of all groups that are needed there.
-        Free of side effects, and asked often.
+        """Return how many consecutive blocks can be loaded.
+
+        ``names`` has, for each block position, the blocks of all groups that are needed there. Called often, and must
+        have no side effects.
         """
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """How long it is likely to take to bring these, by what was measured; 0 while nothing was."""
+        """Estimate the seconds to load these blocks from past measurements. 0 if there are none."""
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
-        """Begin to bring these. The blocks are written to until ``take_ended`` has said that the load is over. Returns its
-        number.
+        """Begin to load these blocks, and return the number of the load. The blocks are written to until ``take_ended``
+        returns the load.
         """
 
     def abandon(self, load_id: int) -> None:
-        """Nobody wants a load any more. It ends when copies that are on their way have."""
+        """Abandon a load. It ends once its copies in flight have ended."""
 
     def opened(self, request: Request) -> None:
-        """A request has come, and may have a source: keep its lease, so that it is there when the request has its turn."""
+        """Note a new request. If it has a source, renew the source's lease until the request starts."""
 
     def closed(self, request: Request) -> None:
-        """A request has ended or gone on: its source is not needed any more."""
+        """Note that a request has ended or has been moved, so its source is not needed any more."""
 
     def on_cached(self, places: Sequence[Place]) -> None:
-        """Blocks have become findable in the pool."""
+        """Note that blocks became findable in the pool."""
 
     def on_freed(self, places: Sequence[Place]) -> None:
-        """Findable blocks have lost their last reference: they may be taken for something else at any time from now on, unless
-        the pool is asked to keep them.
+        """Note that findable blocks lost their last reference. The pool may evict them at any time unless they are
+        held.
         """
 
     def on_evicted(self, places: Sequence[Place]) -> None:
-        """Blocks have been taken for something else."""
+        """Note that blocks were evicted."""
 
     def take_ended(self) -> list[LoadEnded]:
-        """Loads that have ended since the last call, each once. Called in every step: copies that are over give their blocks
-        back here, and others begin.
+        """Return the loads that have ended since the last call, each once. Called in every step; it also releases the
+        blocks of finished copies, and begins new copies.
         """
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take_ended`` has something to do. Cheap."""
+        """Whether ``take_ended`` has events to process. Cheap."""
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks of the pool that it holds now."""
+        """Number of blocks of the pool that the connector holds."""
 
     def settle(self) -> None:
-        """Wait until no copy is under way, and none begins: all loads have ended then, and ``take_ended`` tells of them."""
+        """Wait until no copy is in flight, without beginning new ones. All loads have then ended, and ``take_ended``
+        returns them.
+        """
 
     def reset(self) -> None:
-        """Forget everything that is kept, as the pool has: weights or adapters are others now."""
+        """Drop all stored blocks, as the pool does, because weights or adapters have changed."""
 
     def shutdown(self) -> None:
-        """End what runs beside the engine. Idempotent."""
+        """Stop background work. Idempotent."""
 
 
 class PluggedConnector(KVConnector, Protocol):
-    """One that a plugin adds, in place of the engine's own. ``lookup`` and ``load`` find the request's parameters in
-    ``request.kv_transfer_params``.
+    """A connector that a plugin adds, used instead of the engine's own. ``lookup`` and ``load`` find the request's
+    parameters in ``request.kv_transfer_params``.
     """
 
     def begin(self, copier: BlockCopier, kv_cache: KVCacheConfig) -> None:
-        """The KV cache is there, and no step was: blocks are read and written by ``copier``. Raises ConfigError."""
+        """Begin, after the KV cache was allocated and before the first step. ``copier`` reads and writes blocks. Raises
+        ConfigError.
+        """
 
 
-# What brings blocks from other engines, as the connector sees it.
+# Loads from other engines, as a connector sees them.
 
 
 class PeerBlock(NamedTuple):
-    """A block that has come, and was checked. ``place``: among those that were asked for. ``data``: its bytes as
-    ``BlockCopier.write`` takes them. They stay as they are until ``done`` was called, once, from any thread; only then more may
-    come in their place.
+    """A verified block that has arrived from another engine.
+
+    Attributes:
+        place: Index of the block among the requested ones.
+        data: The bytes, as ``BlockCopier.write`` takes them. They are valid until ``done`` is called.
+        done: Must be called once, on any thread. The buffer is then reused.
     """
 
     place: int
@@ -215,22 +237,22 @@ class PeerBlock(NamedTuple):
 
 
 class PeerTier(Protocol):
-    """The sources of requests. Nothing waits in it, and it raises nothing: what it cannot bring does not come.
+    """Loads blocks from the sources of requests. Its methods do not block and do not raise: blocks that it cannot load
+    do not arrive.
 
-    All calls come from the thread of the busy loop. ``arrived`` and ``ended`` are called on another one, and return at once.
+    All calls come from the busy loop's thread. ``arrived`` and ``ended`` are called on another thread, and must return
+    at once.
     """
 
     def opened(self, request: Request) -> None:
-        """A request has come: if it has a source that may be asked, open a pull, which keeps the lease."""
+        """Note a new request. If it has an allowed source, open a pull, which renews the lease."""
 
     def closed(self, request: Request) -> None:
-        """Its source is not needed any more: give the lease up, and end the pull and what it fetches. Nothing happens without a
-        pull.
-        """
+        """Release the lease of the request's source, and end the pull and its fetches. Do nothing without a pull."""
 
     def num_blocks(self, request: Request) -> int:
-        """Blocks from the first one on that its source is expected to have, in all groups that are needed behind them: 0 without
-        a source, and once it has failed. Cheap.
+        """Return how many leading blocks the source is expected to have, in all groups that need them. 0 without a
+        source, or after it failed. Cheap.
         """
 
     def fetch(
@@ -240,9 +262,11 @@ class PeerTier(Protocol):
         arrived: Callable[[Sequence[PeerBlock]], None],
         ended: Callable[[], None],
     ) -> int:
-        """Ask for blocks, each once, in the order in which they are wanted. Those that come are told in any order and any number
-        at a time, then ``ended`` once, also where none has come. Returns the number of the fetch.
+        """Request blocks, each once, most wanted first, and return the number of the fetch.
+
+        ``arrived`` is called with blocks in any order and in any batches. ``ended`` is called once after that, even if
+        no block arrived.
         """
 
     def abandon(self, fetch_id: int) -> None:
-        """Nobody wants the rest of it: ``ended`` is called soon, if it was not yet, and nothing arrives behind that."""
+        """Abandon the rest of a fetch. ``ended`` is called soon, if it was not yet, and no block arrives after that."""

@@ -1,4 +1,4 @@
-"""Tiers in host memory and on a disk: blocks that have lost their last reference go there, and come back."""
+"""Tiers in host memory and on a disk for blocks that lost their last reference, from which they can be loaded again."""
 
 import logging
 import time
@@ -11,12 +11,14 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, Copy, Follow, Place, batch_of
 
 Told = Callable[[BlockName, bool], None]
-"""Called with a block that can be found from now on (True), or no more."""
+"""Called with a block that became findable (True) or was lost (False)."""
 
 
 class SlotIndex:
-    """A slot is free, holds a block that can be found, or was taken by somebody who fills it. ``entries``: what is there from
-    before. ``told``: see ``Told``; of the entries as well.
+    """An index of slots by block name, in LRU order.
+
+    A slot is free, holds a findable block, or is taken and being filled. ``entries`` are blocks from a previous run.
+    ``told`` is also called for them.
     """
 
     def __init__(self, num_slots: int, told: Told, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
@@ -29,7 +31,7 @@ class SlotIndex:
             told(name, True)
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Return the number of findable blocks."""
         return len(self._slots)
 
     def __contains__(self, name: BlockName) -> bool:
@@ -37,20 +39,22 @@ class SlotIndex:
 
     @property
     def names(self) -> list[BlockName]:
-        """Of the blocks that can be found, those used least recently first."""
+        """Names of the findable blocks, least recently used first."""
         return list(self._slots)
 
     def get(self, name: BlockName) -> int | None:
-        """The slot of a block."""
+        """Return the slot of a block, or None."""
         return self._slots.get(name)
 
     def touch(self, name: BlockName) -> int:
-        """A block is used: others go first. Returns its slot. KeyError for one that is not there."""
+        """Mark a block as most recently used, and return its slot. Raises KeyError if it is not in the index."""
         slot = self._slots[name] = self._slots.pop(name)
         return slot
 
     def take(self) -> tuple[int, BlockName | None] | None:
-        """A slot to fill, and the block that it held, which cannot be found any more. None when all are being filled."""
+        """Take a slot to fill. Return it with the name of the block that was evicted from it, if any. Return None if
+        all slots are being filled.
+        """
         if self._free:
             return self._free.pop(), None
         name = next(iter(self._slots), None)
@@ -61,7 +65,7 @@ class SlotIndex:
         return slot, name
 
     def put(self, name: BlockName, slot: int) -> None:
-        """A slot that was taken holds this block now. Of two with the same the first stays."""
+        """Record that a taken slot holds this block. If the block is already in another slot, the slot becomes free."""
         if name in self._slots:
             self._free.append(slot)
         else:
@@ -69,37 +73,37 @@ class SlotIndex:
             self._told(name, True)
 
     def give_back(self, slot: int) -> None:
-        """A slot that was taken holds nothing."""
+        """Free a taken slot without content."""
         self._free.append(slot)
 
     def remove(self, name: BlockName) -> None:
-        """What is in the slot of a block is of no use. One that is not there is passed over."""
+        """Remove an invalid block. A block that is not in the index is ignored."""
         if (slot := self._slots.pop(name, None)) is not None:
             self._free.append(slot)
             self._told(name, False)
 
     def clear(self) -> None:
-        """No block can be found any more."""
+        """Remove all blocks."""
         slots, self._slots = self._slots, {}
         self._free += slots.values()
         for name in slots:
             self._told(name, False)
 
 
-# Blocks that have lost their last reference go to host memory.
+# Host memory tier.
 
 logger = logging.getLogger(__name__)
 
 Evicted = Callable[[list[BlockName], list[int]], None]
-"""Called with blocks that make room, and the slots in which they still are until something is copied to them."""
+"""Called with evicted blocks and their slots. The slots keep the content until the next copy to them."""
 
 
 class HostTier:
-    """Saves blocks, one batch at a time. All methods belong to the busy loop's thread, as do the calls that ``follow`` makes of
-    what is over. ``evicted``: see ``Evicted``.
+    """Saves blocks to host memory, one batch at a time. All methods, and the callbacks of ``follow``, run on the busy
+    loop's thread.
 
-    A save waits until blocks are spared; those that have become free last go first, and of these the begin of a sequence. One
-    whose block has been taken for something else meanwhile is dropped.
+    A save waits until the pool has spare blocks. Blocks that were freed last are saved first, and among these the
+    beginning of a sequence. If a block was evicted from the pool meanwhile, its save is dropped.
     """
 
     def __init__(
@@ -121,22 +125,22 @@ class HostTier:
         self._under_way: Future[None] | None = None
         self._off = False
         self.num_saved = 0
-        """Blocks, since the start."""
+        """Number of saved blocks since the start."""
         self._reserved = copier.reserve(num_slots)
         follow(self._reserved, self._is_reserved)
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks of the pool that are being saved."""
+        """Number of blocks of the pool that are being saved."""
         return len(self._saving)
 
     @property
     def usage(self) -> float:
-        """Fraction of the slots that hold something, in [0, 1]."""
+        """Fraction of the slots in use, in [0, 1]."""
         return len(self.index) / self.index.num_slots
 
     def freed(self, places: Sequence[Place]) -> None:
-        """Blocks that may be saved."""
+        """Queue freed blocks to be saved."""
         if self._off:
             return
         for place in places:
@@ -147,12 +151,12 @@ class HostTier:
                 self._queue[place.name] = place
 
     def taken(self, names: Iterable[BlockName]) -> None:
-        """Blocks that the pool has given to others: they are saved no more."""
+        """Drop blocks from the queue that were evicted from the pool."""
         for name in names:
             self._queue.pop(name, None)
 
     def save(self) -> None:
-        """Begin the next batch, if none is under way."""
+        """Begin the next batch, unless one is in flight."""
         if self._under_way is not None or not self._queue or not self._reserved.done():
             return
         count = min(self._batch, self._blocks.num_spare, self.index.num_slots)
@@ -164,7 +168,7 @@ class HostTier:
         copies, evicted, taken = [], [], []
         for place in places:
             found = self.index.take()
-            if found is None:  # there are as many slots as blocks in the batch
+            if found is None:  # A batch never has more blocks than there are slots.
                 raise RuntimeError(f"no slot for {place.name}")
             slot, before = found
             if before is not None:
@@ -180,22 +184,22 @@ class HostTier:
         self._follow(self._under_way, partial(self._saved, taken))
 
     def load(self, places: Sequence[Place]) -> "Future[None]":
-        """Begin to copy blocks that are here into the pool."""
+        """Begin to copy blocks from host memory to the pool."""
         return self._copier.load([Copy(block_id, self.index.touch(name)) for name, block_id in places])
 
     def drop_queued(self) -> None:
-        """Save nothing of what has been freed so far."""
+        """Drop all queued saves."""
         self._queue.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self._queue.clear()
         self.index.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Copies fail: nothing is kept here any more. The log says so once."""
+        """Switch the tier off after a failed copy. This is logged once."""
         if not self._off:
-            logger.warning("no KV blocks are kept in host memory any more: %s: %s", type(error).__name__, error)
+            logger.warning("host memory tier switched off after an error: %s: %s", type(error).__name__, error)
         self._off = True
         self.clear()
 
@@ -206,7 +210,7 @@ class HostTier:
     def _saved(self, taken: "list[tuple[Place, int]]", done: "Future[None]") -> None:
         self._under_way = None
         error = done.exception()
-        for place, slot in reversed(taken):  # the begin of a sequence is reused last
+        for place, slot in reversed(taken):  # In this order, the beginning of a sequence is reused last.
             del self._saving[place.name]
             self._blocks.release(place)
             if error is None and not self._off:
@@ -218,41 +222,43 @@ class HostTier:
             self.fail(error)
 
 
-# Blocks for which host memory has no room any more go to a disk.
+# Disk tier, for blocks evicted from host memory.
 
 _MAX_PENDING_BYTES = 64 << 20
-"""Of blocks that wait to be written; more are dropped."""
+"""Maximum bytes of blocks that wait to be written. Further blocks are dropped."""
 Content = bytes | memoryview
 Over = Callable[[list[Place], list[Place], float], None]
-"""Called on any thread with a batch that was to be brought, which is over, what has arrived of it, and how long it was
-read, in seconds.
+"""Called on any thread when a batch has been loaded, with its places, the places that arrived, and the read time in
+seconds.
 """
 
 
 class BlockStore(Protocol):
-    """Slots of a disk, each for a block with its name. Reads go before writes that wait. Futures raise OSError."""
+    """Slots on a disk, each for a named block. Reads have priority over queued writes. Futures raise OSError."""
 
     num_slots: int
 
     @property
     def entries(self) -> Sequence[tuple[int, BlockName]]:
-        """What slots held when it was opened, as far as their headers tell."""
+        """Blocks that the slots held when the store was opened, according to their headers."""
 
     def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
-        """Blocks; None for one that is not there, or not whole."""
+        """Read blocks. A result is None if the block is missing or damaged."""
 
     def write(self, slot: int, name: BlockName, content: Content) -> "Future[None]":
-        """Put a block into a slot."""
+        """Write a block to a slot."""
 
     def clear(self) -> None:
-        """Nothing that was written so far is ever read again."""
+        """Invalidate everything that was written so far."""
 
     def close(self) -> None:
-        """Behind what is asked for. Idempotent."""
+        """Close the store after pending operations. Idempotent."""
 
 
 class DiskTier:
-    """All methods belong to the busy loop's thread. A disk that fails is used no more; the log says so once."""
+    """Stores blocks on a disk. All methods belong to the busy loop's thread. After an error the tier is switched off,
+    which is logged once.
+    """
 
     def __init__(
         self,
@@ -263,7 +269,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._last_read = 0.0  # belongs to the store's thread
+        self._last_read = 0.0  # Used only by the store's thread.
         self._store = store
         self._copier = copier
         self._follow = follow
@@ -274,15 +280,15 @@ class DiskTier:
         self._generation = 0
         self._off = False
         self.num_written = 0
-        """Blocks, since the start."""
+        """Number of written blocks since the start."""
 
     @property
     def usage(self) -> float:
-        """Fraction of the slots that hold something, in [0, 1]."""
+        """Fraction of the slots in use, in [0, 1]."""
         return len(self.index) / self.index.num_slots
 
     def keep(self, names: list[BlockName], slots: list[int]) -> None:
-        """Write blocks that are in slots of the host, and which they leave."""
+        """Write blocks that are being evicted from the given slots of host memory."""
         wanted = []
         for name, slot in zip(names, slots, strict=True):
             if name in self.index:
@@ -301,43 +307,41 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is on its way to the disk."""
+        """Whether blocks are being written."""
         return bool(self._writing)
 
     def load(self, places: Sequence[Place], over: Over) -> None:
-        """Bring blocks that are here into the pool, some at a time. ``over`` is called once for each of these batches, as often
-        as ``num_batches`` says.
-        """
+        """Load blocks to the pool in batches. ``over`` is called once per batch, ``num_batches`` times in total."""
         for first in range(0, len(places), self._batch):
             batch = list(places[first : first + self._batch])
             slots = [(self.index.touch(name), name) for name, _ in batch]
             self._store.read(slots).add_done_callback(partial(self._read, batch, over, self._clock()))
 
     def num_batches(self, num_blocks: int) -> int:
-        """In how many batches so many blocks come."""
+        """Return the number of batches for ``num_blocks`` blocks."""
         return -(-num_blocks // self._batch)
 
     def dropped(self, places: Sequence[Place]) -> None:
-        """Blocks that did not come whole: they are of no use."""
+        """Remove damaged blocks."""
         for place in places:
             self.index.remove(place.name)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self._generation += 1
         self.index.clear()
         self._store.clear()
 
     def close(self) -> None:
-        """Behind what is being written."""
+        """Close the store after pending writes."""
         self._store.close()
 
     def _read(self, batch: list[Place], over: Over, asked: float, done: "Future[list[Content | None]]") -> None:
-        """The store's thread."""
+        """Handle a finished read, on the store's thread."""
         now = self._clock()
         seconds, self._last_read = now - max(asked, self._last_read), now
         if (error := done.exception()) is not None:
-            logger.warning("KV blocks cannot be read from the disk: %s", error)
+            logger.warning("cannot read KV blocks from the disk: %s", error)
             over(batch, [], seconds)
             return
         whole = [(place, content) for place, content in zip(batch, done.result(), strict=True) if content is not None]
@@ -368,6 +372,6 @@ class DiskTier:
             return
         self.index.give_back(slot)
         if error is not None and not self._off:
-            logger.warning("no KV blocks are kept on the disk any more: %s", error)
+            logger.warning("disk tier switched off after an error: %s", error)
             self._off = True
             self.index.clear()

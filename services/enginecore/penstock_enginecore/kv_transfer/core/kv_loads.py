@@ -1,4 +1,4 @@
-"""Waiting requests whose blocks are brought from elsewhere, in place of being computed."""
+"""Waiting requests whose KV blocks are loaded instead of computed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,18 @@ from penstock_enginecore.kv_transfer.core.base import KVConnector, LoadEnded, Pl
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan
 from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 
-# Whose loads are under way, who else waits for them, and that a block is on its way once at a time.
+# Bookkeeping of loads in flight: their owners, and requests that wait for them. A block is loaded once at a time.
 
 
 @dataclass(slots=True)
 class Load:
-    """``owner``: key of the request that has it in place of its turn; None once that has left. ``waiting``: keys of others whose
-    blocks it brings.
+    """A load in flight.
+
+    Attributes:
+        number: Number of the load.
+        places: The blocks that it loads.
+        owner: Key of the request that the load was begun for. None once that request has left.
+        waiting: Keys of other requests that wait for its blocks.
     """
 
     number: int
@@ -32,8 +37,10 @@ class Load:
 
 
 class Loads:
-    """A load begins with an owner. That may leave before it is over: nobody wants the load any more then, and its blocks stay as
-    they are until it has ended, which it does once.
+    """All loads in flight, each with an owner.
+
+    If the owner leaves before the load has ended, the load is abandoned. Its blocks stay allocated until it has ended,
+    which happens exactly once.
     """
 
     def __init__(self) -> None:
@@ -47,21 +54,21 @@ class Loads:
 
     @property
     def num_blocks(self) -> int:
-        """That are on their way."""
+        """Number of blocks in flight."""
         return len(self._bringing)
 
     @property
     def num_left_blocks(self) -> int:
-        """Of these, those that nobody wants."""
+        """Number of blocks in flight whose load is abandoned."""
         return sum(len(load.places) for load in self._loads.values() if load.owner is None)
 
     def bringing(self, names: Iterable[BlockName]) -> int | None:
-        """The load that brings the first of these that is on its way."""
+        """Return the load of the first of these blocks that is in flight, or None."""
         bringing = self._bringing
         return next((bringing[name] for name in names if name in bringing), None) if bringing else None
 
     def begin(self, number: int, places: Sequence[Place], owner: str) -> None:
-        """ValueError for a block that is on its way already, or an owner that has a load or waits for one."""
+        """Add a load. Raises ValueError if a block is already in flight, or if the owner has or awaits a load."""
         if owner in self._of_owner or owner in self._of_waiting:
             raise ValueError(f"{owner} has a load already")
         if any(place.name in self._bringing for place in places):
@@ -72,14 +79,14 @@ class Loads:
             self._bringing[place.name] = number
 
     def wait(self, number: int, key: str) -> None:
-        """A request waits for the end of a load. ValueError for one that waits already."""
+        """Let a request wait for the end of a load. Raises ValueError if it already waits."""
         if key in self._of_owner or key in self._of_waiting:
             raise ValueError(f"{key} waits already")
         self._loads[number].waiting[key] = None
         self._of_waiting[key] = number
 
     def leave(self, key: str) -> int | None:
-        """A request has ended, or has lost its turn. Returns the number of the load that nobody wants any more."""
+        """Remove a request that has ended or given up. Return the number of the load that is now abandoned, or None."""
         if (number := self._of_waiting.pop(key, None)) is not None:
             del self._loads[number].waiting[key]
             return None
@@ -89,7 +96,7 @@ class Loads:
         return number
 
     def end(self, number: int) -> Load:
-        """It is over. KeyError for one that is not under way."""
+        """Remove a load that has ended. Raises KeyError if it is not in flight."""
         load = self._loads.pop(number)
         for place in load.places:
             del self._bringing[place.name]
@@ -104,13 +111,16 @@ _MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
 
 
 class KvLoads(StepResource):
-    """What the scheduler does with a ``KVConnector``.
+    """Connects the scheduler to a ``KVConnector``, as a ``StepResource``.
 
-    A request whose blocks are brought waits with ``Hold.KV_TRANSFER``, and has a slot and blocks: it keeps what the pool has
-    of its prefix, while the load keeps the blocks that are written. When the load has ended the request keeps what there is, and
-    is the next that starts. Until then it can be made to give up its blocks, before requests that run. Others that need the same
-    blocks wait with the same hold, and have none. Fewer than ``min_load_tokens`` tokens are computed. By urgency, the least
-    urgent gives up its blocks; first come, first served, the one that began last.
+    A request whose blocks are loaded is held with ``Hold.KV_TRANSFER``, and counts against the limit of running
+    requests. It holds the cached blocks of its prefix, and the load holds the blocks that are written. When the load
+    has ended, the request keeps the blocks that arrived and starts next. Until then it can be made to give up its
+    blocks, before running requests are preempted.
+
+    Other requests that need the same blocks are held in the same way, but hold no blocks. Loads of fewer than
+    ``min_load_tokens`` tokens are not begun. With the priority policy, the least urgent request gives up its blocks
+    first. With FCFS it is the one whose load began last.
     """
 
     stats_name = "kv_transfer"
@@ -128,60 +138,60 @@ class KvLoads(StepResource):
         self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, Request] = {}
-        """By load, whom it was begun for, also when that has left."""
+        """By load, the request that it was begun for, even if that has left."""
         self._others: dict[str, Request] = {}
-        """Those that wait for the load of another, by key."""
+        """Requests that wait for another request's load, by key."""
         self._held: dict[str, Request] = {}
-        """With blocks, by key, in the order in which their loads began."""
+        """Requests that hold blocks, by key, in the order in which their loads began."""
         self._ready: dict[str, Request] = {}
-        """Of these, those whose load has ended."""
+        """Requests that hold blocks and whose load has ended, by key."""
         self._step_began: dict[int, float] = {}
         self._last_results = 0.0
         self.num_loads = 0
-        """Since the start."""
+        """Number of loads since the start."""
         self._log = self._pool.log = BlockLog()
         connector.attach(self)
 
     def __len__(self) -> int:
-        """Requests that have a slot and blocks, and do not run."""
+        """Return the number of requests that hold blocks but are not running."""
         return len(self._held)
 
     def holds(self, request: Request) -> bool:
-        """Return whether this request has blocks and does not run."""
+        """Return whether the request holds blocks but is not running."""
         return request.key in self._held
 
     def stats(self) -> KvTransferStats:
-        """What came from elsewhere, and what is kept for others."""
+        """Return statistics of loaded blocks and of leases."""
         return self._leases.stats(self._kv_cache.external_stats)
 
     def has_others(self, request: Request) -> bool:
-        """Return whether any request but this one has blocks and does not run."""
+        """Return whether any other request holds blocks but is not running."""
         return len(self._held) > (request.key in self._held)
 
     @property
     def has_news(self) -> bool:
-        """Whether ``begin_step`` has something to do."""
+        """Whether ``begin_step`` has events to process."""
         return self._connector.has_news or bool(self._log)
 
     # Requests.
 
     def added(self, request: Request) -> None:
-        """Tell the connector about a new request."""
+        """Notify the connector of a new request."""
         self._connector.opened(request)
 
     def answer(self, request: Request) -> str:
-        """What is told of a request that has ended as it should, as JSON; empty: nothing."""
+        """Return the connector's response for a request that ended normally, as JSON. Empty if there is none."""
         said = self._connector.answer(request)
         return "" if said is None else msgspec.json.encode(said).decode()
 
     def ended(self, request: Request) -> None:
-        """Abandon the request's load, and tell the connector that the request has ended."""
+        """Abandon the request's load, and notify the connector of the request's end."""
         self._leave(request)
         self._connector.closed(request)
 
     def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
-        """Begin a load of the blocks of the request at the head of the queue, if that is faster than computing them, and hold the
-        request.
+        """Begin to load blocks of the request at the head of the queue, if that is faster than computing them, and hold
+        the request.
         """
         if request.hold or request.skip_reading_prefix_cache or not self._kv_cache.reuses:
             return None
@@ -216,11 +226,11 @@ class KvLoads(StepResource):
 
     @property
     def ready(self) -> list[Request]:
-        """Those that wait for nothing but to be started, in order."""
+        """Requests that can start now, in order."""
         return [request for request in self._ready.values() if request.hold == Hold.KV_TRANSFER] if self._ready else []
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
-        """Count the tokens that a request need not compute."""
+        """Count the tokens that a starting request need not compute."""
         if request.num_cached_tokens < 0:
             loaded = request.num_loaded_tokens
             self._kv_cache.external_stats.queries += request.num_tokens - num_computed + loaded
@@ -228,11 +238,13 @@ class KvLoads(StepResource):
         self._held.pop(request.key, None)
         self._ready.pop(request.key, None)
 
-    # Room.
+    # Freeing of blocks.
 
     def give_up_one(self, *, keep: Request | None = None) -> bool:
-        """Make one request that does not run, other than ``keep``, give up its blocks and wait for its turn again. Return False
-        when there is none, or all are more urgent than those that run.
+        """Make one request other than ``keep`` give up its blocks and wait in the queue again. Only requests that are
+        not running are considered.
+
+        Return False if there is none, or if all are more urgent than the running requests.
         """
         held = [request for request in self._held.values() if request is not keep]
         if not held:
@@ -248,21 +260,21 @@ class KvLoads(StepResource):
 
     @property
     def returns_blocks(self) -> bool:
-        """Whether blocks that no request has will be free once they have been copied."""
+        """Whether blocks that belong to no request will be free after a copy."""
         return self.num_returning > 0
 
     def all_preempted(self) -> None:
-        """Make all requests give up their blocks. No step in flight has results any more."""
+        """Make all requests give up their blocks, because results of steps in flight are ignored."""
         self.give_up_all()
         self._step_began.clear()
 
     def give_up_all(self) -> None:
-        """All of them give up their blocks."""
+        """Make all requests give up their blocks."""
         for request in list(self._held.values()):
             self.give_up(request)
 
     def give_up(self, request: Request) -> None:
-        """One of them gives up its slot and its blocks."""
+        """Make a request give up its blocks and wait in the queue again."""
         self._leave(request)
         if request.num_cached_tokens < 0:
             request.loaded_tokens = ()
@@ -279,22 +291,24 @@ class KvLoads(StepResource):
 
     @property
     def num_returning(self) -> int:
-        """Blocks that no request has and that come back soon: they are being copied."""
+        """Number of blocks that are being copied, belong to no request, and will be free soon."""
         return self._loads.num_left_blocks + self._connector.num_held_blocks
 
     def settle(self) -> None:
-        """Wait until nothing but requests that run has blocks, and forget what is kept elsewhere: it is of no use any more."""
+        """Wait until only running requests hold blocks, and drop all blocks outside the pool, because they are invalid
+        now.
+        """
         self.give_up_all()
         self._connector.settle()
         self._take_ended()
         self._log.take()
         self._connector.reset()
 
-    # What a connector may ask.
+    # Methods for connectors.
 
     @property
     def num_spare(self) -> int:
-        """See ``BlockHolder``. What those that run take in a step stays free, on the average."""
+        """See ``BlockHolder``. Blocks that running requests need in an average step stay free."""
         running = (len(self._running) + len(self._held)) * len(self._kv_cache.groups)
         return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
 
@@ -306,7 +320,7 @@ class KvLoads(StepResource):
         return True
 
     def release(self, place: Place) -> None:
-        """See ``BlockHolder``. The connector need not be told of what it does itself, and must not: it would save it again."""
+        """See ``BlockHolder``. The release is not logged, because the connector would save the block again."""
         block = self._pool.blocks[place.block_id]
         self._pool.free((block,))
         if self._log.freed and self._log.freed[-1] is block:
@@ -318,7 +332,7 @@ class KvLoads(StepResource):
     # Steps.
 
     def begin_step(self, *, paused: bool) -> None:
-        """Tell the connector which blocks have come and gone, and take in the loads that have ended."""
+        """Notify the connector of cached, freed and evicted blocks, and process loads that have ended."""
         if self._log:
             self._tell(self._log.take())
         self._take_ended()
@@ -344,12 +358,12 @@ class KvLoads(StepResource):
             self._connector.on_freed(freed)
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """A step that is handed over."""
+        """Record the start time of a step."""
         if output.total_num_scheduled_tokens >= self._min_tokens:
             self._step_began[output.step] = self._clock()
 
     def stepped(self, output: SchedulerOutput) -> None:
-        """Its results are there."""
+        """Record the duration of a step whose results have arrived."""
         began, now = self._step_began.pop(output.step, None), self._clock()
         if began is not None:
             self._rate.computed(output.total_num_scheduled_tokens, now - max(began, self._last_results))
@@ -369,7 +383,7 @@ class KvLoads(StepResource):
             self._waiting.release(self._others.pop(key), Hold.KV_TRANSFER)
 
     def _loaded(self, request: Request, ended: LoadEnded, computed: ComputedBlocks) -> tuple[int, ...]:
-        """Tokens of what it starts with, by medium."""
+        """Return the number of tokens loaded from each medium, of those that the request starts with."""
         of_prefix = set(request.block_hashes[: computed.num_blocks])
         media: dict[bytes, KvMedium] = {}
         for place, medium in ended.arrived:

@@ -1,4 +1,4 @@
-"""Blocks that the engine keeps for whoever goes on with a request that it has handed over."""
+"""Leases on KV blocks of handed-over requests, which the engine keeps for the engines that resume them."""
 
 import enum
 import logging
@@ -20,7 +20,15 @@ LEASE_ID_BYTES = 16
 
 
 class LeaseState(enum.Enum):
-    """GRANTED: no pull is open, and the clock runs. OPEN: a pull is. The others are ends."""
+    """State of a lease.
+
+    Attributes:
+        GRANTED: No pull is open, and the lease time is running.
+        OPEN: A pull is open.
+        RELEASED: The pulling engine released the lease.
+        EXPIRED: The lease time ran out.
+        REVOKED: The engine ended the lease, for example to free blocks.
+    """
 
     GRANTED = "granted"
     OPEN = "open"
@@ -30,16 +38,22 @@ class LeaseState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is read under it any more."""
+        """Whether the lease has ended, so that its blocks are no longer read."""
         return self not in (LeaseState.GRANTED, LeaseState.OPEN)
 
 
 class Lease:
-    """One reference to each block of ``tables``, whose contents ``blocks`` names: a block that has a reference keeps its content.
+    """A lease, which holds one reference to each block of ``tables``. A block with a reference keeps its content.
 
-    ``num_pulls``: streams that have it open; ``num_fetches``: what these have asked for and not got; ``num_reads``: copies from
-    its blocks that are under way. Times are in the clock's seconds: at ``expires_at`` it ends without a pull, at ``ends_by`` in
-    any case.
+    Times are seconds on the caller's clock.
+
+    Attributes:
+        blocks: Block ids by content.
+        num_pulls: Number of open pulls.
+        num_fetches: Number of requests in these pulls that are not complete.
+        num_reads: Number of copies from its blocks in flight.
+        expires_at: Time at which the lease ends without a pull.
+        ends_by: Time at which the lease ends even with a pull.
     """
 
     __slots__ = (
@@ -75,16 +89,19 @@ class Lease:
 
     @property
     def clock_ends(self) -> float:
-        """When it ends unless something happens."""
+        """Time at which the lease ends unless a pull is opened or closed."""
         return self.ends_by if self.num_pulls else min(self.expires_at, self.ends_by)
 
 
 class Leases:
-    """Those of an engine, oldest first. Each is granted once, ends once, and gives its references back once: when it ends, or
-    when the copies have ended that were under way then. What is told of one that has ended, or never was, changes nothing.
+    """Tracks the leases that an engine has granted, oldest first.
 
-    ``grant``, ``expire``, ``revoke_one`` and ``revoke_all`` belong to the thread of the busy loop, which is the only one on which
-    references are given back; the others may be called on any thread, so that no pull waits for a step. ``now`` is of one clock.
+    A lease is granted once and ends once. It drops its block references once: at its end, or when the last copy in
+    flight ends after that. Calls for an ended or unknown lease have no effect.
+
+    ``grant``, ``expire``, ``revoke_one`` and ``revoke_all`` belong to the busy loop's thread, the only one that drops
+    references. The other methods are thread-safe, so that no pull waits for a step. ``now`` must always come from the
+    same clock.
     """
 
     def __init__(
@@ -95,8 +112,13 @@ class Leases:
         lease_seconds: float = 5.0,
         max_seconds: float = 600.0,
     ) -> None:
-        """``free`` takes back one reference to each of these (``BlockPool.free``). ``max_blocks``: that leases may have together,
-        each counted once. ``lease_seconds``: without a pull. ``max_seconds``: with one.
+        """Create an empty set.
+
+        Args:
+            free: Drops one reference to each of the given blocks (``BlockPool.free``).
+            max_blocks: Maximum number of blocks that leases may hold together. Each block counts once.
+            lease_seconds: Duration of a lease without a pull.
+            max_seconds: Maximum duration of a lease with pulls.
         """
         self._free = free
         self._max_blocks = max_blocks
@@ -105,33 +127,33 @@ class Leases:
         self._lock = threading.Condition()
         self._leases: dict[bytes, Lease] = {}
         self._read_on: dict[bytes, Lease] = {}
-        """Leases that have ended while copies from their blocks were under way."""
+        """Ended leases whose blocks are still being copied."""
         self._over: list[Lease] = []
-        """Those whose references are to be given back."""
+        """Ended leases whose references are to be dropped."""
         self._holders: Counter[int] = Counter()
-        """By block id, the leases that have a reference to it."""
+        """By block id, the number of leases that hold a reference."""
         self.ends: Counter[LeaseState] = Counter()
-        """Leases that have ended, by how."""
+        """Number of ended leases by end state."""
         self.num_refused = 0
 
     def __len__(self) -> int:
-        """Leases that have a reference to anything."""
+        """Return the number of leases that hold references."""
         return len(self._leases) + len(self._read_on) + len(self._over)
 
     def __contains__(self, lease_id: bytes) -> bool:
-        """Whether it has been granted and has not ended."""
+        """Return whether a lease has been granted and has not ended."""
         return lease_id in self._leases
 
     def get(self, lease_id: bytes) -> Lease | None:
-        """The lease, unless it has ended."""
+        """Return the lease, or None if it has ended."""
         return self._leases.get(lease_id)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that leases have a reference to, each counted once."""
+        """Number of blocks that leases hold references to. Each block counts once."""
         return len(self._holders)
 
-    # The thread of the busy loop.
+    # Methods for the busy loop's thread.
 
     def grant(
         self,
@@ -140,9 +162,11 @@ class Leases:
         blocks: Mapping[BlockName, int],
         now: float,
     ) -> Lease | None:
-        """Take over the caller's references to the blocks of ``tables``, without null blocks. ``blocks``: their ids by content.
-        None where leases would have too many blocks: then the caller keeps its references. Raises ValueError for an id that is
-        in use.
+        """Grant a lease, which takes over the caller's references to the blocks of ``tables``. There must be no null
+        blocks.
+
+        ``blocks`` has the block ids by content. Return None if leases would hold too many blocks; the caller keeps its
+        references then. Raises ValueError if the id is in use.
         """
         if lease_id in self._leases or lease_id in self._read_on:
             raise ValueError(f"lease {lease_id.hex()} is there already")
@@ -157,21 +181,23 @@ class Leases:
         return lease
 
     def expire(self, now: float) -> int:
-        """End those whose clock has run out, and give back what others have given up. Returns how many gave back."""
+        """End leases whose time has run out, and drop the references of ended leases. Return how many leases dropped
+        references.
+        """
         with self._lock:
             for lease in [lease for lease in self._leases.values() if lease.clock_ends <= now]:
                 self._end(lease, LeaseState.EXPIRED)
         return self._give_back()
 
     def next_expiry(self) -> float | None:
-        """When ``expire`` has something to do: 0 for at once, None without leases."""
+        """Return when ``expire`` has work to do. 0 means now; None means that there are no leases."""
         if self._over:
             return 0.0
         with self._lock:
             return min((lease.clock_ends for lease in self._leases.values()), default=None)
 
     def revoke_one(self) -> bool:
-        """To make room: end the oldest lease that nothing is read from. False where there is none."""
+        """End the oldest lease that is not being read, to free blocks. Return False if there is none."""
         with self._lock:
             oldest = next((each for each in self._leases.values() if not each.num_fetches), None)
             if oldest is not None:
@@ -179,24 +205,24 @@ class Leases:
         return self._give_back() > 0
 
     def revoke_all(self) -> None:
-        """The pool is to be empty: end all. Copies that are under way keep their blocks until they have ended."""
+        """End all leases to empty the pool. Copies in flight keep their blocks until they have ended."""
         with self._lock:
             for lease in list(self._leases.values()):
                 self._end(lease, LeaseState.REVOKED)
         self._give_back()
 
     def settle(self, seconds: float) -> bool:
-        """End all, and wait for copies that are under way. False where they have not ended in so many seconds."""
+        """End all leases, and wait for copies in flight. Return False if they have not ended within ``seconds``."""
         self.revoke_all()
         with self._lock:
             settled = self._lock.wait_for(lambda: not self._read_on, seconds)
         self._give_back()
         return settled
 
-    # Any thread.
+    # Thread-safe methods.
 
     def opened(self, lease_id: bytes) -> Lease | None:
-        """A pull of it is open from now on; None where there is no such lease."""
+        """Record that a pull was opened. Return the lease, or None if it does not exist."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
@@ -205,7 +231,7 @@ class Leases:
             return lease
 
     def closed(self, lease_id: bytes, now: float) -> None:
-        """A pull that was opened is not any more."""
+        """Record that a pull was closed."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -216,20 +242,22 @@ class Leases:
                 lease.expires_at = now + self.lease_seconds
 
     def fetch_began(self, lease_id: bytes) -> None:
-        """A pull has asked for blocks: the lease is not revoked to make room."""
+        """Record that a pull requested blocks. The lease is not revoked to free blocks until ``fetch_ended``."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 lease.num_fetches += 1
 
     def fetch_ended(self, lease_id: bytes) -> None:
-        """A pull has what it asked for, or is over."""
+        """Record that a pull's request is complete, or that the pull ended."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 lease.num_fetches -= 1
 
     def read_began(self, lease_id: bytes, names: Sequence[BlockName]) -> list[int | None] | None:
-        """The blocks with these contents, None for one that the lease does not have. They stay as they are until ``read_ended``.
-        None altogether where there is no such lease: then there is no read.
+        """Begin a read of blocks, and return their ids. An id is None if the lease does not have the block.
+
+        The blocks keep their content until ``read_ended``. If the lease does not exist, return None; there is no read
+        then.
         """
         with self._lock:
             lease = self._leases.get(lease_id)
@@ -239,7 +267,7 @@ class Leases:
             return [lease.blocks.get(name) for name in names]
 
     def read_ended(self, lease_id: bytes) -> bool:
-        """A read is over. Returns whether there is something to give back now: the busy loop should be woken."""
+        """End a read. Return whether references can now be dropped, so that the busy loop should be woken."""
         with self._lock:
             lease = self._leases.get(lease_id) or self._read_on[lease_id]
             lease.num_reads -= 1
@@ -251,7 +279,7 @@ class Leases:
             return True
 
     def released(self, lease_id: bytes) -> bool:
-        """Whoever pulled needs it no more. Returns whether there is something to give back now."""
+        """Record that the pulling engine released the lease. Return whether references can now be dropped."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 self._end(lease, LeaseState.RELEASED)
@@ -282,15 +310,15 @@ def _ids(tables: Sequence[Sequence[KVCacheBlock]]) -> set[int]:
     return {block.block_id for table in tables for block in table}
 
 
-# The engine as a source: what it grants to those that go on with its requests.
+# Granting of leases to engines that resume this engine's requests.
 
 _SETTLE = 10.0
-"""Seconds that copies have to end: they take milliseconds."""
+"""Maximum seconds to wait for copies, which normally take milliseconds."""
 logger = logging.getLogger(__name__)
 
 
 class LeasedBlocks:
-    """Grants leases on what the pool has of a request, from ``begin`` on. All calls come from the thread of the busy loop."""
+    """Grants leases on the cached blocks of requests, after ``begin``. All calls come from the busy loop's thread."""
 
     def __init__(
         self, clock: Callable[[], float], new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES)
@@ -302,14 +330,16 @@ class LeasedBlocks:
         self._source: tuple[KVCacheManager, KvSource] | None = None
 
     def begin(self, leases: Leases, kv_cache: KVCacheManager, identity: KvSource, *, block_bytes: int = 0) -> None:
-        """Other engines can read the blocks. ``identity``: the engine's KvSource, without lease and tokens."""
+        """Start granting leases. ``identity`` is the engine's KvSource, without lease and tokens."""
         self.leases, self._source = leases, (kv_cache, identity)
         self._block_bytes = block_bytes
 
     def grant(self, request: Request) -> KvSource | None:
-        """Take a reference to each block that somebody needs who goes on with the request: full ones that can be found, of groups
-        with windows those that the next query sees. The request's own references may be given back then. None where there are
-        no such blocks, or leases have too many.
+        """Lease the blocks that another engine needs to resume the request. Return the source, or None.
+
+        These are the full, findable blocks. In groups with windows, they are those that the next query sees. The
+        request's own references may be dropped afterwards. None means that there are no such blocks, or that leases
+        already hold too many.
         """
         if self._source is None:
             return None
@@ -336,29 +366,31 @@ class LeasedBlocks:
         )
 
     def __len__(self) -> int:
-        """Leases that have a reference to anything."""
+        """Return the number of leases that hold references."""
         return len(self.leases)
 
     def seconds_to_expiry(self) -> float:
-        """Until ``expire`` has something to do, negative if it should have had; infinite without leases."""
+        """Return the seconds until ``expire`` has work to do, negative if it is overdue. Infinite without leases."""
         expiry = self.leases.next_expiry()
         return math.inf if expiry is None else expiry - self._clock()
 
     def expire(self) -> int:
-        """End leases whose clock has run out, and give back what pulls have given up. Returns how many gave back."""
+        """End leases whose time has run out, and drop the references of ended leases. Return how many leases dropped
+        references.
+        """
         return self.leases.expire(self._clock()) if self.leases else 0
 
     def revoke_one(self) -> bool:
-        """To make room: end the oldest lease that nothing is read from. False where there is none."""
+        """End the oldest lease that is not being read, to free blocks. Return False if there is none."""
         return bool(self.leases) and self.leases.revoke_one()
 
     def revoke_all(self) -> None:
-        """The pool is to be empty: end all leases, and wait for the copies from their blocks that are under way."""
+        """End all leases to empty the pool, and wait for copies in flight."""
         if not self.leases.settle(_SETTLE):
             logger.error("blocks are still being copied for other engines after %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
-        """What the engine tells of blocks from elsewhere, of which it ``found`` some, and of those that it keeps for others."""
+        """Return statistics of leases and of external cache hits. ``found`` counts the latter."""
         return KvTransferStats(
             external_prefix_cache_queries=found.queries,
             external_prefix_cache_hits=found.hits,

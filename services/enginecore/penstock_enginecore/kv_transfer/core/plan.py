@@ -1,4 +1,4 @@
-"""What a request could have brought, so that it need not compute it."""
+"""Planning of loads: the blocks that a request could load instead of computing them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,12 +8,16 @@ from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 Lookup = Callable[[Sequence[Sequence[BlockName]]], int]
-"""What ``KVConnector.lookup`` is, for one request."""
+"""``KVConnector.lookup`` for one request."""
 
 
 class LoadPlan(NamedTuple):
-    """Of a prefix of ``num_blocks`` blocks: those that are ``missing`` in the pool, in the order of their places, and those that
-    are there, by group.
+    """A prefix that could be loaded.
+
+    Attributes:
+        num_blocks: Length of the prefix in blocks.
+        missing: Needed blocks that are not in the pool, in the order of their positions.
+        there: Needed blocks that are in the pool, by group.
     """
 
     num_blocks: int
@@ -29,10 +33,10 @@ def plan_load(
     num_tokens: int,
     lookup: Lookup,
 ) -> LoadPlan:
-    """The longest prefix in whole blocks of which every block that is needed is in the pool or can be brought.
+    """Find the longest prefix in whole blocks for which every needed block is in the pool or can be loaded.
 
-    As in ``find_computed_blocks``: a group without a window needs all blocks of the prefix, one with a window those that the
-    first query behind the prefix sees.
+    As in ``find_computed_blocks``, a group without a window needs all blocks of the prefix. A group with a window needs
+    the blocks that the first query after the prefix sees.
     """
     full = [number for number, group in enumerate(groups) if not group.is_windowed]
     windowed = [number for number, group in enumerate(groups) if group.is_windowed]

@@ -1,4 +1,4 @@
-"""A pull as the engine that pulls sees it: what was asked for, what has come, and when to give up. Events in, effects out."""
+"""The client side of a pull as a state machine: requests, arrivals and timeouts. Takes events and returns effects."""
 
 import enum
 from collections import deque
@@ -8,13 +8,20 @@ from typing import NamedTuple
 from penstock_common.types.kv_transfer import BlockName
 
 MAX_HASHES = 4096
-"""Of a question, as the protocol has it."""
+"""Maximum number of hashes per request in the protocol."""
 MAX_ASKED = 16
-"""Questions of a stream that are open at once."""
+"""Maximum number of open requests per stream."""
 
 
 class PullState(enum.Enum):
-    """OPENING: asked for, not answered. FAILED and CLOSED are ends: nothing comes any more."""
+    """State of a pull.
+
+    Attributes:
+        OPENING: The source has not answered yet.
+        OPEN: The source has granted the pull.
+        FAILED: The pull ended with an error.
+        CLOSED: The pull was closed.
+    """
 
     OPENING = "opening"
     OPEN = "open"
@@ -23,12 +30,12 @@ class PullState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether the pull has ended, so that no block arrives any more."""
         return self in (PullState.FAILED, PullState.CLOSED)
 
 
 class Ask(NamedTuple):
-    """Send a fetch with this number."""
+    """Send a fetch request with this number."""
 
     number: int
     group: int
@@ -36,13 +43,13 @@ class Ask(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """Say that so many bytes have come since the begin."""
+    """Acknowledge the bytes received since the start of the pull."""
 
     num_bytes: int
 
 
 class Arrived(NamedTuple):
-    """A block of a fetch is there. ``sequence``: for ``taken``."""
+    """A block of a fetch has arrived. ``sequence`` is the argument for ``taken``."""
 
     fetch_id: int
     place: int
@@ -50,13 +57,13 @@ class Arrived(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Nothing more comes of a fetch."""
+    """A fetch has ended."""
 
     fetch_id: int
 
 
 class GiveUp(NamedTuple):
-    """End the stream. ``released``: say first that the lease is not needed any more."""
+    """End the stream. If ``released``, first tell the source that the lease is not needed any more."""
 
     released: bool
 
@@ -65,12 +72,16 @@ Effect = Ask | Acknowledge | Arrived | Ended | GiveUp
 
 
 class Broken(Exception):  # noqa: N818 - what it is
-    """The other end does not keep to the protocol."""
+    """The other end violated the protocol."""
 
 
 class _Fetch:
-    """``left``: the places of blocks that have not been answered, by name. ``asked``: open questions; ``unasked``: those that
-    are still to be sent.
+    """A fetch in progress.
+
+    Attributes:
+        left: Indices of blocks without an answer, by name.
+        asked: Numbers of open requests.
+        unasked: Requests that have not been sent.
     """
 
     __slots__ = ("asked", "left", "unasked")
@@ -88,10 +99,11 @@ class _Fetch:
 
 
 class Pull:
-    """Of one source. Fetches may be asked for while it is opening: their questions wait for the answer. Each ends once.
+    """A pull from one source. Fetches may begin while it is opening; their requests are sent afterwards. Each fetch
+    ends exactly once.
 
-    ``silence``: seconds without anything from the other end, while it owes something, after which it counts as gone. It owes
-    nothing while blocks that came are not taken. ``window``: bytes that may be not taken at once.
+    The other end counts as lost if it sends nothing for ``silence`` seconds although it must. While blocks that arrived
+    are unprocessed, it need not send. ``window`` is the maximum number of unprocessed bytes.
     """
 
     def __init__(self, now: float, *, silence: float, window: int) -> None:
@@ -102,26 +114,26 @@ class Pull:
         self._window = window
         self._fetches: dict[int, _Fetch] = {}
         self._of: dict[int, int | None] = {}
-        """By number of an open question, its fetch; None for one that was abandoned."""
+        """By number of an open request, its fetch. None if the fetch was abandoned."""
         self._next_number = 1
         self._sizes: dict[int, int] = {}
-        """By sequence, bytes of blocks that came and are not yet counted."""
+        """By sequence number, bytes of blocks that have arrived but are not acknowledged."""
         self._taken: set[int] = set()
         self._next_sequence = 0
         self._first = 0
-        """The first that is not taken."""
+        """First sequence number that is not processed."""
         self._num_bytes = 0
-        """That were acknowledged."""
+        """Number of acknowledged bytes."""
         self.num_waiting_bytes = 0
-        """Of blocks that have come and are not taken."""
+        """Number of bytes that have arrived but are not processed."""
 
     @property
     def num_fetches(self) -> int:
-        """Those that have not ended."""
+        """Number of fetches that have not ended."""
         return len(self._fetches)
 
     def fetch(self, fetch_id: int, names: Sequence[BlockName], now: float) -> list[Effect]:
-        """Somebody wants these blocks."""
+        """Begin a fetch of blocks."""
         if self.state.ended or not names:
             return [Ended(fetch_id)]
         if not self._of and self.state is PullState.OPEN:
@@ -130,7 +142,7 @@ class Pull:
         return self._ask()
 
     def abandon(self, fetch_id: int) -> list[Effect]:
-        """Nobody wants the rest of a fetch; one that has ended is passed over."""
+        """Abandon the rest of a fetch. A fetch that has ended is ignored."""
         fetch = self._fetches.pop(fetch_id, None)
         if fetch is None:
             return []
@@ -139,19 +151,20 @@ class Pull:
         return [Ended(fetch_id), *self._ask()]
 
     def opened(self, now: float) -> list[Effect]:
-        """The other end has the lease. Raises Broken when it says so twice."""
+        """Handle the source's answer that the lease exists. Raises Broken if it answers twice."""
         if self.state is not PullState.OPENING:
             raise Broken("opened was said twice")
         self.state, self._heard = PullState.OPEN, now
         return self._ask()
 
     def heard(self, now: float) -> None:
-        """Something came."""
+        """Record that a message arrived."""
         self._heard = now
 
     def block(self, number: int, name: BlockName, size: int, now: float, *, good: bool) -> list[Effect]:
-        """A block has come, ``good`` if it is what it should be. Raises Broken for one that was not asked for, and for more bytes
-        than may be under way.
+        """Handle an arrived block. ``good`` says whether it passed verification.
+
+        Raises Broken for a block that was not requested, or if the window is exceeded.
         """
         fetch_id, index = self._answered(number, name, now)
         if self.num_waiting_bytes and self.num_waiting_bytes + size > self._window:
@@ -165,11 +178,11 @@ class Pull:
         return [Arrived(fetch_id, index, sequence)]
 
     def missing(self, number: int, name: BlockName, now: float) -> None:
-        """A block does not come. Raises Broken for one that was not asked for."""
+        """Handle the answer that a block is missing. Raises Broken for a block that was not requested."""
         self._answered(number, name, now)
 
     def done(self, number: int, now: float) -> list[Effect]:
-        """A question was answered. Raises Broken for one that was not asked."""
+        """Handle the end of a request. Raises Broken for a request that is not open."""
         self._heard = now
         if number not in self._of:
             raise Broken(f"done with fetch {number}, which is not open")
@@ -184,7 +197,7 @@ class Pull:
         return [*effects, *self._ask()]
 
     def taken(self, sequence: int, now: float) -> list[Effect]:
-        """The bytes of a block that came are not needed any more."""
+        """Record that the bytes of a block have been processed."""
         self._taken.add(sequence)
         self.num_waiting_bytes -= self._sizes[sequence]
         if sequence != self._first:
@@ -198,15 +211,15 @@ class Pull:
         return [] if self.state.ended else [Acknowledge(self._num_bytes)]
 
     def fail(self, reason: str) -> list[Effect]:
-        """The other end is gone, or no good: everything ends with what has come."""
+        """End the pull because the other end is lost or invalid. Fetches end with the blocks that have arrived."""
         return self._end(PullState.FAILED, reason, released=False)
 
     def close(self, *, released: bool) -> list[Effect]:
-        """Nobody needs the source any more. ``released``: nor will anybody else."""
+        """Close the pull. ``released`` says that no engine needs the lease any more."""
         return self._end(PullState.CLOSED, "", released=released)
 
     def is_silent(self, now: float) -> bool:
-        """Whether the other end owes something and has said nothing for too long."""
+        """Return whether the other end must send something but has been silent for too long."""
         owes = self.state is PullState.OPENING or (self.state is PullState.OPEN and bool(self._of))
         return owes and not self.num_waiting_bytes and now - self._heard >= self._silence
 

@@ -1,4 +1,4 @@
-"""Which connector brings blocks to an engine, by its configuration and among those that plugins add."""
+"""Selection of an engine's connector by its configuration, including connectors of plugins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What a connector is made of. ``wake``: see ``KVConnector``; ``clock``: monotonic seconds."""
+    """Arguments of a connector. ``wake`` is described in ``KVConnector``; ``clock`` returns monotonic seconds."""
 
     config: EngineCoreConfig
     model: ModelInfo
@@ -30,12 +30,14 @@ _KNOWN: dict[str, str] = {}
 
 
 def register_kv_connector(name: str, target: str) -> None:
-    """Make ``kv_transfer.connector: name`` mean the class at ``target``, written ``package.module:Class``."""
+    """Register the class at ``target`` (``package.module:Class``) as a connector that ``kv_transfer.connector`` can
+    name.
+    """
     _KNOWN[name] = target
 
 
 def create_connector(context: ConnectorContext) -> PluggedConnector:
-    """The connector that ``kv_transfer.connector`` names: a registered name, or ``package.module:Class``.
+    """Create the connector that ``kv_transfer.connector`` names: a registered name, or ``package.module:Class``.
 
     Raises ConfigError.
     """
@@ -43,28 +45,29 @@ def create_connector(context: ConnectorContext) -> PluggedConnector:
     return factory(context)
 
 
-# What brings blocks to an engine, by its configuration.
+# Creation of the configured connector.
 
 
 def make_connector(
     config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
 ) -> TieredConnector | PluggedConnector | None:
-    """None where nothing is configured that brings blocks. Raises ConfigError for a model that keeps none, and for a connector
-    that cannot be had.
+    """Create the connector, or return None if nothing that loads blocks is configured.
+
+    Raises ConfigError for a model without a KV cache, or if the connector cannot be created.
     """
     if name := config.kv_transfer.connector:
         if model.pooling is not None:
-            raise ConfigError(f"kv_transfer.connector is {name!r} and the model pools: it keeps no keys and values")
+            raise ConfigError(f"kv_transfer.connector is {name!r}, but pooling models have no KV cache; set it to ''")
         return create_connector(ConnectorContext(config, model, wake, clock))
     if not config.cache.host_memory and not config.kv_transfer.enabled:
         return None
     if config.cache.host_memory and model.pooling is not None:
-        raise ConfigError("cache.host_memory is set and the model pools; only models that generate keep KV blocks")
+        raise ConfigError("cache.host_memory is set, but pooling models have no KV cache; set it to 0")
     return TieredConnector(wake, clock)
 
 
 OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, BlockCopier], BlockStore]
-"""Opens the disk that ``cache.disk`` names, for an engine whose KV cache is there. Raises ConfigError."""
+"""Opens the disk in ``cache.disk``, for an engine whose KV cache is allocated. Raises ConfigError."""
 
 
 def begin_connector(
@@ -75,7 +78,10 @@ def begin_connector(
     kv_cache: KVCacheConfig,
     open_store: OpenStore | None,
 ) -> None:
-    """The KV cache is there. Raises ConfigError for memory that no block fits in, and for a disk that cannot be had."""
+    """Begin using the connector, now that the KV cache is allocated.
+
+    Raises ConfigError if host memory is too small for a block, or if the disk cannot be used.
+    """
     copier = executor.block_copier()
     if not isinstance(connector, TieredConnector):
         connector.begin(copier, kv_cache)
@@ -83,12 +89,12 @@ def begin_connector(
     num_slots = config.cache.host_memory // copier.block_bytes
     if config.cache.host_memory and num_slots < 1:
         raise ConfigError(
-            f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it must hold one "
-            "at least"
+            f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it "
+            "must hold at least one block"
         )
     store = None
     if config.cache.disk:
         if open_store is None:
-            raise ConfigError("cache.disk is set, and nothing here opens disks")
+            raise ConfigError("cache.disk is set, but this engine was created without disk support")
         store = open_store(config, model, kv_cache, copier)
     connector.begin(copier, num_slots, store)

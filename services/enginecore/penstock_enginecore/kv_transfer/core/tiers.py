@@ -1,4 +1,4 @@
-"""The connector that engines have: blocks come from host memory, then from a disk, then from other engines."""
+"""The engine's own connector: it loads blocks from host memory, then from a disk, then from other engines."""
 
 import contextlib
 import logging
@@ -29,39 +29,39 @@ from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore, Dis
 from penstock_enginecore.kv_transfer.core.transfer_stats import LoadRates, Observe, Transfer, outcome_of
 from penstock_enginecore.kv_transfer.core.validation import PARAMS_FIELD
 
-# Blocks that come from the sources of requests, and are written into the pool as they come.
+# Loads from the sources of requests. Blocks are written to the pool as they arrive.
 
 logger = logging.getLogger(__name__)
 
 Over = Callable[[list[Place]], None]
-"""Called once on any thread, with what has arrived whole: nobody writes to the blocks of the load any more."""
+"""Called once on any thread when a load has ended, with the places whose content arrived completely."""
 
 
 class PeerLoads:
-    """What a connector has of a ``PeerTier``. Methods belong to the thread of the busy loop."""
+    """A connector's loads through a ``PeerTier``. Methods belong to the busy loop's thread."""
 
     def __init__(self, peers: PeerTier, copier: BlockCopier) -> None:
         self._peers = peers
         self._copier = copier
         self._had: dict[str, set[bytes]] = {}
-        """By key of a request, hashes of what its source had."""
+        """By request key, hashes of the blocks that its source had."""
         self._missing: dict[str, set[BlockName]] = {}
-        """What its source was asked for, and did not bring."""
+        """By request key, blocks that its source was asked for and did not send."""
         self._asked: dict[int, tuple[set[BlockName], Sequence[Place]]] = {}
-        """By load, where that is noted, and what it is to bring."""
+        """By load, the request's set of missing blocks, and the places to load."""
 
     def opened(self, request: Request) -> None:
-        """A request has come."""
+        """Note a new request."""
         self._peers.opened(request)
 
     def closed(self, request: Request) -> None:
-        """It has ended or gone on."""
+        """Note that a request has ended or has been moved."""
         self._had.pop(request.key, None)
         self._missing.pop(request.key, None)
         self._peers.closed(request)
 
     def has(self, request: Request, name: BlockName) -> bool:
-        """Whether its source is expected to bring a block."""
+        """Return whether the request's source is expected to send a block."""
         count = self._peers.num_blocks(request)
         if not count:
             return False
@@ -71,9 +71,10 @@ class PeerLoads:
         return name.hash in had and name not in self._missing.get(request.key, ())
 
     def load(self, request: Request, places: Sequence[Place], over: Over) -> int:
-        """Begin to bring blocks. Returns the number of the load, for ``abandon``."""
+        """Begin to load blocks. Return the number of the load, for ``abandon``."""
         missing = self._missing.setdefault(request.key, set())
-        missing.update(place.name for place in places)  # what comes is in the pool
+        # Blocks that arrive are removed from the set, because they are in the pool.
+        missing.update(place.name for place in places)
 
         def all_over(arrived: list[Place]) -> None:
             missing.difference_update(place.name for place in arrived)
@@ -85,18 +86,20 @@ class PeerLoads:
         return number
 
     def abandon(self, number: int) -> None:
-        """Nobody wants the rest of a load: it is over soon. It may be asked for again."""
+        """Abandon the rest of a load, which then ends soon. Its blocks may be requested again."""
         missing, places = self._asked.pop(number, (set(), ()))
         missing.difference_update(place.name for place in places)
         self._peers.abandon(number)
 
     def taken(self, number: int) -> None:
-        """That a load is over has been taken note of."""
+        """Forget a load whose end has been processed."""
         self._asked.pop(number, None)
 
 
 class _PeerLoad:
-    """One write is under way at a time; what comes meanwhile is written together behind it. Any thread."""
+    """One load from a peer. Only one write is in flight at a time; blocks that arrive meanwhile are written together
+    afterwards. Thread-safe.
+    """
 
     def __init__(self, copier: BlockCopier, places: Sequence[Place], over: Over) -> None:
         self._copier = copier
@@ -109,7 +112,7 @@ class _PeerLoad:
         self._arrived: list[int] = []
 
     def arrived(self, blocks: Sequence[PeerBlock]) -> None:
-        """Blocks have come."""
+        """Write blocks that have arrived."""
         with self._lock:
             self._waiting += blocks
             if self._writing:
@@ -118,7 +121,7 @@ class _PeerLoad:
         self._write()
 
     def ended(self) -> None:
-        """No more will."""
+        """Note that no more blocks will arrive."""
         with self._lock:
             self._has_ended = True
             if self._writing:
@@ -132,7 +135,7 @@ class _PeerLoad:
             future = self._copier.write(
                 [self._places[block.place].block_id for block in blocks], [block.data for block in blocks]
             )
-        except Exception as e:  # of a copier that cannot be told anything
+        except Exception as e:  # The copier can fail at once if it no longer works.
             self._written(blocks, e)
         else:
             future.add_done_callback(partial(self._is_written, blocks))
@@ -150,7 +153,7 @@ class _PeerLoad:
             self._writing = more
             tell = self._has_ended and not more
         if error is not None:
-            logger.warning("blocks of another engine cannot be written: %s: %s", type(error).__name__, error)
+            logger.warning("cannot write blocks of another engine: %s: %s", type(error).__name__, error)
         if more:
             self._write()
         elif tell:
@@ -161,13 +164,20 @@ class _PeerLoad:
 
 
 _LAST_SECONDS = 5.0
-"""For what goes to the disk when the engine ends."""
+"""Maximum seconds to write blocks to the disk when the engine ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """``host_usage`` and ``disk_usage``: fractions of their slots that hold something, in [0, 1]; None without that tier. Since
-    the start: blocks that were saved to the host, written to the disk, and loaded from each medium, of ``block_bytes`` each.
+    """Statistics of the tiers. Counts are since the start.
+
+    Attributes:
+        host_usage: Fraction of host memory slots in use, in [0, 1]. None without that tier.
+        disk_usage: Fraction of disk slots in use, in [0, 1]. None without that tier.
+        num_saved_blocks: Blocks saved to host memory.
+        num_written_blocks: Blocks written to the disk.
+        num_loaded_blocks: Blocks loaded from each medium.
+        block_bytes: Bytes per block.
     """
 
     host_usage: float | None
@@ -180,8 +190,17 @@ class TierStats:
 
 @dataclass(slots=True)
 class _Load:
-    """``parts``: what is under way of it. ``at_peer``: the number of what is brought from another engine; 0: nothing is.
-    ``headers``: trace context of the request. ``disk``: batches that are being read, of ``num_on_disk`` blocks.
+    """A load in flight.
+
+    Attributes:
+        number: Number of the load.
+        began: Start time in seconds.
+        headers: Trace context of the request.
+        parts: Number of parts in flight.
+        at_peer: Number of the load from another engine, or 0.
+        disk: Number of disk batches in flight.
+        num_on_disk: Number of blocks in these batches.
+        arrived: Places that have arrived, with their medium.
     """
 
     number: int
@@ -195,8 +214,10 @@ class _Load:
 
 
 class TieredConnector:
-    """A ``KVConnector``. ``begin`` comes before the first step. ``wake`` is called on any thread when ``take_ended`` has
-    something to do. ``observe`` is told of what came from the engine's own media.
+    """The ``KVConnector`` for host memory, disk and other engines. Call ``begin`` before the first step.
+
+    ``wake`` is called on any thread when ``take_ended`` has events to process. ``observe`` gets every finished transfer
+    from the engine's own media.
     """
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -220,8 +241,12 @@ class TieredConnector:
         self._blocks = blocks
 
     def begin(self, copier: BlockCopier, num_host_slots: int, store: BlockStore | None = None) -> None:
-        """The KV cache is there. ``num_host_slots``: blocks that host memory takes; 0: none is kept there. ``store``: takes those
-        that leave it; None: nothing does.
+        """Begin, now that the KV cache is allocated.
+
+        Args:
+            copier: Copies blocks.
+            num_host_slots: Number of blocks that host memory holds. 0: no host tier.
+            store: Disk for blocks evicted from host memory, or None.
         """
         if self._blocks is None:
             raise RuntimeError("attach must come before begin")
@@ -234,19 +259,19 @@ class TieredConnector:
             self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
 
     def take_from(self, peers: PeerTier) -> None:
-        """Have blocks brought by other engines as well, from now on. Raises RuntimeError before ``begin``."""
+        """Also load blocks from other engines from now on. Raises RuntimeError before ``begin``."""
         if self._copier is None:
             raise RuntimeError("begin must come before take_from")
         self._peers = PeerLoads(peers, self._copier)
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
         raise Unimplemented(
-            f"{PARAMS_FIELD} is set; it is for the connector of a plugin, and kv_transfer.connector names none",
+            f"{PARAMS_FIELD} is set, but kv_transfer.connector is empty; only a plugin's connector accepts this field",
             field=PARAMS_FIELD,
         )
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:  # noqa: ARG002 - a protocol
-        """See ``KVConnector``. Who keeps its blocks is a source, not parameters."""
+        """See ``KVConnector``. The source of a request's blocks is sent separately, so there is no response."""
         return None
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
@@ -265,8 +290,8 @@ class TieredConnector:
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """See ``KVConnector``. The host's memory takes no time beside computing, but that of a step which runs, which computing
-        waits for as well.
+        """See ``KVConnector``. Host memory counts as 0 seconds: such a load takes as long as the running step, which
+        computing would wait for as well.
         """
         counts = Counter(self._where(request, name) for name in names)
         return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
@@ -292,7 +317,7 @@ class TieredConnector:
         return load.number
 
     def abandon(self, load_id: int) -> None:
-        """See ``KVConnector``. What is being copied is copied."""
+        """See ``KVConnector``. Copies in flight are completed."""
         load = self._loads.get(load_id)
         if load is not None and load.at_peer and self._peers is not None:
             self._peers.abandon(load.at_peer)
@@ -306,7 +331,7 @@ class TieredConnector:
             self._peers.closed(request)
 
     def on_cached(self, places: Sequence[Place]) -> None:
-        """See ``KVConnector``. Blocks are saved when nobody has them any more."""
+        """See ``KVConnector``. Do nothing: blocks are saved when they lose their last reference."""
 
     def on_freed(self, places: Sequence[Place]) -> None:
         if self._host is not None:
@@ -333,7 +358,7 @@ class TieredConnector:
         return 0 if self._host is None else self._host.num_held_blocks
 
     def stats(self) -> TierStats:
-        """What there is, and what came. Any thread."""
+        """Return statistics. Thread-safe."""
         host, disk = self._host, self._disk
         return TierStats(
             host_usage=None if host is None else host.usage,
@@ -361,7 +386,7 @@ class TieredConnector:
             self._disk.clear()
 
     def shutdown(self) -> None:
-        """See ``KVConnector``. What only host memory has goes to the disk, as much as a few seconds are enough for."""
+        """See ``KVConnector``. Blocks that are only in host memory are written to the disk, within a time limit."""
         disk, self._disk = self._disk, None
         if disk is None:
             return
@@ -370,7 +395,7 @@ class TieredConnector:
         disk.close()
 
     def _keep_all(self, disk: DiskTier, host: HostTier, deadline: float) -> None:
-        """Those used last first."""
+        """Write the blocks of the host tier to the disk, most recently used first."""
         names = host.index.names
         while (names or disk.busy) and time.monotonic() < deadline:
             while names and disk.has_room:
@@ -384,7 +409,7 @@ class TieredConnector:
 
     def _follow(self, future: "Future[Any]", then: Done) -> None:
         def over(done: "Future[Any]") -> None:
-            """Any thread."""
+            """Queue the end of the copy. Thread-safe."""
             self._news.put(partial(self._over, done, then))
             self._wake()
 
@@ -405,7 +430,7 @@ class TieredConnector:
         self._part_over(load)
 
     def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
-        """Any thread."""
+        """Queue the end of a disk batch. Thread-safe."""
         self._news.put(partial(self._read, load, places, arrived, seconds))
         self._wake()
 
@@ -420,7 +445,7 @@ class TieredConnector:
         self._part_over(load)
 
     def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
-        """Any thread."""
+        """Queue the end of a load from a peer. Thread-safe."""
         self._news.put(partial(self._fetched, load, places))
         self._wake()
 
@@ -432,7 +457,7 @@ class TieredConnector:
         self._part_over(load)
 
     def _tell_of(self, load: _Load, medium: KvMedium, wanted: int) -> None:
-        """What was to come from a medium of the engine's own has come, as far as it does."""
+        """Report a finished transfer from one of the engine's own media."""
         count = sum(found is medium for _, found in load.arrived)
         size = 0 if self._copier is None else count * self._copier.block_bytes
         outcome = outcome_of(wanted, count)

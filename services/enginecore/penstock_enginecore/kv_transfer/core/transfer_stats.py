@@ -1,4 +1,4 @@
-"""What is told of blocks that were brought, or were not, and how long that takes beside computing tokens."""
+"""Outcomes of block transfers, and measured rates that decide between loading and computing."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,17 +8,26 @@ from penstock_common.types.kv_transfer import KvMedium
 
 WHOLE = "whole"
 PART = "part"
-"""Some of the blocks came, and nothing is known to have failed."""
+"""Some of the blocks arrived, and no failure is known."""
 NOTHING = "nothing"
 ABANDONED = "abandoned"
-"""Nobody wanted the rest of it."""
+"""The rest of the transfer was not needed any more."""
 OUTCOMES = (WHOLE, PART, NOTHING, ABANDONED)
 
 
 class Transfer(NamedTuple):
-    """Blocks of one request from one medium, which is over. ``headers``: the request's trace context. ``transport``: between
-    engines, empty where none was agreed upon, and for the engine's own media. Times are monotonic seconds. ``outcome``: one of
-    ``OUTCOMES``, or why blocks did not come.
+    """A finished transfer of one request's blocks from one medium.
+
+    Attributes:
+        headers: The request's trace context.
+        medium: The medium that the blocks came from.
+        transport: Transport between engines. Empty if none was agreed on, and for the engine's own media.
+        began: Start time in monotonic seconds.
+        ended: End time in monotonic seconds.
+        num_wanted: Number of requested blocks.
+        num_blocks: Number of blocks that arrived.
+        num_bytes: Bytes that arrived.
+        outcome: One of ``OUTCOMES``, or the reason why blocks did not arrive.
     """
 
     headers: Headers
@@ -33,63 +42,63 @@ class Transfer(NamedTuple):
 
     @property
     def way(self) -> str:
-        """The transport, or else the medium, as metrics call it."""
+        """Label for metrics: the transport, or the medium if there is none."""
         return self.transport or self.medium.name.lower()
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong: what came in part from an engine's own media was damaged."""
+        """Whether the transfer failed. A partial transfer from the engine's own media means damaged blocks."""
         return self.outcome not in (WHOLE, ABANDONED)
 
 
 Observe = Callable[[Transfer], None]
-"""Is told of each, on whichever thread."""
+"""Called with each transfer, on any thread."""
 
 
 def outcome_of(num_wanted: int, num_blocks: int) -> str:
-    """By how many came."""
+    """Return the outcome for the number of blocks that arrived."""
     return WHOLE if num_blocks >= num_wanted else PART if num_blocks else NOTHING
 
 
-# Seconds as measured; 0 while nothing was measured.
+# Measured durations in seconds. 0 if there is no measurement.
 
 _LATEST = 0.25
 """Weight of the latest measurement."""
 _TRY_AGAIN = 16
-"""Of so many loads that do not seem to pay, one is made: what they take may have changed."""
+"""One in this many slow loads is made anyway, because loads may have become faster."""
 
 
 class LoadRates:
-    """What blocks take to come, by where they come from."""
+    """Measured time to load a block, by medium."""
 
     def __init__(self) -> None:
         self._per_block: dict[KvMedium, float] = {}
 
     def loaded(self, medium: KvMedium, num_blocks: int, seconds: float) -> None:
-        """So many blocks came together."""
+        """Record that ``num_blocks`` blocks arrived together."""
         if num_blocks:
             self._per_block[medium] = _mixed(self._per_block.get(medium, 0.0), seconds / num_blocks)
 
     def seconds(self, medium: KvMedium, num_blocks: int) -> float:
-        """What so many blocks are likely to take."""
+        """Estimate the seconds to load ``num_blocks`` blocks."""
         return self._per_block.get(medium, 0.0) * num_blocks
 
 
 class ComputeRate:
-    """What tokens take to be computed, and whether it pays to load them."""
+    """Measured time to compute a token, and the decision whether a load is faster."""
 
     def __init__(self) -> None:
         self._per_token = 0.0
         self._num_refused = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens."""
+        """Record a step that computed ``num_tokens`` tokens."""
         if num_tokens:
             self._per_token = _mixed(self._per_token, seconds / num_tokens)
 
     def pays(self, seconds: float, num_tokens: int) -> bool:
-        """Whether to spend so long on loading so many tokens, and not compute them. A load that does not pay is tried all the
-        same now and then.
+        """Return whether to load ``num_tokens`` tokens in ``seconds`` instead of computing them. Slow loads are
+        sometimes tried anyway.
         """
         if not self._per_token or seconds < self._per_token * num_tokens:
             return True

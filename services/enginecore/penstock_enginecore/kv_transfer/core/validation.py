@@ -1,4 +1,4 @@
-"""What a request may say of its keys and values elsewhere. Pure checks, safe on any thread."""
+"""Validation of a request's KV source and ``kv_transfer_params``. Pure checks, safe on any thread."""
 
 from typing import Any
 
@@ -11,39 +11,44 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.kv_transfer.core.base import KVConnector
 
 PARAMS_FIELD = "kv_transfer_params"
-"""How clients call what a plugin's connector is told."""
+"""Name of the request field with parameters for a plugin's connector."""
 ID_BYTES = 16
-"""Of a lease, and of a fingerprint."""
+"""Length in bytes of a lease id, and of a fingerprint."""
 MAX_NAME_LENGTH = 256
-"""Of ids, incarnations and addresses, in characters."""
+"""Maximum length of ids, incarnations and addresses, in characters."""
 
 
 def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
-    """``text``, of a request, as an object. Raises Unimplemented where nobody takes any, InvalidArgument for what is no JSON
-    object, is too long, or is not what the connector takes.
+    """Parse a request's ``kv_transfer_params``.
+
+    Raises:
+        Unimplemented: No connector accepts parameters.
+        InvalidArgument: The text is not a JSON object, is too long, or is refused by the connector.
     """
     if not text:
         return {}
     field = PARAMS_FIELD
     if connector is None:
-        raise Unimplemented(f"{field} is set; kv_transfer.connector names no connector that takes it", field=field)
+        raise Unimplemented(
+            f"{field} is set, but kv_transfer.connector names no connector that accepts it", field=field
+        )
     if (size := len(text.encode())) > MAX_PARAMS_BYTES:
         raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_PARAMS_BYTES}", field=field)
     try:
         params = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as e:
-        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+        raise InvalidArgument(f"{field} is not valid JSON: {e}", field=field) from None
     if not isinstance(params, dict):
-        raise InvalidArgument(f"{field} is no object", field=field)
+        raise InvalidArgument(f"{field} is not a JSON object", field=field)
     connector.check(params)
     return params
 
 
 def check_kv_transfer(request: EngineCoreRequest) -> None:
-    """Raise InvalidArgument, naming the field."""
+    """Raise InvalidArgument, naming the field, if the KV transfer fields are invalid."""
     if request.pooling_params is not None and (request.handoff_after_tokens or request.context.kv.lease):
         name = "handoff_after_tokens" if request.handoff_after_tokens else "lease_kv"
-        raise InvalidArgument(f"{name} is set; a request to pool has no output to go on with", field=name)
+        raise InvalidArgument(f"{name} is set, but a pooling request has no output to resume", field=name)
     if request.kv_source is not None:
         _check_source(request.kv_source)
 

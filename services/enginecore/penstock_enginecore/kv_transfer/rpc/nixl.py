@@ -1,7 +1,7 @@
-"""Blocks by NIXL: the engine that wants them reads them out of memory of the one that has them, whatever host that is on.
+"""The NIXL transport: an engine that wants blocks reads them from the memory of the engine that has them, on any host.
 
-Both ends read and write memory of their own that is registered with an agent, never the pool: what becomes of a read that nobody
-waits for any more concerns no block. A slot that a read writes to is used again only when that read is over.
+Both ends register separate memory with an agent, never the pool. An abandoned read therefore cannot touch a block. The
+target slot of a read is reused only after the read has ended.
 """
 
 import asyncio
@@ -19,56 +19,56 @@ from penstock_enginecore.kv_transfer.rpc.transports import Receiver, checked
 
 _KIND = "DRAM"
 _FIRST_WAIT, _LONGEST_WAIT = 0.0001, 0.002
-"""Seconds between two looks at a read."""
+"""First and longest wait in seconds between two checks of a read."""
 
 
 class NixlAgent(Protocol):
-    """What is used of ``nixl._api.nixl_agent``. States are DONE, PROC and ERR."""
+    """The used part of ``nixl._api.nixl_agent``. States are DONE, PROC and ERR."""
 
     name: str
 
     def register_memory(self, reg_list: list[tuple[int, int, int, str]], mem_type: str) -> Any:
-        """Address, bytes, device and a word of each region."""
+        """Register regions, each given as address, bytes, device and a string."""
 
     def deregister_memory(self, dereg_list: Any) -> None:
-        """What ``register_memory`` returned."""
+        """Deregister regions. The argument is the result of ``register_memory``."""
 
     def get_agent_metadata(self) -> bytes:
-        """For ``add_remote_agent`` of others."""
+        """Return metadata for ``add_remote_agent`` of other agents."""
 
     def add_remote_agent(self, metadata: bytes) -> str | bytes:
-        """Its name."""
+        """Add a remote agent and return its name."""
 
     def remove_remote_agent(self, agent: str) -> None:
-        """Read from it no more."""
+        """Remove a remote agent."""
 
     def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> Any:
-        """Address, bytes and device of each piece."""
+        """Return descriptors for pieces, each given as address, bytes and device."""
 
     def initialize_xfer(self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str) -> Any:
-        """A handle."""
+        """Prepare a transfer and return its handle."""
 
     def transfer(self, handle: Any) -> str:
-        """Begin. The state."""
+        """Begin a transfer and return its state."""
 
     def check_xfer_state(self, handle: Any) -> str:
-        """The state."""
+        """Return the state of a transfer."""
 
     def release_xfer_handle(self, handle: Any) -> None:
-        """Of one that is over."""
+        """Release the handle of a transfer that has ended."""
 
 
 def installed_agent(name: str) -> NixlAgent:
-    """An agent of the package ``nixl``. Raises ImportError, and what the package raises."""
+    """Create an agent of the package ``nixl``. Raises ImportError, and the package's errors."""
     agent: NixlAgent = importlib.import_module("nixl._api").nixl_agent(name)
     return agent
 
 
 class NixlMemory:
-    """Slots of ``slot_bytes`` each, registered with an ``agent``. Belongs to one thread."""
+    """Slots of ``slot_bytes`` each, registered with ``agent``. Belongs to one thread."""
 
     def __init__(self, agent: NixlAgent, *, size: int, slot_bytes: int) -> None:
-        """Raises OSError for less than a slot, and what the agent raises."""
+        """Allocate and register the memory. Raises OSError if ``size`` is less than a slot, and the agent's errors."""
         count = min(size // slot_bytes, MAX_SLOTS)
         if not count:
             raise OSError(f"{size} bytes hold no slot of {slot_bytes}")
@@ -83,11 +83,11 @@ class NixlMemory:
 
     @property
     def num_used(self) -> int:
-        """Slots that were taken and not given back."""
+        """Number of slots in use."""
         return self._num_slots - len(self._free)
 
     def put(self, data: Buffer) -> int | None:
-        """Take a slot for these bytes; returns their address, or None where no slot is free."""
+        """Copy the bytes to a free slot. Return the address, or None if no slot is free."""
         address = self.take()
         if address is not None:
             start = address - self._address
@@ -95,20 +95,20 @@ class NixlMemory:
         return address
 
     def take(self) -> int | None:
-        """The address of a slot, None where none is free."""
+        """Take a free slot. Return its address, or None if no slot is free."""
         return self._address + self._free.pop() * self.slot_bytes if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """Nobody uses the slot at this address any more."""
+        """Free the slot at this address."""
         self._free.append((offset - self._address) // self.slot_bytes)
 
     def content(self, address: int, size: int) -> bytes:
-        """A copy of what is there."""
+        """Return a copy of the bytes at this address."""
         start = address - self._address
         return self._memory[start : start + size]
 
     def leave(self, handle: Any, address: int) -> None:
-        """Give a slot back when a read into it is over: now, or later."""
+        """Free a slot once the read into it has ended."""
         if self._registered is None:
             return
         if self.agent.check_xfer_state(handle) == "PROC":
@@ -118,28 +118,28 @@ class NixlMemory:
         self.give_back(address)
 
     def close(self) -> None:
-        """Deregister the memory: no read writes to it any more. Idempotent."""
+        """Deregister the memory, so that no read writes to it any more. Idempotent."""
         if self._registered is not None:
             self.agent.deregister_memory(self._registered)
             self._registered = None
 
 
 class RemoteAgents:
-    """Those that are read from, each known to the ``agent`` while anybody does."""
+    """Remote agents that this engine reads from. Each stays registered while it has users."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._users: Counter[str] = Counter()
 
     def add(self, metadata: bytes) -> str:
-        """Its name. Raises what the agent raises."""
+        """Register a user of a remote agent and return the agent's name. Raises the agent's errors."""
         name = self._agent.add_remote_agent(metadata)
         text = name.decode() if isinstance(name, bytes) else name
         self._users[text] += 1
         return text
 
     def remove(self, name: str) -> None:
-        """One that reads from it does so no more."""
+        """Remove a user of a remote agent."""
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
@@ -147,7 +147,7 @@ class RemoteAgents:
 
 
 class NixlReceiver(Receiver):
-    """Reads blocks out of the memory of the agent that ``opened`` names. Raises InvalidArgument where that is none."""
+    """Reads blocks from the memory of the agent in ``opened``. Raises InvalidArgument if that is invalid."""
 
     def __init__(self, block_bytes: int, memory: NixlMemory, agents: RemoteAgents, opened: pb.Opened) -> None:
         super().__init__(block_bytes)
@@ -155,11 +155,11 @@ class NixlReceiver(Receiver):
         self._agents = agents
         try:
             self._remote: str | None = agents.add(opened.nixl_agent)
-        except Exception as e:  # of any backend
+        except Exception as e:  # NIXL backends raise various exceptions.
             raise InvalidArgument(f"opened.nixl_agent cannot be used: {e}", field="opened.nixl_agent") from None
 
     async def data(self, block: pb.Block) -> Buffer | None:
-        """See ``Receiver``; FailedPrecondition where the bytes cannot be read."""
+        """See ``Receiver``. Raises FailedPrecondition if the bytes cannot be read."""
         if block.data.WhichOneof("payload") != "shared_memory":
             return await super().data(block)
         self.check(block)
@@ -171,12 +171,12 @@ class NixlReceiver(Receiver):
             self._agents.remove(remote)
 
     async def _slot(self) -> tuple[int, str]:
-        """The address of one, once there is one, and who is read from."""
+        """Wait for a free slot. Return its address and the name of the remote agent."""
         while (name := self._remote) is not None:
             if (address := self._memory.take()) is not None:
                 return address, name
             await asyncio.sleep(_LONGEST_WAIT)
-        raise FailedPrecondition("the pull is over")
+        raise FailedPrecondition("the pull has ended")
 
     async def _read(self, remote_address: int) -> bytes:
         agent, memory, size = self._memory.agent, self._memory, self._block_bytes
@@ -187,16 +187,16 @@ class NixlReceiver(Receiver):
             remote = agent.get_xfer_descs([(remote_address, size, 0)], _KIND)
             handle = agent.initialize_xfer("READ", local, remote, name)
             state = agent.transfer(handle)
-        except Exception as e:  # of any backend
+        except Exception as e:  # NIXL backends raise various exceptions.
             memory.give_back(address)
-            raise FailedPrecondition(f"a block cannot be read by NIXL: {e}") from None
+            raise FailedPrecondition(f"cannot read a block with NIXL: {e}") from None
         try:
             while state == "PROC" and self._remote is not None:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise FailedPrecondition(f"a block cannot be read by NIXL: the read is {state}")
+                raise FailedPrecondition(f"cannot read a block with NIXL: the read is in state {state}")
             return memory.content(address, size)
         finally:
             memory.leave(handle, address)

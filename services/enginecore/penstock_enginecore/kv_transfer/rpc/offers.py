@@ -1,4 +1,4 @@
-"""Which transports an engine offers to those that pull from it, and takes from those that it pulls from."""
+"""Transports that an engine offers to engines that pull from it, and accepts from engines that it pulls from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ log = get_logger()
 
 
 class Offers:
-    """Those of an engine of one ``incarnation``. Takes the memory that they need; without it blocks go in messages."""
+    """The transports of one engine. Allocates the memory that they need; without memory, blocks are sent in messages."""
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class Offers:
         root: Path = ROOT,
         make_agent: Callable[[str], NixlAgent] = installed_agent,
     ) -> None:
-        """``make_agent``: of NIXL, by its name. Raises ConfigError where NIXL is asked for and not there."""
+        """Set up the transports. ``make_agent`` creates a NIXL agent by name. Raises ConfigError if NIXL is required
+        but not available.
+        """
         self._config = config
         self._block_bytes = block_bytes
         self._root = root
         self.shared_memory_id = ""
-        """Names the memory that others of this host see as well; empty: none is used."""
+        """Id of the shared memory of this host, or empty if none is used."""
         self._arena: Arena | None = None
         self._nixl: NixlMemory | None = None
         self._agents: RemoteAgents | None = None
@@ -51,19 +53,21 @@ class Offers:
             self._join_nixl(incarnation, make_agent)
         more = [name for name, there in ((SHARED_MEMORY, self.shared_memory_id), (NIXL, self._nixl)) if there]
         self.transports = (*more, GRPC)
-        """What it takes, best first."""
+        """Names of the accepted transports, best first."""
 
     def _take_memory(self, incarnation: str) -> None:
         remove_orphans(self._root)
         self.shared_memory_id = shared_memory_id(self._root)
         if not self.shared_memory_id:
-            log.warning("there is no shared memory that can be used; blocks go otherwise")
+            log.warning("no usable shared memory; blocks use another transport")
             return
         size = self._config.arena
         try:
             self._arena = Arena(incarnation, size=size, slot_bytes=self._block_bytes, root=self._root)
         except OSError as e:
-            log.warning("shared memory cannot be had; blocks go otherwise", why=str(e), kv_transfer_arena=size)
+            log.warning(
+                "cannot allocate shared memory; blocks use another transport", why=str(e), kv_transfer_arena=size
+            )
 
     def _join_nixl(self, incarnation: str, make_agent: Callable[[str], NixlAgent]) -> None:
         asked_for = self._config.transport == NIXL
@@ -74,20 +78,21 @@ class Offers:
         except ImportError as e:
             if asked_for:
                 raise ConfigError(
-                    f"kv_transfer.transport is 'nixl' and the package nixl cannot be imported ({e}); install it or use 'auto'"
+                    f"kv_transfer.transport is 'nixl' and the package nixl cannot be imported ({e}); install it "
+                    "or use 'auto'"
                 ) from None
-        except Exception as e:  # of any backend
+        except Exception as e:  # NIXL backends raise various exceptions.
             if asked_for:
                 raise ConfigError(f"kv_transfer.transport is 'nixl' and NIXL cannot be used: {e}") from e
-            log.warning("NIXL cannot be used; blocks go otherwise", why=str(e))
+            log.warning("NIXL is not available; blocks use another transport", why=str(e))
 
     @property
     def num_slots_used(self) -> int:
-        """Of the memory that was taken, by blocks on their way."""
+        """Number of memory slots with blocks in flight."""
         return sum(memory.num_used for memory in (self._arena, self._nixl) if memory is not None)
 
     def sender(self, name: str, opening: pb.Open) -> Sender | None:
-        """What sends to one that opens a pull on that transport; None where that cannot be."""
+        """Return a sender for a pull with this transport, or None if it is not possible."""
         if name == SHARED_MEMORY and self._arena is not None and opening.shared_memory_id == self.shared_memory_id:
             return SlotSender(SHARED_MEMORY, self._arena)
         if name == NIXL and self._nixl is not None:
@@ -95,7 +100,7 @@ class Offers:
         return GrpcSender() if name == GRPC else None
 
     def receiver(self, opened: pb.Opened, source: KvSource) -> Receiver:
-        """What takes what comes from ``source`` on the transport that it has chosen. Raises InvalidArgument."""
+        """Return a receiver for the transport that ``source`` chose. Raises InvalidArgument."""
         if opened.transport == NIXL and self._nixl is not None and self._agents is not None:
             return NixlReceiver(self._block_bytes, self._nixl, self._agents, opened)
         if opened.transport != SHARED_MEMORY:
@@ -107,7 +112,7 @@ class Offers:
         return Receiver(self._block_bytes, shared, closed=reader.close)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         for memory in (self._arena, self._nixl):
             if memory is not None:
                 memory.close()

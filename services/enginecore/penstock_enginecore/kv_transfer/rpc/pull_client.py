@@ -1,4 +1,4 @@
-"""The end of a pull that wants blocks."""
+"""The client side of a pull: the engine that wants blocks."""
 
 import asyncio
 import contextlib
@@ -37,20 +37,30 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import WINDOW_BYTES, Receiver
 
 CHECKSUM = "checksum"
-"""The reason of failures that a peer is left alone for."""
+"""Reason of failures after which a peer is not asked for a while."""
 _FAREWELL = 1.0
-"""Seconds that the other end has to end a stream that is not needed any more."""
+"""Seconds that the other end has to end a released stream."""
 _REASONS = {"LEASE_GONE": "lease", "RESTARTED": "restarted", "LAYOUTS_DIFFER": "layout", "ENGINE_LOADING": "restarted"}
 
 Post = Callable[[Callable[[], None]], None]
-"""Has something done on the transfer thread, from any thread; nothing where that has ended."""
+"""Runs a function on the transfer thread, from any thread. Does nothing once the thread has ended."""
 Call = grpc.aio.StreamStreamCall[pb.PullRequest, pb.PullResponse]
 log = get_logger()
 
 
 class PullSettings(NamedTuple):
-    """What all pulls of an engine have in common. ``receiver``: makes one of what a source sends on the transport that it has
-    chosen. ``transports``: best first. ``secret``: what sources have to know; None: nothing.
+    """Common settings of all pulls of an engine.
+
+    Attributes:
+        fingerprint: Fingerprint of the engine's blocks.
+        silence: Seconds without a message after which a source counts as lost.
+        transports: Accepted transports, best first.
+        shared_memory_id: Id of the host's shared memory, or empty.
+        receiver: Creates a receiver for the transport that a source chose.
+        counts: Counts for metrics.
+        observe: Called with each finished transfer.
+        clock: Returns monotonic seconds.
+        secret: Secret that sources must know, or None.
     """
 
     fingerprint: bytes
@@ -66,7 +76,17 @@ class PullSettings(NamedTuple):
 
 @dataclass(slots=True)
 class _Wish:
-    """A fetch. ``num_blocks``: that came whole, of ``num_wanted``, and ``num_bytes`` of these."""
+    """A fetch in progress.
+
+    Attributes:
+        arrived: Called with arrived blocks.
+        ended: Called at the end.
+        began: Start time in seconds.
+        num_wanted: Number of requested blocks.
+        num_blocks: Number of verified blocks that arrived.
+        num_bytes: Bytes of these blocks.
+        abandoned: Whether the rest is not needed any more.
+    """
 
     arrived: Callable[[Sequence[PeerBlock]], None]
     ended: Callable[[], None]
@@ -78,10 +98,11 @@ class _Wish:
 
 
 class PullClient:
-    """Of one source. Made on any thread; what follows belongs to the transfer thread, but ``failed``.
+    """A pull from one source. It may be created on any thread. Everything else belongs to the transfer thread, except
+    ``failed``.
 
-    ``bad_block`` is told of each block whose bytes are not those that were sent, and says why nothing more is to be taken from
-    there, if that is so. ``headers``: trace context of the request that it is for.
+    ``bad_block`` is called for each block with a wrong checksum. It returns a reason if the source must not be used any
+    more, or None. ``headers`` has the trace context of the request.
     """
 
     def __init__(
@@ -103,7 +124,7 @@ class PullClient:
         self._wishes: dict[int, _Wish] = {}
         self._requests: deque[pb.PullRequest] = deque()
         self._num_acknowledged: int | None = None
-        """What is to be said next of bytes that have come."""
+        """Number of bytes to acknowledge next."""
         self._closing = False
         self._due = asyncio.Event()
         self._receiver: Receiver | None = None
@@ -112,11 +133,11 @@ class PullClient:
 
     @property
     def failed(self) -> bool:
-        """Whether nothing comes any more. Any thread."""
+        """Whether the pull has ended, so that no block arrives any more. Thread-safe."""
         return self._pull.state.ended
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        """From the begin to the end. What goes wrong ends the pull, and is counted."""
+        """Run the pull to its end. Errors end the pull, and are counted."""
         opening = pb.Open(
             lease_id=self._source.lease_id,
             incarnation=self._source.incarnation,
@@ -147,13 +168,13 @@ class PullClient:
         except FailedPrecondition as e:
             reason = "unreadable"
             if not self.failed:
-                log.warning("memory of another engine cannot be read", address=self._address, why=str(e))
+                log.warning("cannot read the memory of another engine", address=self._address, why=str(e))
         except Unauthenticated as e:
             reason = "refused"
-            log.warning("an engine that was to give blocks is not asked", address=self._address, why=str(e))
+            log.warning("a source of blocks failed to authenticate", address=self._address, why=str(e))
         except (Broken, RequestFailed) as e:
             reason = "protocol"
-            log.warning("an engine that gives blocks does not keep to the protocol", address=self._address, why=str(e))
+            log.warning("a source of blocks violated the protocol", address=self._address, why=str(e))
         finally:
             self.fail(reason)
             call.cancel()
@@ -166,7 +187,7 @@ class PullClient:
     def _address(self) -> str:
         return self._source.address
 
-    # What the engine wants.
+    # Operations for this engine.
 
     def fetch(
         self,
@@ -185,31 +206,31 @@ class PullClient:
         self._carry_out(self._pull.abandon(fetch_id))
 
     def close(self, *, released: bool) -> None:
-        """The source is not needed any more; ``released``: nor by anybody else."""
+        """Close the pull. ``released`` says that no engine needs the lease any more."""
         for wish in self._wishes.values():
             wish.abandoned = True
         self._carry_out(self._pull.close(released=released))
 
     def fail(self, reason: str) -> None:
-        """Give up, if it has not ended yet."""
+        """Fail the pull, unless it has ended."""
         if not self._pull.state.ended:
             self._settings.counts.failures[reason] += 1
             self._failure = reason
             if not self._wishes:
                 self._observe(self._began, reason)
-            log.info("blocks of another engine do not come", address=self._address, why=reason)
+            log.info("a pull of blocks from another engine failed", address=self._address, why=reason)
             self._carry_out(self._pull.fail(reason))
 
     def look(self, now: float) -> None:
-        """Give up where the other end is silent."""
+        """Fail the pull if the other end is silent."""
         if self._pull.is_silent(now):
             self.fail("silent")
 
     def forgive(self, now: float) -> None:
-        """This end was not there for a while: the other one may have said something."""
+        """Restart the silence timeout, because this process was stalled and may have missed messages."""
         self._pull.heard(now)
 
-    # What the other end says.
+    # Messages from the source.
 
     async def _take(self, response: pb.PullResponse) -> None:
         now = self._settings.clock()
@@ -236,7 +257,7 @@ class PullClient:
             case "done":
                 self._carry_out(self._pull.done(response.done.fetch_id, now))
             case _:
-                raise Broken("a message is empty, or of a later revision")
+                raise Broken("a message is empty, or of an unknown kind")
 
     async def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
         data = await receiver.data(block)
@@ -248,7 +269,7 @@ class PullClient:
         counts.moved("in", self._transport, size)
         if data is None:
             counts.failures[CHECKSUM] += 1
-            log.warning("a block of another engine came with other bytes than it was sent with", address=self._address)
+            log.warning("a block of another engine arrived with a wrong checksum", address=self._address)
             if (reason := self._bad_block()) is not None:
                 self.fail(reason)
                 return
@@ -265,7 +286,7 @@ class PullClient:
     def _taken(self, sequence: int) -> None:
         self._carry_out(self._pull.taken(sequence, self._settings.clock()))
 
-    # What is said to it.
+    # Messages to the source.
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -310,7 +331,7 @@ class PullClient:
                 self._call.cancel()
 
     async def _write(self, call: Call) -> None:
-        """Say what is due, of acknowledgements the last. An end of the stream is noticed by who reads."""
+        """Write pending messages, acknowledgements last. The reader notices the end of the stream."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._due.wait()
@@ -326,7 +347,7 @@ class PullClient:
 
 
 class _Once:
-    """Calls a function the first time that it is called, on whichever thread."""
+    """Calls a function once, on whichever thread calls first."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The end of a pull that has the blocks."""
+"""The server side of a pull: the engine that has the blocks."""
 
 import asyncio
 import time
@@ -22,18 +22,30 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender, Window
 
 _READ_BYTES = 2 * 1024 * 1024
-"""That are read from the pool at once, about. While they are sent the next ones are read; nothing is sent before the first."""
+"""Approximate bytes that are read from the pool at once. The next read runs while these are sent. Nothing is sent
+before the first read ends.
+"""
 _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
-"""That are open at once."""
+"""Maximum number of open pulls."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
 
 
 class PullSource:
-    """What an engine has for others. ``read`` gives the bytes of blocks, from any thread; ``wake`` has the busy loop look after
-    the leases. ``senders``: makes one of a transport for a stream whose ``Open`` asks for it; None where that cannot be.
+    """Blocks that other engines may pull.
+
+    Args:
+        leases: Leases on the blocks.
+        read: Returns the bytes of blocks. Thread-safe.
+        wake: Makes the busy loop check the leases.
+        incarnation: This engine's incarnation.
+        fingerprint: Fingerprint of the engine's blocks.
+        block_bytes: Bytes per block.
+        senders: Creates a sender for a transport in a stream's ``Open``, or returns None if it is not possible.
+        counts: Counts for metrics.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -61,7 +73,7 @@ class PullSource:
 
 
 class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
-    """``source``: what it serves; set once the model is loaded."""
+    """The gRPC service for pulls. ``source`` is set once the model is loaded."""
 
     def __init__(self) -> None:
         self.source: PullSource | None = None
@@ -70,16 +82,16 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
     async def Pull(
         self, request_iterator: AsyncIterator[pb.PullRequest], context: Context
     ) -> AsyncIterator[pb.PullResponse]:
-        """One stream, which keeps its lease."""
+        """Serve one stream, which renews its lease."""
         source = self.source
         if source is None:
             raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING")
         opening = _opening(await first_message(request_iterator, "open"), source)
         if self.num_pulls >= _MAX_PULLS:
-            raise ResourceExhausted(f"{_MAX_PULLS} pulls are open; there may be no more", reason="TOO_MANY_PULLS")
+            raise ResourceExhausted(f"{_MAX_PULLS} pulls are open, which is the limit", reason="TOO_MANY_PULLS")
         lease = source.leases.opened(opening.lease_id)
         if lease is None:
-            raise NotFound("open.lease_id names no lease, or one that has ended", reason="LEASE_GONE")
+            raise NotFound("open.lease_id is unknown, or the lease has ended", reason="LEASE_GONE")
         self.num_pulls += 1
         stream: _Stream | None = None
         try:
@@ -99,18 +111,18 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
             if stream is not None:
                 stream.close()
             source.leases.closed(opening.lease_id, source.clock())
-            source.wake()  # for the clock of the lease
+            source.wake()  # The lease time runs again, so the busy loop's next deadline changes.
 
 
 class _Reading(NamedTuple):
-    """Blocks that are being read: their ids, None for those that are not there, and the bytes of the others to come."""
+    """A read of blocks in flight. ``ids`` has None for missing blocks. ``future`` returns the bytes of the others."""
 
     ids: Sequence[int | None]
     future: "Future[list[bytes]] | None"
 
 
 class _Stream:
-    """One of an engine that pulls."""
+    """The stream of one pulling engine."""
 
     def __init__(self, source: PullSource, opening: pb.Open) -> None:
         self.sender = _sender(source, opening)
@@ -123,13 +135,13 @@ class _Stream:
         self._over = False
         self._changed = asyncio.Event()
         self._progress = source.clock()
-        """When something was sent or acknowledged last."""
+        """Time of the last message or acknowledgement."""
         self._task = asyncio.current_task()
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def answers(self, requests: AsyncIterator[pb.PullRequest]) -> AsyncIterator[pb.PullResponse]:
-        """Blocks as they are asked for, until the other end asks for no more."""
+        """Yield the requested blocks, until the other end requests no more."""
         self._reader = asyncio.create_task(self._read(requests))
         self._watch = asyncio.create_task(self._end_when_stalled())
         while (fetch := await self._next()) is not None:
@@ -149,7 +161,7 @@ class _Stream:
                 task.cancel()
         self.sender.close()
 
-    # What the other end says.
+    # Messages from the other end.
 
     async def _read(self, requests: AsyncIterator[pb.PullRequest]) -> None:
         try:
@@ -183,12 +195,12 @@ class _Stream:
             )
         if any(len(each) != DIGEST_SIZE for each in fetch.hashes):
             raise InvalidArgument(
-                f"fetch.hashes has one that is not {DIGEST_SIZE} bytes long, as all hashes are", field="fetch.hashes"
+                f"fetch.hashes has an entry that is not {DIGEST_SIZE} bytes long", field="fetch.hashes"
             )
         if fetch.fetch_id in self._open:
-            raise InvalidArgument(f"fetch.fetch_id {fetch.fetch_id} is that of an open fetch", field="fetch.fetch_id")
+            raise InvalidArgument(f"fetch.fetch_id {fetch.fetch_id} is in use by an open fetch", field="fetch.fetch_id")
         if len(self._open) >= MAX_ASKED:
-            raise ResourceExhausted(f"{MAX_ASKED} fetches are open; there may be no more", field="fetch")
+            raise ResourceExhausted(f"{MAX_ASKED} fetches are open, which is the limit", field="fetch")
         self._open.add(fetch.fetch_id)
         self._fetches.append(fetch)
 
@@ -203,7 +215,7 @@ class _Stream:
         self._changed.clear()
         await self._changed.wait()
 
-    # Blocks.
+    # Sending of blocks.
 
     async def _blocks(self, fetch: pb.Fetch) -> AsyncIterator[pb.PullResponse]:
         names = [BlockName(fetch.group, block_hash) for block_hash in fetch.hashes]
@@ -226,7 +238,7 @@ class _Stream:
         size = len(data)
         while not self._window.has_room(size):
             if self._over:
-                raise Unavailable("the other end acknowledges nothing any more")
+                raise Unavailable("the other end closed the stream before it acknowledged all blocks")
             await self._wait()
         self._window.sent(size)
         for response in self.sender.messages(fetch_id, name, data):
@@ -235,7 +247,7 @@ class _Stream:
         self._source.counts.moved("out", self.sender.name, size)
 
     def _begin(self, names: Sequence[BlockName]) -> _Reading:
-        """Look blocks up and have them read, from now on. The read is over when the copy is, whatever becomes of the stream."""
+        """Look blocks up and begin to read them. The read lasts until the copy has ended, even if the stream ends."""
         ids = self._leases.read_began(self._lease_id, names)
         if ids is None:
             return _Reading([None] * len(names), None)
@@ -248,14 +260,14 @@ class _Stream:
         return _Reading(ids, future)
 
     async def _contents(self, reading: _Reading) -> list[bytes | None]:
-        """The bytes of blocks; None for those that are not there."""
+        """Return the bytes of blocks. None for a missing block."""
         nothing: list[bytes | None] = [None] * len(reading.ids)
         if reading.future is None:
             return nothing
         try:
             contents = await asyncio.shield(asyncio.wrap_future(reading.future))
         except (OSError, MemoryError) as e:
-            log.warning("blocks cannot be read for another engine", why=str(e))
+            log.warning("cannot read blocks for another engine", why=str(e))
             self._source.counts.failures["read"] += 1
             return nothing
         found = iter(contents)
@@ -266,7 +278,9 @@ class _Stream:
             self._source.wake()
 
     async def _end_when_stalled(self) -> None:
-        """End the stream when the other end has taken nothing for as long as a lease lasts: it may hold no blocks then."""
+        """End the stream if the other end has made no progress for the duration of a lease, so that it no longer holds
+        blocks.
+        """
         while True:
             seconds = self._leases.lease_seconds
             await asyncio.sleep(seconds / 4)
@@ -279,7 +293,7 @@ class _Stream:
 
 
 def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
-    """What the first message asks for. Raises RequestFailed."""
+    """Validate and return the first message. Raises RequestFailed."""
     if first is None or first.WhichOneof("message") != "open":
         raise InvalidArgument("the first message must be open", field="open")
     opening = first.open
@@ -292,17 +306,17 @@ def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
             field="open.transports",
         )
     if opening.incarnation != source.incarnation:
-        raise FailedPrecondition("open.incarnation is not this engine's: it has restarted", reason="RESTARTED")
+        raise FailedPrecondition("open.incarnation is not this engine's; the engine has restarted", reason="RESTARTED")
     if opening.fingerprint != source.fingerprint:
         raise FailedPrecondition(
-            "open.fingerprint is not this engine's: blocks lie otherwise here, or the weights are others",
+            "open.fingerprint is not this engine's; the block layouts or the weights differ",
             reason="LAYOUTS_DIFFER",
         )
     return opening
 
 
 def _sender(source: PullSource, opening: pb.Open) -> Sender:
-    """The best of the transports that both offer."""
+    """Return a sender for the best transport that both ends offer."""
     for name in dict.fromkeys(opening.transports):
         if (sender := source.senders(name, opening)) is not None:
             return sender

@@ -1,4 +1,4 @@
-"""The transfer thread of an engine: what others pull from it, and the sources that it pulls from."""
+"""The transfer thread of an engine: it serves pulls of other engines, and runs this engine's own pulls."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ from penstock_enginecore.kv_transfer.rpc.pull_server import PullServicer, PullSo
 from penstock_enginecore.kv_transfer.rpc.transports import MESSAGE_BYTES
 from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 
-# The sources of an engine's requests: a pull of each, over one connection to each engine.
+# Pulls from the sources of requests, over one connection per source engine.
 
 MAX_PULLS = 1024
-"""That are open at once; requests beyond them are computed."""
+"""Maximum number of open pulls. Further requests are computed."""
 _MAX_BAD_BLOCKS = 3
 _LEFT_ALONE = 60.0
-"""Seconds for which nothing is taken from an engine of which so many bad blocks have come."""
+"""Seconds for which an engine is not asked after it has sent this many bad blocks."""
 _IDLE = 60.0
 """Seconds after which a connection without pulls is closed."""
 
@@ -44,7 +44,13 @@ log = get_logger()
 
 
 class _Peer:
-    """Another engine. ``users``: pulls from it; ``idle_since``: seconds; ``alone_until``: when it may be asked again."""
+    """Another engine.
+
+    Attributes:
+        users: Number of pulls from it.
+        idle_since: Time in seconds at which its last pull ended.
+        alone_until: Time in seconds at which it may be asked again.
+    """
 
     def __init__(self) -> None:
         self.channel: grpc.aio.Channel | None = None
@@ -55,8 +61,11 @@ class _Peer:
 
 
 class Peers:
-    """A ``PeerTier``. ``incarnation``: this engine's, whose own ``leases`` need no pull. ``allows``: whether blocks
-    may be taken from an address. ``post`` runs something on the transfer thread, to whose loop ``tick`` and ``close`` belong.
+    """The ``PeerTier`` that pulls blocks over gRPC.
+
+    ``incarnation`` and ``leases`` are this engine's, which needs no pull for its own blocks. ``allows`` returns whether
+    blocks may be pulled from an address. ``post`` runs a function on the transfer thread, to whose loop ``tick`` and
+    ``close`` belong.
     """
 
     def __init__(
@@ -81,22 +90,22 @@ class Peers:
         self._wake = wake
         self._next_fetch = itertools.count(1)
         self._sources: dict[str, KvSource] = {}
-        """By key of a request that has one that may be asked. The thread of the busy loop's, as the next two."""
+        """By request key, the source, if it may be asked. Belongs to the busy loop's thread, like the next two."""
         self._pulls: dict[str, PullClient] = {}
         self._own: dict[str, bytes] = {}
         """Leases of this engine that its own requests have open."""
         self._peers: dict[str, _Peer] = {}
-        """By address. The transfer thread's, as the following."""
+        """Peers by address. Belongs to the transfer thread, like the following attributes."""
         self._fetching: dict[int, PullClient] = {}
         self._running: dict[asyncio.Task[None], PullClient] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        """Close connections."""
+        """Tasks that close connections."""
         self._is_closed = False
 
-    # The thread of the busy loop: see ``PeerTier``.
+    # Methods for the busy loop's thread, see ``PeerTier``.
 
     def opened(self, request: Request) -> None:
-        """Open a pull of its source, if it may be asked."""
+        """Open a pull from the request's source, if that may be asked."""
         source = request.kv_source
         if source is None:
             return
@@ -117,7 +126,7 @@ class Peers:
         self._post(partial(self._start, source.address, client))
 
     def closed(self, request: Request) -> None:
-        """Give its lease up."""
+        """Release the lease of the request's source."""
         if (lease_id := self._own.pop(request.key, None)) is not None:
             self._leases.closed(lease_id, self._settings.clock())
             self._leases.released(lease_id)
@@ -127,7 +136,7 @@ class Peers:
             self._post(partial(client.close, released=True))
 
     def num_blocks(self, request: Request) -> int:
-        """Of whole blocks, those that the source said it has, until it has failed."""
+        """Return the number of whole blocks that the source announced, or 0 once it has failed."""
         client = self._pulls.get(request.key)
         if client is None or client.failed:
             return 0
@@ -140,7 +149,7 @@ class Peers:
         arrived: Callable[[Sequence[PeerBlock]], None],
         ended: Callable[[], None],
     ) -> int:
-        """Ask its source for blocks."""
+        """Request blocks from the request's source."""
         fetch_id = next(self._next_fetch)
         client = self._pulls.get(request.key)
         if client is None:
@@ -150,11 +159,11 @@ class Peers:
         return fetch_id
 
     def abandon(self, fetch_id: int) -> None:
-        """End a fetch."""
+        """Abandon a fetch."""
         self._post(partial(self._abandon, fetch_id))
 
     def _refusal(self, source: KvSource) -> str | None:
-        """Why a source is not asked; None where it is."""
+        """Return why a source is not asked, or None if it may be asked."""
         if source.fingerprint != self._settings.fingerprint:
             return "layout"
         if len(source.lease_id) != LEASE_ID_BYTES or not source.num_tokens:
@@ -166,15 +175,18 @@ class Peers:
             return "left_alone"
         return "too_many" if len(self._pulls) >= MAX_PULLS else None
 
-    # The transfer thread.
+    # Methods for the transfer thread.
 
     @property
     def num_pulls(self) -> int:
-        """Those that have not ended. Any thread."""
+        """Number of pulls that have not ended. Thread-safe."""
         return len(self._running)
 
     def tick(self, late: float) -> None:
-        """To be called a few times in a silence. ``late``: seconds by which this call is late; for so long nobody was heard."""
+        """Check for silent sources, and close idle connections. Called several times per silence timeout.
+
+        ``late`` is the delay of this call in seconds. During that time no message could be received.
+        """
         now = self._settings.clock()
         for client in list(self._running.values()):
             if late > self._settings.silence / 2:
@@ -190,7 +202,7 @@ class Peers:
                 task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all pulls, and begin none any more. Their leases last for whoever comes next."""
+        """End all pulls, and refuse new ones. Their leases stay for other engines."""
         self._is_closed = True
         for client in list(self._running.values()):
             client.close(released=False)
@@ -245,26 +257,26 @@ class Peers:
             return None
         peer.num_bad_blocks = 0
         peer.alone_until = self._settings.clock() + _LEFT_ALONE
-        log.error("nothing is taken for a while from an engine whose blocks come broken", address=address)
+        log.error("an engine sent several blocks with wrong checksums and is not asked for a while", address=address)
         return CHECKSUM
 
 
-# The thread.
+# The transfer thread.
 
 SERVICE_NAME = "penstock.kvtransfer.v1.KvTransferService"
 PORT_PURPOSE = "kv_transfer"
-"""Names the port in what is derived from the shared secret."""
+"""Purpose of the port, from which its key is derived with the shared secret."""
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
 _STOP_TIMEOUT = 2.0
 """Seconds that pulls have to end by themselves when the engine stops."""
 _TICKS = 4
-"""In a silence."""
+"""Number of checks per silence timeout."""
 
 
 class KvTransfer:
-    """Owns a loop in a thread. Methods may be called from any other one.
+    """Owns a loop in a thread. Any other thread may call its methods.
 
-    Order: ``start`` (the port answers, not serving), ``attach`` (the model is loaded), ``stop``.
+    Call order: ``start`` (the port is open, not serving), ``attach`` (the model is loaded), ``stop``.
     """
 
     def __init__(
@@ -273,13 +285,13 @@ class KvTransfer:
         certificates: Certificates | None = None,
         observer: CallObserver | None = None,
     ) -> None:
-        """``observer``: told of the calls that others make.
+        """Create the transfer thread. ``observer`` is called for calls of other engines.
 
-        Raises ConfigError for TLS and the secret, and if other machines can reach the port and neither the secret nor
-        certificates tell who an engine is.
+        Raises ConfigError if the TLS files or the secret are invalid. Also raises it if other machines can reach the
+        port, and neither the secret nor certificates authenticate engines.
         """
         self.secret = checked_secret(config, PORT_PURPOSE)
-        """What calls of other engines are begun with."""
+        """Secret for calls to other engines, or None."""
         self._config = config
         self._observer = observer
         self._certificates = certificates or Certificates()
@@ -294,7 +306,7 @@ class KvTransfer:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError when the port is taken."""
+        """Listen. Raises ConfigError if the port is in use."""
         self._thread.start()
         try:
             self._thread.run(self._start())
@@ -303,7 +315,7 @@ class KvTransfer:
             raise
 
     def attach(self, source: PullSource, peers: Peers) -> None:
-        """Serve ``source``, and keep the pulls of ``peers`` going."""
+        """Serve ``source``, and run the pulls of ``peers``."""
         self._thread.run(self._attach(source, peers))
 
     def stop(self) -> None:
@@ -314,17 +326,17 @@ class KvTransfer:
         self._thread.stop()
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have something done on the transfer thread; nothing once that has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        """Run a function on the transfer thread. Do nothing once the thread has ended."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._thread.loop.call_soon_threadsafe(work)
 
     def connect(self, address: str) -> grpc.aio.Channel:
-        """A channel to another engine. For the transfer thread."""
+        """Open a channel to another engine. For the transfer thread."""
         return make_channel(address, credentials=self._credentials, max_message_bytes=_MAX_MESSAGE_BYTES)
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """Open pulls: those of others, and own ones."""
+        """Number of open pulls: those of other engines, and this engine's own."""
         return self._servicer.num_pulls, 0 if self._peers is None else self._peers.num_pulls
 
     async def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""The ways on which the bytes of blocks go: at the engine that has them, on their way, and at the one that wants them."""
+"""Transports for the bytes of blocks: flow control, senders and receivers."""
 
 import zlib
 from collections import deque
@@ -13,16 +13,16 @@ from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
 from penstock_common.tensors.chunks import Buffer, IncomingTensors
 from penstock_common.types.kv_transfer import BlockName
 
-# Bytes on their way from the engine that has them.
+# Flow control.
 
 MESSAGE_BYTES = 1024 * 1024
-"""Of blocks in a message, about."""
+"""Approximate bytes of blocks per message."""
 WINDOW_BYTES = 32 * 1024 * 1024
-"""That are sent and not acknowledged, at most."""
+"""Maximum bytes that are sent but not acknowledged."""
 
 
 class Window:
-    """How much of a stream was sent, and how much has come. A block larger than the window is sent alone."""
+    """Flow control window of a stream. A block larger than the window is sent alone."""
 
     def __init__(self, limit: int = WINDOW_BYTES) -> None:
         self._limit = limit
@@ -31,28 +31,30 @@ class Window:
 
     @property
     def num_under_way(self) -> int:
-        """Bytes that have not come yet, as far as is known."""
+        """Bytes that are sent but not acknowledged."""
         return self.num_sent - self.num_acknowledged
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes may be sent now."""
+        """Return whether ``size`` bytes may be sent now."""
         return not self.num_under_way or self.num_under_way + size <= self._limit
 
     def sent(self, size: int) -> None:
-        """So many bytes are on their way."""
+        """Record that ``size`` bytes were sent."""
         self.num_sent += size
 
     def acknowledged(self, num_bytes: int) -> None:
-        """So many have come since the begin. Raises InvalidArgument for fewer than before, or more than were sent."""
+        """Record the total number of acknowledged bytes. Raises InvalidArgument if it decreases, or exceeds the bytes
+        sent.
+        """
         if not self.num_acknowledged <= num_bytes <= self.num_sent:
             raise InvalidArgument(
-                f"ack.num_bytes is {num_bytes}; between {self.num_acknowledged} and {self.num_sent} bytes may have come",
+                f"ack.num_bytes is {num_bytes}; it must be from {self.num_acknowledged} to {self.num_sent}",
                 field="ack.num_bytes",
             )
         self.num_acknowledged = num_bytes
 
 
-# At the engine that has the blocks.
+# Senders.
 
 GRPC = "grpc"
 SHARED_MEMORY = "shared_memory"
@@ -61,23 +63,25 @@ log = get_logger()
 
 
 class Sender(Protocol):
-    """Of one stream. ``name``: as the protocol calls it; ``agent``: ``Opened.nixl_agent``."""
+    """Sends the blocks of one stream. ``name`` is the transport's name in the protocol; ``agent`` is for
+    ``Opened.nixl_agent``.
+    """
 
     name: str
     agent: bytes
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """What brings a block over."""
+        """Yield the messages that transfer a block."""
 
     def acknowledged(self, num_bytes: int) -> None:
-        """So many bytes of blocks have come since the begin."""
+        """Record the total bytes of blocks that have been acknowledged."""
 
     def close(self) -> None:
-        """The stream is over."""
+        """Free the stream's memory."""
 
 
 class GrpcSender:
-    """Blocks in messages of about 1 MiB: inline, larger ones in chunks."""
+    """Sends blocks in messages of about 1 MiB: inline, or in chunks if they are larger."""
 
     name = GRPC
     agent = b""
@@ -86,7 +90,7 @@ class GrpcSender:
         self._last_id = 0
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """The chunks of a block, if it has any, and the block."""
+        """Yield the chunks of a block, if there are any, and the block."""
         block = block_message(fetch_id, name, data)
         if len(data) <= MESSAGE_BYTES:
             block.data.inline = data
@@ -102,26 +106,26 @@ class GrpcSender:
         yield pb.PullResponse(block=block)
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no memory is held."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no memory is held."""
 
 
 class SharedSlots(Protocol):
-    """What an ``Arena`` is to a sender. ``name``: of the memory."""
+    """A sender's interface to shared memory, such as an ``Arena``. ``name`` names the memory."""
 
     name: str
 
     def put(self, data: bytes) -> int | None:
-        """Where these bytes are from now on; None where there is no room. Raises OSError."""
+        """Copy bytes to a slot. Return its offset, or None if no slot is free. Raises OSError."""
 
     def give_back(self, offset: int) -> None:
-        """Nobody reads what is there any more."""
+        """Free the slot at this offset."""
 
 
 class SlotSender(GrpcSender):
-    """Blocks in slots of this process that another one reads. Where all are used they go in messages."""
+    """Puts blocks into memory slots that another process reads. If all slots are in use, blocks are sent in messages."""
 
     def __init__(self, name: str, arena: SharedSlots, agent: bytes = b"") -> None:
         super().__init__()
@@ -130,15 +134,15 @@ class SlotSender(GrpcSender):
         self._arena = arena
         self._num_sent = 0
         self._unread: deque[tuple[int, int]] = deque()
-        """Slots, each with the bytes of blocks up to its end that were sent on the stream."""
+        """Slots in use, each with the total bytes sent on the stream up to its block."""
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """The block, or what brings it over otherwise."""
+        """Yield the block's message, or the messages with its bytes."""
         self._num_sent += len(data)
         try:
             offset = self._arena.put(data)
         except OSError as e:
-            log.warning("shared memory cannot be written; blocks go in messages", why=str(e))
+            log.warning("cannot write to shared memory; blocks are sent in messages", why=str(e))
             offset = None
         if offset is None:
             yield from super().messages(fetch_id, name, data)
@@ -150,18 +154,18 @@ class SlotSender(GrpcSender):
         yield pb.PullResponse(block=block)
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Give back what was read."""
+        """Free the slots of acknowledged blocks."""
         while self._unread and self._unread[0][0] <= num_bytes:
             self._arena.give_back(self._unread.popleft()[1])
 
     def close(self) -> None:
-        """Nobody reads any more what was sent: who does sees that its checksum is wrong."""
+        """Free all slots. A late reader detects a wrong checksum."""
         while self._unread:
             self._arena.give_back(self._unread.popleft()[1])
 
 
 def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
-    """The message of a block, without its bytes."""
+    """Build the message of a block, without its bytes."""
     return pb.Block(
         fetch_id=fetch_id,
         group=name.group,
@@ -171,12 +175,14 @@ def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
     )
 
 
-# At the engine that wants them.
+# Receivers.
 
 
 class Receiver:
-    """Those of one stream. ``shared``: copies what lies in memory that both ends see; None: nothing does. ``closed``: called when
-    nothing more comes.
+    """Receives the blocks of one stream.
+
+    ``shared`` copies bytes from shared memory, or is None if there is none. ``closed`` is called when no more blocks
+    come.
     """
 
     def __init__(
@@ -189,28 +195,28 @@ class Receiver:
         self._closed = closed
 
     def chunk(self, message: tensor_pb2.TensorChunk) -> None:
-        """A piece of the block that follows."""
+        """Store a chunk of the next block."""
         take_chunk(self._chunks, message)
 
     async def data(self, block: pb.Block) -> Buffer | None:
-        """The bytes of a block; None where they are not those that its checksum is of. Raises RequestFailed for a message that is
-        none of the protocol's, and one of a block of another size.
+        """Return the bytes of a block, or None if they do not match the block's checksum. Raises RequestFailed for an
+        invalid message or a block of another size.
         """
         self.check(block)
         return checked(payload(block.data, self._take, path="block.data", element_bytes=1, shared=self._shared), block)
 
     def check(self, block: pb.Block) -> None:
-        """Raise InvalidArgument for a message of a block of another size."""
+        """Raise InvalidArgument if the message's block has another size."""
         if block.data.dtype != tensor_pb2.DATA_TYPE_UINT8 or list(block.data.shape) != [self._block_bytes]:
             raise InvalidArgument(
-                f"block.data is no uint8 [{self._block_bytes}], which all blocks are", field="block.data"
+                f"block.data is not uint8 [{self._block_bytes}], which all blocks must be", field="block.data"
             )
 
     def close(self) -> None:
-        """Nothing more comes. Idempotent."""
+        """End the stream. Idempotent."""
         self._closed()
 
 
 def checked(data: Buffer, block: pb.Block) -> Buffer | None:
-    """The bytes, None where they are not those that the block's checksum is of."""
+    """Return the bytes, or None if they do not match the block's checksum."""
     return data if zlib.crc32(data) == block.crc32 else None
