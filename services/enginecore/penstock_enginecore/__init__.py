@@ -2,7 +2,8 @@
 
 import os
 
-# Before torch is imported, whose OpenMP reads it then: its idle threads spin for microseconds, then sleep. By default they
-# spin for milliseconds, on cores that the kernels' threads, the frontend and clients want: steps of two rows and more took a
-# third longer, and at load 7 everything came almost to a halt.
+# Set this before torch is imported, because torch's OpenMP reads it then. Idle threads then spin for microseconds
+# before they sleep. By default they spin for milliseconds, on cores that the kernels' threads, the frontend and clients
+# need. With the default, steps of two rows and more took a third longer, and at load 7 the machine almost came to a
+# halt.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -1,4 +1,6 @@
-"""``python -m penstock_enginecore --config engine.yaml``; with ``worker`` in front of it a node of an engine on another host."""
+"""Runs an engine: ``python -m penstock_enginecore --config engine.yaml``. With ``worker`` as the first argument, runs a
+node of an engine on another host.
+"""
 
 import os
 import sys
@@ -20,12 +22,12 @@ from penstock_enginecore.structured_output.grammar_processes import Children
 from penstock_enginecore.worker.failures import WorkersGone
 
 WORKER = "worker"
-"""The word with which a process is a node beside an engine."""
-_NODE = "Workers of an engine that is on another host: attaches to executor.nodes.leader, and ends with it."
+"""First argument for a process that runs the workers of an engine on another host."""
+_NODE = "Runs workers of an engine on another host. Attaches to executor.nodes.leader, and exits with the engine."
 
 
 def main() -> int:
-    """Exit code: 0 after a requested stop, 2 for a wrong configuration, 1 when loading or a step failed."""
+    """Return the exit code: 0 after a requested stop, 2 for an invalid configuration, 1 if loading or a step failed."""
     try:
         if sys.argv[1:2] == [WORKER]:
             _be_a_node()
@@ -45,16 +47,17 @@ def _be_an_engine() -> None:
     config_file = ConfigFile(source)
     if index := config_file.running.executor.nodes.index:
         raise ConfigError(
-            f"executor.nodes.index is {index}, and an engine is node 0; `python -m penstock_enginecore worker` is another"
+            f"executor.nodes.index is {index}, but the engine is node 0; run `python -m penstock_enginecore "
+            "worker` for other nodes"
         )
     children = Children(config_file.running.structured_output)
     use_few_arenas()
-    children.start_early()  # they import what they need beside this process
+    children.start_early()  # The child processes import their modules while this process continues.
     run(config_file, make_executor, partial(make_grammar_backend, children=children), _make_meets)
 
 
 def _make_meets(config: DataParallelConfig, rank: str, secret: SharedSecret | None) -> Meets:
-    """Imports torch, as the other factories do when they are called: the port answers by then."""
+    """Create the group connections. Imports torch when called, so that the port is open before."""
     from penstock_enginecore.parallel.group_collectives import SocketLinks
 
     return SocketLinks(config, rank, secret)
@@ -66,7 +69,7 @@ def _be_a_node() -> None:
     )
     config = source.load()
     use_few_arenas()
-    # torch is imported here, after flags are checked
+    # torch is imported here, after the flags are checked.
     from penstock_enginecore.executor.multiproc import nodes
 
     nodes.run(config)
@@ -76,5 +79,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything of ours is stopped. The interpreter's teardown would only have native libraries complain of each other.
+    # Everything is stopped. Skip the interpreter's teardown, in which native libraries only report errors about each
+    # other.
     os._exit(code)

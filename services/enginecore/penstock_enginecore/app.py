@@ -1,4 +1,4 @@
-"""An engine process from start to end: load, serve, drain, stop."""
+"""An engine process: load, serve, drain, stop."""
 
 import contextlib
 import hashlib
@@ -45,14 +45,14 @@ from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_enginecore.step_dump import dump_step
 from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 
-# Python runs a signal handler on the main thread, between two bytecodes. A signal that arrives just before that thread
-# blocks in C code therefore waits until something else wakes the thread, which for an idle engine may be never. The
-# wakeup file descriptor is written at once, whatever the main thread does; a thread of ours reads it.
+# Python runs a signal handler on the main thread, between two bytecodes. If a signal arrives just before that thread
+# blocks in C code, the handler waits until something else wakes the thread. For an idle engine that may be never. The
+# wakeup file descriptor is written at once, whatever the main thread does, and a thread of this module reads it.
 
 
 @contextlib.contextmanager
 def signals_handled(numbers: tuple[signal.Signals, ...], handle: Callable[[], None]) -> Iterator[None]:
-    """While the context is open, each of the signals calls ``handle`` on a thread of its own. Main thread only."""
+    """Call ``handle`` on a separate thread for each of the signals, while the context is open. Main thread only."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -77,13 +77,13 @@ def signals_handled(numbers: tuple[signal.Signals, ...], handle: Callable[[], No
 
 
 def _ignore(*_: object) -> None:
-    """A Python handler must be installed for the file descriptor to be written."""
+    """Do nothing. A Python handler must be installed for the file descriptor to be written."""
 
 
 log = get_logger()
 
 GENERATES = ("generate", "prefix_caching", "chunked_prefill")
-"""Capabilities of an engine that generates; others name their pooling tasks."""
+"""Capabilities of a generating engine. Pooling engines name their tasks instead."""
 
 
 def run(
@@ -94,9 +94,9 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT has been carried out.
 
-    The port answers while the model loads (health: NOT_SERVING). Each phase is a line in the log as it begins, with the seconds
-    since the start. Raises ConfigError, ModelLoadError, or what killed the loop.
-    A signal while loading ends the process at once: there is nothing to drain.
+    The port is open while the model loads, with health NOT_SERVING. The beginning of each phase is logged with the
+    seconds since the start. A signal during loading ends the process at once, because there is nothing to drain. Raises
+    ConfigError, ModelLoadError, or the error that ended the loop.
     """
     config = config_file.running
     configure(config.log, service="enginecore")
@@ -130,8 +130,9 @@ def build_engine(
     progress: Progress,
     inputs: MediaInputs = MediaInputs(),  # noqa: B008 - it is immutable
 ) -> EngineCore:
-    """Load the model. ``progress`` gets a line as each phase begins. Raises ConfigError and ModelLoadError; the executor is shut
-    down then.
+    """Load the model. ``progress`` gets a message at the beginning of each phase.
+
+    Raises ConfigError and ModelLoadError, after the executor has been shut down.
     """
     try:
         return EngineCore(
@@ -156,8 +157,10 @@ def serve(
     make_meets: MakeMeets | None = None,
     secret: SharedSecret | None = None,
 ) -> None:
-    """Run the busy loop of a loaded engine on this thread. ``started``: monotonic seconds, for the log. ``make_meets``: lets a
-    rank of a data-parallel group meet others, by the ``secret``. Raises ConfigError where there is nothing that does.
+    """Run the busy loop of a loaded engine on this thread.
+
+    ``started`` is in monotonic seconds, for the log. ``make_meets`` and ``secret`` let a rank connect to its
+    data-parallel group. Raises ConfigError if a group is configured without ``make_meets``.
     """
     ready = describe(config, engine)
     if ready.shared_memory_id:
@@ -187,7 +190,10 @@ def _serve(
     rank: EngineRank | None = None
     if config.data_parallel.grouped:
         if make_meets is None:
-            raise ConfigError(f"data_parallel.size is {config.data_parallel.size}; this process can be in no group")
+            raise ConfigError(
+                f"data_parallel.size is {config.data_parallel.size}, but this process does not support groups; set it "
+                "to 1"
+            )
         rank = EngineRank(config, engine, ready, make_meets, secret)
         io.registry.register(Readings(lambda: group_families(rank.driver.state, rank.target_size, ready)))
     group = None if rank is None else rank.driver
@@ -211,7 +217,7 @@ def _serve(
 
 
 def media_inputs(io: IoThread) -> MediaInputs:
-    """What sessions keep of media."""
+    """Return access to the sessions' cached media."""
     return MediaInputs(lambda: io.sessions.received.num_bytes, io.sessions.clear_media)
 
 
@@ -228,7 +234,7 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
 
 
 def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
-    """What an engine's tokens depend on."""
+    """Return the facts that an engine's tokens depend on."""
     return config_of(
         config.model,
         Loaded(
@@ -245,8 +251,8 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
 
 
 def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, copier: BlockCopier) -> BlockStore:
-    """What an engine of this model, cache and kernels finds again."""
-    from penstock_enginecore.kv_transfer.disk_file import DiskFile  # torch is imported by now
+    """Open the disk for KV blocks. Its fingerprint covers the model, the cache and the kernels."""
+    from penstock_enginecore.kv_transfer.disk_file import DiskFile  # torch is imported by now.
 
     layout = layout_of(
         kv_cache,
@@ -263,7 +269,7 @@ def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConf
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
-    """Who this engine is."""
+    """Return the engine's identity and limits."""
     model = engine.model
     computes = computes_of(config, model)
     takes_tensors = bool(model.media or model.hidden_size)
@@ -293,11 +299,11 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
 
 
 def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
-    """What ``EngineReady`` says of media."""
+    """Return the media fields of ``EngineReady``."""
     if not engine.model.media:
         return {}
     most = config.multimodal.limit_per_prompt
-    limits = (  # an item has one position at least
+    limits = (  # Each item has at least one position.
         MediaLimits(
             modality=each.modality,
             max_items=most.get(each.modality, engine.max_model_len),

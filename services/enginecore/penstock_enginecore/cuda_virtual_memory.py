@@ -11,37 +11,41 @@ from penstock_common.memory import in_units
 
 
 class Driver(Protocol):
-    """Bytes are multiples of ``granularity``, and so are addresses. Each call raises MemoryError where the device has too little,
-    and RuntimeError for what else goes wrong.
+    """Virtual memory of a device. Addresses and sizes are multiples of ``granularity``.
+
+    Each call raises MemoryError if the device has too little memory, and RuntimeError for other failures.
     """
 
     device: torch.device
     granularity: int
 
     def reserve(self, num_bytes: int) -> int:
-        """An address with so many behind it that nobody else gets. No memory is taken."""
+        """Reserve an address range, without memory, and return its start."""
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Give up what was reserved, behind which no memory is left."""
+        """Free an address range, which must have no memory."""
 
     def create(self, num_bytes: int) -> int:
-        """Take memory of the device: a handle."""
+        """Allocate device memory and return its handle."""
 
     def release(self, handle: int) -> None:
-        """Give it back, once it is behind no address."""
+        """Free device memory, which must not be mapped."""
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Put the memory of ``handle`` behind an address, to read and to write."""
+        """Map the memory of ``handle`` at an address, for reading and writing."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Take it away from there, once the device has finished what it was told."""
+        """Unmap memory, after the device has finished its pending work."""
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """uint8 ``[num_bytes]`` at ``address``, the first of which has memory behind it."""
+        """Return uint8 ``[num_bytes]`` at ``address``. The beginning of the range must be mapped."""
 
 
 class CudaDriver:
-    """That of CUDA, by the bindings that torch's CUDA builds bring. RuntimeError where they, or the device, do not know it."""
+    """The CUDA driver's virtual memory, through the bindings in torch's CUDA builds.
+
+    Raises RuntimeError if the bindings, or the device, do not support it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -50,7 +54,7 @@ class CudaDriver:
             raise RuntimeError(f"the CUDA bindings cannot be imported: {e}") from e
         self._cuda: Any = driver
         self.device = device
-        torch.cuda.synchronize(device)  # which makes the context that is used below
+        torch.cuda.synchronize(device)  # This creates the context that is used below.
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index or 0
@@ -64,37 +68,37 @@ class CudaDriver:
         self.granularity = int(self._done(driver.cuMemGetAllocationGranularity(self._properties, kind)))
 
     def reserve(self, num_bytes: int) -> int:
-        """``cuMemAddressReserve``."""
+        """Call ``cuMemAddressReserve``."""
         return int(self._done(self._cuda.cuMemAddressReserve(num_bytes, self.granularity, 0, 0)))
 
     def free(self, address: int, num_bytes: int) -> None:
-        """``cuMemAddressFree``."""
+        """Call ``cuMemAddressFree``."""
         self._done(self._cuda.cuMemAddressFree(address, num_bytes))
 
     def create(self, num_bytes: int) -> int:
-        """``cuMemCreate``."""
+        """Call ``cuMemCreate``."""
         return int(self._done(self._cuda.cuMemCreate(num_bytes, self._properties, 0)))
 
     def release(self, handle: int) -> None:
-        """``cuMemRelease``."""
+        """Call ``cuMemRelease``."""
         self._done(self._cuda.cuMemRelease(handle))
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """``cuMemMap`` and ``cuMemSetAccess``."""
+        """Call ``cuMemMap`` and ``cuMemSetAccess``."""
         self._done(self._cuda.cuMemMap(address, num_bytes, 0, handle, 0))
         self._done(self._cuda.cuMemSetAccess(address, num_bytes, [self._access], 1))
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """``cuMemUnmap``, behind what runs."""
+        """Call ``cuMemUnmap``, after pending work has finished."""
         torch.cuda.synchronize(self.device)
         self._done(self._cuda.cuMemUnmap(address, num_bytes))
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Shares the memory: nothing is copied, and nothing freed with it."""
+        """Return a tensor that shares the memory. The tensor does not own it."""
         return torch.as_tensor(_Memory(address, num_bytes), device=self.device)
 
     def _done(self, answer: tuple[Any, ...]) -> Any:
-        """What a call gave, behind its status."""
+        """Return the result of a driver call, after checking its status."""
         status, *values = answer
         results = self._cuda.CUresult
         if status == results.CUDA_ERROR_OUT_OF_MEMORY:
@@ -105,7 +109,7 @@ class CudaDriver:
 
 
 class _Memory:
-    """What torch makes a tensor of that shares its memory."""
+    """An object from which torch makes a tensor that shares its memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -118,12 +122,14 @@ class _Memory:
 
 
 CHUNK = 256 * 2**20
-"""Bytes that are taken and given back at once."""
+"""Number of bytes that are allocated and freed at once."""
 
 
 class Region:
-    """``num_bytes``, or a few more, at addresses that stay what they are. There is no memory behind them at first, nor while the
-    region sleeps. What does not fit the device raises MemoryError and leaves the region as it was.
+    """An address range of ``num_bytes``, rounded up, whose addresses stay the same.
+
+    The range has no memory at first, and none while it sleeps. If the device has too little memory, MemoryError is
+    raised and the range stays as it was.
     """
 
     def __init__(self, driver: Driver, num_bytes: int, chunk: int = CHUNK) -> None:
@@ -132,23 +138,25 @@ class Region:
         self.num_bytes = _whole(num_bytes, driver.granularity)
         self._address = driver.reserve(self.num_bytes)
         self._handles: list[int] = []
-        """Of the chunks that have memory, in order."""
+        """Handles of the mapped chunks, in order."""
         self._memory: torch.Tensor | None = None
 
     @property
     def mapped_bytes(self) -> int:
-        """How many of its bytes have memory, the first ones."""
+        """Number of mapped bytes, from the beginning of the range."""
         return min(len(self._handles) * self._chunk, self.num_bytes)
 
     @property
     def memory(self) -> torch.Tensor:
-        """uint8 ``[num_bytes]``: the same for as long as the region is. RuntimeError before any of it has had memory."""
+        """uint8 ``[num_bytes]``, the same tensor for the lifetime of the region. Raises RuntimeError before the first
+        mapping.
+        """
         if self._memory is None:
-            raise RuntimeError("a region that never had memory is read")
+            raise RuntimeError("the region was read before its first mapping")
         return self._memory
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Have memory behind the first ``num_bytes`` at least, behind all for None. What is in new memory is of no meaning."""
+        """Map at least the first ``num_bytes``, or all for None. The content of new memory is undefined."""
         wanted, had = self.num_bytes if num_bytes is None else num_bytes, len(self._handles)
         try:
             while self.mapped_bytes < wanted:
@@ -157,15 +165,15 @@ class Region:
             self._unmap_from(had)
             raise
         if self._memory is None:
-            with torch.inference_mode(False):  # it is written to in and out of that mode
+            with torch.inference_mode(False):  # The tensor is written in and outside of inference mode.
                 self._memory = self._driver.tensor(self._address, self.num_bytes)
 
     def unmap(self) -> None:
-        """Give all memory back, and keep the addresses."""
+        """Free all memory, and keep the addresses."""
         self._unmap_from(0)
 
     def close(self) -> None:
-        """Give up the addresses too. Nothing may use them any more."""
+        """Free the memory and the addresses, which must not be used any more."""
         self.unmap()
         self._memory = None
         self._driver.free(self._address, self.num_bytes)
@@ -182,7 +190,7 @@ class Region:
         self._handles.append(handle)
 
     def _unmap_from(self, count: int) -> None:
-        """All but the first ``count`` chunks, the last first."""
+        """Unmap all but the first ``count`` chunks, last first."""
         while len(self._handles) > count:
             end = self.mapped_bytes
             start = (len(self._handles) - 1) * self._chunk
@@ -194,9 +202,8 @@ def _whole(count: int, unit: int) -> int:
     return -(-max(count, 1) // unit) * unit
 
 
-# Weights and KV cache that leave the device while an engine sleeps, and come back to where they were.
-#
-# What was captured goes on knowing their addresses: an engine that wakes replays the graphs that it had.
+# Weights and KV cache that leave the device while an engine sleeps, and return to the same addresses. Captured graphs
+# contain these addresses, so an engine that wakes can replay its graphs.
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +212,7 @@ State = Literal["here", "on the host", "dropped"]
 
 
 class KeptMemory:
-    """The state machine of one worker. ``give_back``: has the device's allocator return what nobody holds."""
+    """State machine for one worker's memory. ``give_back`` makes the device's allocator free unused memory."""
 
     def __init__(self, driver: Driver, give_back: Callable[[], None], *, chunk: int = CHUNK) -> None:
         self._driver = driver
@@ -218,8 +225,9 @@ class KeptMemory:
         self.cache: Literal["here", "dropped"] = "here"
 
     def move_in(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the memory of ``tensors``, once and for all, a chunk at a time. All tensors of this process that lie there go
-        along, whoever holds them.
+        """Move the memory of ``tensors`` into a region, one chunk at a time. This is done once.
+
+        All tensors of this process that share this memory are moved as well.
         """
         sizes = _storages(tensors, self._driver.device)
         if not sizes:
@@ -239,7 +247,7 @@ class KeptMemory:
         self._weights = region
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of a KV cache ``[rows, columns]``, at an address of its own."""
+        """Return memory for a KV cache ``[rows, columns]``, in a region of its own."""
         size = rows * columns * dtype.itemsize
         region = Region(self._driver, size, self._chunk)
         region.map()
@@ -247,8 +255,10 @@ class KeptMemory:
         return region.memory[:size].view(dtype).view(rows, columns)
 
     def sleep(self, level: int) -> None:
-        """Give the cache back, and the weights, which go to host memory (level 1) or are gone (level 2). A deeper sleep may
-        follow a lighter one, and what is away already stays away.
+        """Free the memory of the KV cache and the weights. The weights are copied to host memory (level 1) or dropped
+        (level 2).
+
+        A deeper sleep may follow a lighter one. Memory that is already free stays free.
         """
         for region in self._caches:
             region.unmap()
@@ -262,8 +272,10 @@ class KeptMemory:
         self._weights.unmap()
 
     def wake_weights(self) -> bool:
-        """Take the weights' memory back: whether they are in it, or are to be read again, see ``weights_are_read``. MemoryError
-        where it does not fit; they sleep on then.
+        """Allocate the weights' memory. Return True if it has the weights, and False if they must be read again
+        (``weights_are_read``).
+
+        Raises MemoryError if the memory does not fit; the weights stay asleep then.
         """
         if self._weights is None or self.weights == "here":
             return True
@@ -275,11 +287,13 @@ class KeptMemory:
         return True
 
     def weights_are_read(self) -> None:
-        """They are in their memory again."""
+        """Note that the weights have been read into their memory."""
         self._host, self.weights = None, "here"
 
     def wake_cache(self) -> None:
-        """Take the cache's memory back, all zeros. MemoryError where it does not fit; it sleeps on then."""
+        """Allocate the KV cache's memory, filled with zeros. Raises MemoryError if it does not fit; the cache stays
+        asleep then.
+        """
         if self.cache == "here":
             return
         mapped: list[Region] = []
@@ -296,22 +310,22 @@ class KeptMemory:
         self.cache = "here"
 
     def close(self) -> None:
-        """Give up everything. Nothing may use it any more."""
+        """Free everything, which must not be used any more."""
         for region in (*self._caches, *([] if self._weights is None else [self._weights])):
             region.close()
         self._caches.clear()
         self._weights = self._host = None
 
     def _copy_of(self, region: Region) -> torch.Tensor:
-        # Page-locked memory would be faster, but torch takes a power of two of it, and does not give it back.
+        # Page-locked memory would be faster, but torch rounds it up to a power of two and does not free it.
         host = torch.empty(region.num_bytes, dtype=torch.uint8)
         host.copy_(region.memory)
-        logger.info("weights are on the host, %s of them", in_units(region.num_bytes))
+        logger.info("weights moved to host memory: %s", in_units(region.num_bytes))
         return host
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """Where the memory of those on ``device`` begins, and its bytes: each once, in order."""
+    """Return the start address and size in bytes of each storage on ``device``, without duplicates, in order."""
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device == device:
@@ -321,7 +335,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 
 
 def _lying_in(addresses: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """All tensors of this process by which of ``addresses`` their memory begins at."""
+    """Return all tensors of this process whose storage starts at one of ``addresses``, by address."""
     found: dict[int, list[torch.Tensor]] = {address: [] for address in addresses}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and thing.device.type != "meta":
@@ -333,7 +347,7 @@ def _lying_in(addresses: Iterable[int]) -> dict[int, list[torch.Tensor]]:
 
 @torch.inference_mode()
 def _move(tensors: list[torch.Tensor], memory: torch.Tensor, start: int, size: int) -> None:
-    """The memory of ``tensors``, of ``size`` bytes, to ``start`` bytes behind the begin of ``memory``."""
+    """Move the memory of ``tensors``, ``size`` bytes, to offset ``start`` of ``memory``."""
     old = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(tensors[0].untyped_storage())
     memory[start : start + size].copy_(old)
     for tensor in tensors:

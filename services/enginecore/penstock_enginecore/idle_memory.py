@@ -1,4 +1,4 @@
-"""Gives memory back to the system that an engine's steps have freed, once it has nothing to do."""
+"""Return of freed memory to the operating system while an engine is idle."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ from typing import Protocol
 from penstock_common import memory as allocator
 
 _LOOK = 0.5
-"""Seconds between two looks at the engine."""
+"""Seconds between two checks of the engine."""
 _WORTH_IT = 64 * 1024 * 1024
-"""Bytes of freed memory for which the next step's page faults are worth it."""
+"""Minimum bytes of freed memory to return. Less is not worth the page faults of the next step."""
 
 
 class Loop(Protocol):
-    """What is looked at of a BusyLoop, from another thread."""
+    """The part of a BusyLoop that is checked, from another thread."""
 
     last_step_time: float
-    """When the last step ended."""
+    """Time at which the last step ended."""
 
     @property
     def has_work(self) -> bool:
@@ -25,8 +25,10 @@ class Loop(Protocol):
 
 
 class IdleMemory:
-    """``look`` now and then: it acts when the engine was idle at two looks in a row, and has stepped or dropped tensors of
-    frontends since it last acted.
+    """Returns freed memory to the operating system. ``look`` must be called periodically.
+
+    It acts if the engine was idle in two consecutive checks, and has run a step or dropped frontends' tensors since it
+    last acted.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class IdleMemory:
         free_bytes: Callable[[], int] = allocator.free_bytes,
         give_back: Callable[[], None] = allocator.give_back_free,
     ) -> None:
-        """``num_drops``: how often tensors of frontends were dropped that no request had referred to."""
+        """Create the check. ``num_drops`` counts how often unused tensors of frontends were dropped."""
         self._loop = loop
         self._num_drops = num_drops
         self._free_bytes = free_bytes
@@ -45,7 +47,7 @@ class IdleMemory:
         self._seen = self._done = self._state()
 
     def look(self) -> None:
-        """Give back what is free, if it is time for that and there is enough."""
+        """Return freed memory, if it is time and there is enough."""
         last, self._seen = self._seen, self._state()
         if self._loop.has_work or last != self._seen or self._seen == self._done:
             return
@@ -59,7 +61,7 @@ class IdleMemory:
 
 @contextmanager
 def idle_memory_given_back(loop: Loop, num_drops: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Look at ``loop`` on a thread of its own, twice a second, as long as the block runs. See ``IdleMemory``."""
+    """Check ``loop`` on a thread of its own, twice a second, while the block runs. See ``IdleMemory``."""
     memory, over = IdleMemory(loop, num_drops=num_drops), threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The engine's Prometheus metrics, under the names vLLM's dashboards and autoscalers read."""
+"""The engine's Prometheus metrics, under the names that vLLM's dashboards and autoscalers read."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +21,7 @@ _C, _G, _H, _S = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, 
 
 
 def _memory(worker: WorkerStats) -> dict[tuple[str, str], int]:
-    """Bytes by kind; those of the whole device where it has a memory of its own."""
+    """Return bytes by kind. Those of the whole device are included if it has its own memory."""
     device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
     kinds = {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
     return {(worker.device, kind): num_bytes for kind, num_bytes in kinds.items()}
@@ -45,14 +45,14 @@ _TIMES = (
     Reading(
         _G,
         "penstock:stage_idle_ratio",
-        "Share of the last second with steps in which a stage computed nothing",
+        "Fraction of the last second with steps in which the stage computed nothing",
         lambda w: {} if w.stage_idle is None else {str(w.stage): w.stage_idle},
         ("stage",),
     ),
     Reading(
         _H,
         "penstock:step_broadcast_seconds",
-        "From the engine to a worker that waits for a step",
+        "Seconds that a step takes from the engine to a waiting worker",
         lambda w: {} if w.step_broadcast is None else w.step_broadcast,
     ),
     Reading(
@@ -62,7 +62,7 @@ _TIMES = (
 
 
 def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> Iterator[Metric]:
-    """One family per metric, of what the workers have; ``labels`` are the engine's values of its own."""
+    """Yield the metrics of workers. ``labels`` are the engine's label values."""
     ranked = [([*labels, str(worker.rank)], worker) for worker in workers]
     replaying = [(values, worker.graphs) for values, worker in ranked if worker.total_memory]
     for table, sources in ((_UP, ranked), (_GRAPHS, replaying), (_TIMES, ranked)):
@@ -70,7 +70,7 @@ def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> It
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""By sleep level, as vLLM calls them."""
+"""Names of the sleep levels, as in vLLM."""
 _STATE = (
     Reading(_G, "penstock:engine_paused", "1 while nothing is scheduled", "paused"),
     Reading(
@@ -84,14 +84,14 @@ _STATE = (
     Reading(
         _G,
         "penstock:spec_decode_drafter_up",
-        "0 when what drafts has failed and was switched off",
+        "0 after the drafter has failed and was switched off",
         lambda s: None if s.drafter_failure is None else not s.drafter_failure,
     ),
 )
 
 
 class EngineCollector(Collector):
-    """Reads the engine's statistics when it is scraped: nothing is counted twice, and a step pays nothing."""
+    """Reads the engine's statistics at each scrape, so that steps have no extra cost."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class EngineCollector(Collector):
         self._ready = ready
 
     def collect(self) -> Iterator[Metric]:
-        """One family per metric."""
+        """Yield the engine's metrics."""
         ready = self._ready
         labels = [ready.model, ready.engine_id]
         load = EngineLoad(
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
         yield from worker_families(labels, self._workers())
 
 
-# Metrics of the data-parallel group that an engine is a rank of.
+# Metrics of the data-parallel group.
 
 _GROUP = (
     Reading(_G, "penstock:group_epoch", "Memberships of the group so far", "epoch"),
@@ -137,43 +137,43 @@ _GROUP_STATE = (
     Reading(
         _G,
         "penstock:expert_balance",
-        "Mean of the ranks' tokens of experts over the highest, in the last window",
+        "Mean number of expert tokens per rank divided by the maximum, in the last window",
         "expert_balance",
     ),
     Reading(_C, "penstock:dummy_steps", "Steps for the other ranks' sake", "num_dummy_steps"),
     Reading(
         _C,
         "penstock:experts_moved",
-        "Experts that have come to this rank from others, for the sake of balance, in all layers",
+        "Experts that this rank received from others for balance, over all layers",
         "num_experts_moved",
     ),
     Reading(
         _S,
         "penstock:group_recovery_seconds",
-        "From the loss of a group to the next one's first exchange",
+        "Seconds from the loss of a group to the first exchange of the next one",
         lambda s: (s.num_recoveries, s.recovery_seconds),
     ),
     Reading(
         _S,
         "penstock:group_switch_seconds",
-        "From the last step in a group to the next one's first exchange being over, of planned changes",
+        "Seconds of planned group changes, from the last step to the end of the first exchange",
         lambda s: (s.num_switches, s.switch_seconds),
     ),
     Reading(
         _S,
         "penstock:exchange_seconds",
-        "In exchanges before steps, waiting for other ranks among it",
+        "Seconds in exchanges before steps, including waiting for other ranks",
         lambda s: (s.num_exchanges, s.exchange_seconds),
     ),
 )
 
 
 def group_families(state: GroupState, target_size: int, ready: EngineReady) -> Iterator[Metric]:
-    """One family per metric of the group that the engine ``ready`` is a rank of."""
+    """Yield the metrics of the group that the engine ``ready`` belongs to."""
     target = Reading(
         _G,
         "penstock:group_target_ranks",
-        "Ranks that the group shall have, as far as known",
+        "Ranks that the group should have, as far as known",
         lambda _: target_size,
     )
     return families([*_GROUP, target, *_GROUP_STATE], [([ready.model, ready.engine_id], state)])

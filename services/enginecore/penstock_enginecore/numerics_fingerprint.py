@@ -1,7 +1,7 @@
-"""What an engine's tokens depend on, by name: engines of one model in which all of it is the same are one variant.
+"""Facts that an engine's tokens depend on, by name. Engines of one model with equal facts are one variant.
 
-Limits, sizes of blocks, threads, devices and kernels are not in it: with others a request goes on as it would have, up to the
-rounding of floating-point numbers. Neither are names of places: the same checkpoint from another directory is the same.
+Limits, block sizes, threads, devices and kernels are left out. If they differ, a request can still resume on another
+engine, up to floating-point rounding. Paths are left out as well: the same checkpoint in another directory is equal.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from penstock_enginecore.config import ModelConfig
 _NOT_COMPUTED_WITH = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id"}
 )
-"""Keys of config.json that change no token. The dtype that is computed in has a key of its own."""
+"""Keys of config.json that affect no token. The dtype used for computing has a key of its own."""
 _PIECE = 4096
 _PIECES = 64
 _MAX_VALUE = 200
@@ -31,10 +31,17 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a loaded model its files do not say. ``task``: what it is served for; ``max_len``: tokens of its longest sequence,
-    before that is fitted to any memory. ``enable_in_reasoning``: constraints hold in a model's reasoning, too.
-    ``tensor_parallel_size``: parts that sums are made of, which rounds them differently. ``cache_dtype``: of
-    the numbers in the KV cache, where that is not the model's. ``batch_invariant``: sums have an order of their own.
+    """Facts about a loaded model that are not in its files.
+
+    Attributes:
+        dtype: Data type of the computation.
+        task: Task that the model is served for.
+        max_len: Maximum sequence length in tokens, before it is limited by memory.
+        eos_token_ids: Token ids that end a sequence.
+        enable_in_reasoning: Whether constraints also apply to reasoning.
+        tensor_parallel_size: Number of partial sums, which affects rounding.
+        cache_dtype: Data type of the KV cache, or "auto" for the model's.
+        batch_invariant: Whether batch-invariant kernels are used, which sum in another order.
     """
 
     dtype: str
@@ -48,23 +55,27 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
-    """What the tokens depend on; values longer than 200 characters are given as hashes.
+    """Return the facts that the tokens depend on. Values longer than 200 characters are replaced by hashes.
 
-    Weights count by the names, types and shapes of all tensors and 4 KiB from the middle of each: enough to tell any training
-    from any other, however the files are cut, and read in milliseconds from what was just loaded.
+    The hash of the weights covers the names, types and shapes of all tensors, and 4 KiB from the middle of each. This
+    distinguishes any two trainings, does not depend on how the files are split, and takes milliseconds.
     """
     values = _settings(config, loaded)
     folder = _folder(config)
-    if folder is None:  # nothing that a checkpoint's files could say
+    if folder is None:  # There are no checkpoint files to read.
         return values | {"weights": config.path}
-    if folder.parent.name == "snapshots":  # of the hub's cache: named after the commit, whatever it was asked for by
+    # A snapshot in the hub's cache is named after its commit, whichever revision was requested.
+    if folder.parent.name == "snapshots":
         values["revision"] = folder.name
     try:
         values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
-        get_logger().warning("the checkpoint's files cannot be read again: engines with it are a variant", why=str(e))
+        get_logger().warning(
+            "cannot read the checkpoint's files again; engines with this checkpoint are a variant of their own",
+            why=str(e),
+        )
         return values | {"weights": f"unreadable: {type(e).__name__}"}
     if rotary_length := _rotary_length(model, config.max_model_len or loaded.max_len):
         values["rotary_length"] = rotary_length
@@ -75,7 +86,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
 
 def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
-    """What settings say. Those that are as they are by default are left out."""
+    """Return facts from settings. Defaults are left out."""
     values = {
         "dtype": loaded.dtype,
         "task": loaded.task,
@@ -93,12 +104,12 @@ def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
 
 def hash_of(values: Mapping[str, str]) -> str:
-    """The hash of what the tokens depend on."""
+    """Return the hash of the facts."""
     return _digest(json.dumps(values, sort_keys=True).encode())
 
 
 def _folder(config: ModelConfig) -> Path | None:
-    """Where the checkpoint lies; for an id on the hub in its cache."""
+    """Return the checkpoint's directory, which for a hub id is in the hub's cache. None if there is none."""
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
@@ -106,7 +117,7 @@ def _folder(config: ModelConfig) -> Path | None:
         return None
     try:
         file = huggingface_hub.try_to_load_from_cache(config.path, "config.json", revision=config.revision or None)
-    except huggingface_hub.errors.HFValidationError:  # no id that the hub could have
+    except huggingface_hub.errors.HFValidationError:  # The path is not a valid hub id.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
@@ -117,7 +128,7 @@ def _weights(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that a model is loaded from: not what else lies beside them."""
+    """Return the files that the model is loaded from, and no other files of the directory."""
     modules = sorted(folder.glob("[0-9]*_*/model.safetensors"))
     for index in sorted(folder.glob("model.safetensors.index.json")):
         names = read_json(index, MAX_INDEX_BYTES)["weight_map"].values()
@@ -128,7 +139,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
-    """What each tensor of a file is and a piece of it; of files without a header pieces of the whole."""
+    """Yield a description and a piece of each tensor in a file. For files without a header, yield pieces of the whole
+    file.
+    """
     with opened_input(file) as opened:
         if file.suffix != ".safetensors":
             size = os.fstat(opened.fileno()).st_size
@@ -147,7 +160,7 @@ def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str]:
-    """Hashes of the other files that say how to compute."""
+    """Return hashes of other files that affect the computation."""
     patterns = {"code": ("*.py",) if config.trust_remote_code else (), "pooling": _POOLING_FILES if pooling else ()}
     return {
         key: _digest(*(part for file in files for part in (file.name.encode(), read_input(file))))
@@ -157,7 +170,7 @@ def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str
 
 
 def _rotary_length(model: Mapping[str, Any], length: int) -> str:
-    """What the served length makes of rotary scaling that depends on it, see ``models/rope.py``; ``""`` where none does."""
+    """Return how the served length affects rotary scaling, see ``models/rope.py``. Empty if it does not."""
     found = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for scaling in (found, *found.values()):
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
@@ -174,7 +187,7 @@ def _short(text: str) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    """A hash in which no two lists of parts run into each other."""
+    """Hash a list of parts. Their lengths are included, so that different lists give different hashes."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little"))

@@ -1,8 +1,8 @@
-"""Plugins: installed packages that add to an engine before it starts.
+"""Plugins: installed packages that extend an engine before it starts.
 
-A plugin is a function of no arguments, named by an entry point of the group ``penstock.plugins``. It calls what it is here
-for: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention), ``register_kv_connector``,
-``register_utility``. With several plugins the order is that of their names.
+A plugin is a function without arguments, named by an entry point of the group ``penstock.plugins``. It calls
+registration functions: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention),
+``register_kv_connector``, ``register_utility``. Plugins are called in the order of their names.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ log = get_logger()
 
 
 def load_plugins(wanted: Sequence[str] | None) -> list[str]:
-    """Call the plugins of these names, or all that are installed for None. Returns the names called.
+    """Call the plugins with these names, or all installed plugins for None. Return the names.
 
-    Raises ConfigError for a name that is not installed, and for a plugin that cannot be loaded.
+    Raises ConfigError for a name that is not installed, or a plugin that fails to load.
     """
     installed = {point.name: point for point in entry_points(group=GROUP)}
     names = sorted(installed) if wanted is None else list(wanted)
@@ -28,7 +28,7 @@ def load_plugins(wanted: Sequence[str] | None) -> list[str]:
             raise ConfigError(f"plugins: {name!r} is not installed; installed: {known}{nearest(name, installed)}")
         try:
             installed[name].load()()
-        except Exception as e:  # a plugin may raise anything
+        except Exception as e:  # A plugin may raise any exception.
             raise ConfigError(f"plugins: {name!r} ({installed[name].value}) failed: {type(e).__name__}: {e}") from e
         log.info("plugin loaded", plugin=name, target=installed[name].value)
     return names

@@ -1,4 +1,4 @@
-"""Files with what failed steps were told to do."""
+"""JSON files with the scheduler output of failed steps."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats, *, config: ErrorDumpConfig) -> None:
-    """Write a failed step as a JSON file, where a directory is configured. One that cannot be written is logged.
+    """Write a failed step to a JSON file, if a directory is configured. A failed write is logged.
 
-    Ids, counts and blocks; no token of any user, unless ``include_tokens`` asks for it.
+    The file has ids, counts and blocks. It has users' tokens only with ``include_tokens``.
     """
     if not config.directory:
         return
@@ -34,7 +34,7 @@ def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStat
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, json.dumps(dump, indent=1).encode())
-    except OSError as e:  # the step's own error matters more
+    except OSError as e:  # The step's own error matters more.
         logger.error("error_dump.directory: %s cannot be written: %s", path, e)
     else:
-        logger.error("the step's scheduler output is in %s", path)
+        logger.error("the scheduler output of the failed step was written to %s", path)

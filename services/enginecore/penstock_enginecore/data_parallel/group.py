@@ -1,4 +1,4 @@
-"""The rank of a data-parallel group that an engine is."""
+"""An engine as a rank of a data-parallel group."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,11 @@ from penstock_enginecore.data_parallel.core.driver import GroupDriver
 from penstock_enginecore.data_parallel.core.group_channels import Links, Meets, Named, prepare_nothing
 
 MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
-"""Makes what lets a rank, by its name, meet others, which it recognizes by the secret."""
+"""Creates the object through which a rank, given its name, connects to other ranks. The secret authenticates them."""
 
 
 class EngineRank:
-    """The driver, and what the coordinator is told of the rank."""
+    """An engine's rank: its group driver, and its registration with the coordinator."""
 
     def __init__(
         self,
@@ -27,12 +27,15 @@ class EngineRank:
         make_meets: MakeMeets,
         secret: SharedSecret | None,
     ) -> None:
-        """``secret``: by which ranks recognize each other. Raises ConfigError where other ranks cannot reach this one."""
+        """Create the rank. ``secret`` authenticates other ranks. Raises ConfigError if other ranks cannot reach this
+        one.
+        """
         self.name = rank_name(ready.engine_id, ready.incarnation)
         self._config = config.data_parallel
         self._meets = meets = make_meets(config.data_parallel, self.name, secret)
         self.target_size = 0
-        """How many ranks the group shall have, as the coordinator has told last; 0: it has told none."""
+        """Number of ranks that the group should have, as last reported by the coordinator. 0 if it has reported none.
+        """
         self._agreed = {
             **ready.config,
             "block_size": str(ready.block_size),
@@ -56,11 +59,11 @@ class EngineRank:
         )
 
     def registered(self, lease: float) -> None:
-        """The coordinator knows the rank, for so many seconds after each report. Any thread may call it."""
+        """Set the lease: seconds after each report for which the coordinator keeps the rank. Thread-safe."""
         self._meets.lease = lease
 
     def take(self, event: StartDpWave | Named) -> None:
-        """What the coordinator wants. Any thread may call it."""
+        """Handle a command of the coordinator. Thread-safe."""
         if isinstance(event, Named):
             self.target_size = event.message.target_size or self.target_size
             self.driver.named(event)
@@ -69,7 +72,7 @@ class EngineRank:
 
     @property
     def registration(self) -> GroupRegistration:
-        """What it brings along, where it is now."""
+        """The rank's registration, with its current state."""
         return GroupRegistration(
             size=self._config.size,
             min_size=self._config.min_size,

@@ -1,4 +1,4 @@
-"""Drives a rank: from its effects to collectives, the engine, coordinator and frontends, and back."""
+"""Driver of a rank: it carries out the effects of the rank's state machine, and feeds events back."""
 
 import logging
 import time
@@ -51,14 +51,15 @@ from penstock_enginecore.data_parallel.core.rank import (
     unpack_row,
 )
 
-# How long a rank computes no steps while the members of its group change.
+# Durations of group changes, during which a rank computes no steps.
 
 
 class Standstill:
-    """Times the two ways in which a group changes, each until the new group's first exchange is over and steps may follow.
+    """Measures the time without steps during planned changes and after losses of a group.
 
-    A planned change stops steps from the end of the old group's last one, which is where the exchange begins in which all agree
-    to switch. The loss of a group, also in the middle of a planned change, does from when this rank has seen it.
+    Both end with the first exchange of the new group. A planned change begins with the exchange in which all ranks
+    agree to switch, when the old group's last step has ended. A loss begins when this rank notices it, even during a
+    planned change.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,31 +68,31 @@ class Standstill:
         self._switching_since: float | None = None
         self._lost_at: float | None = None
         self.num_switches = self.num_recoveries = 0
-        """Planned changes that are over, and losses."""
+        """Number of completed planned changes, and of recovered losses."""
         self.switch_seconds = self.recovery_seconds = 0.0
-        """Of all of them together."""
+        """Total seconds of planned changes, and of losses."""
 
     @property
     def seconds_since_loss(self) -> float:
-        """Since the rank lost its group; 0 where it has one."""
+        """Seconds since the rank lost its group, or 0 if it has one."""
         return 0.0 if self._lost_at is None else self._clock() - self._lost_at
 
     def exchanging(self) -> None:
-        """An exchange begins: the step before it is over."""
+        """Record that an exchange begins, so that the step before it has ended."""
         self._step_ended_at = self._clock()
 
     def switching(self) -> None:
-        """In that exchange all have agreed to be in the next group."""
+        """Record that all ranks agreed in this exchange to switch to the next group."""
         self._switching_since = self._step_ended_at
 
     def lost(self) -> None:
-        """The group is lost. Said again before another one has opened, it changes nothing."""
+        """Record the loss of the group. Further calls before the next group has opened have no effect."""
         self._switching_since = None
         if self._lost_at is None:
             self._lost_at = self._clock()
 
     def opened(self) -> bool:
-        """The first exchange of a group is over. Returns whether one was lost before it."""
+        """Record the end of a group's first exchange. Return whether a group was lost before it."""
         now = self._clock()
         if self._switching_since is not None:
             self.num_switches += 1
@@ -105,9 +106,15 @@ class Standstill:
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
-    """``recovery_seconds``: from the loss of a group to the first exchange of the next, all of them together. ``switch_seconds``:
-    from the last step in a group to the end of the first exchange of the next, of planned changes. ``exchange_seconds``: in
-    exchanges, waiting for other ranks among them. ``expert_balance`` and ``num_experts_moved``: None where no experts are shared.
+    """State of a rank and its group, for metrics.
+
+    Attributes:
+        recovery_seconds: Total seconds from the loss of a group to the first exchange of the next one.
+        switch_seconds: Total seconds of planned changes, from the old group's last step to the end of the new group's
+            first exchange.
+        exchange_seconds: Total seconds in exchanges, including waiting for other ranks.
+        expert_balance: Balance of experts, or None if no experts are shared.
+        num_experts_moved: Number of moved experts, or None if no experts are shared.
     """
 
     epoch: int = 0
@@ -128,16 +135,17 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
 logger = logging.getLogger(__name__)
 
 REPEAT_INTERVAL = 0.5
-"""Seconds after which what may have been lost is said again."""
+"""Seconds after which messages that may have been lost are repeated."""
 
 ToCoordinator = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport
 
 
 class GroupDriver:
-    """What the busy loop asks of a rank. All methods belong to its thread, but for those under "From any thread".
+    """The busy loop's interface to a rank. All methods belong to the loop's thread, except those under "From any
+    thread".
 
-    The loop hands it events, and a step whenever ``wants_step``. Exchanges run on the links' threads: while one waits for other
-    ranks, the loop goes on taking what comes in.
+    The loop passes events to the driver, and runs a step whenever ``wants_step``. Exchanges run on the links' threads,
+    so the loop continues to process input while a rank waits for others.
     """
 
     def __init__(
@@ -151,9 +159,16 @@ class GroupDriver:
         move_after: float = 10.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """``engine_name``: of the rank. ``experts``: what its ranks share of the model, which ``links`` prepare.
-        ``prefill_interval``: steps from one to the next in which requests begin. ``move_after``: seconds after which requests
-        leave a group that stands still.
+        """Create the driver.
+
+        Args:
+            engine_name: Name of the rank.
+            engine: The engine.
+            links: Connections to other ranks.
+            experts: Experts shared by the ranks, which ``links`` prepare, or None.
+            prefill_interval: Interval, in steps, between steps in which requests may start.
+            move_after: Seconds after which requests leave a group that has stopped.
+            clock: Returns monotonic seconds.
         """
         self.links = links
         self.to_coordinator: Callable[[ToCoordinator], None] = lambda _: None
@@ -177,23 +192,27 @@ class GroupDriver:
     # From any thread.
 
     def named(self, event: Named) -> None:
-        """The coordinator names a group. What waits in older ones is ended, where the new one is to be at once."""
+        """Handle the announcement of a group. If it replaces the current group at once, collectives of older groups are
+        aborted.
+        """
         if not event.message.base:
             self.links.give_up_before(event.message.group.epoch)
         self.links.post(event)
 
     def refused(self, epoch: int, wave: int) -> None:
-        """A request was refused before it got to the loop. Its frontend may have told other ranks to be in a wave."""
+        """Note that a request was refused before it reached the loop. Its frontend may have told other ranks to join a
+        wave.
+        """
         self.links.post(Refused(epoch, wave))
 
     @property
     def report(self) -> RankReport:
-        """Where the rank is."""
+        """The rank's current state, for the coordinator."""
         return self._rank.report
 
     @property
     def state(self) -> GroupState:
-        """For metrics."""
+        """State for metrics."""
         rank, standstill = self._rank, self._standstill
         members = rank.group.members
         return GroupState(
@@ -216,16 +235,16 @@ class GroupDriver:
 
     @property
     def wants_step(self) -> bool:
-        """Whether the ranks compute a step now."""
+        """Whether the ranks have agreed to compute a step now."""
         return self._forward is not None
 
     @property
     def seconds_to_repeat(self) -> float:
-        """Until ``look`` is wanted."""
+        """Seconds until ``look`` should be called."""
         return max(self._repeat_at - self._clock(), 0.0)
 
     def look(self) -> None:
-        """Between steps: end requests, where no step does, and say again what may have been lost."""
+        """Between steps, end expired requests, and repeat messages that may have been lost."""
         self._scheduler.end_expired()
         self._move_from_standstill()
         self.settle()
@@ -242,15 +261,17 @@ class GroupDriver:
         if self._rank.phase is not Phase.BROKEN:
             return
         if self._standstill.seconds_since_loss >= self._move_after and self._scheduler.has_requests:
-            failure = Unavailable("the group of the rank has lost a member and stands still", reason="GROUP_SUSPENDED")
+            failure = Unavailable(
+                "the data-parallel group of this rank has lost a member and is suspended", reason="GROUP_SUSPENDED"
+            )
             self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def added(self, epoch: int, wave: int, *, refused: bool = False) -> None:
-        """A request has been queued, or refused."""
+        """Note that a request has been queued, or refused."""
         self._apply(*self._rank.add(epoch, wave, refused=refused))
 
     def take(self, event: GroupEvent) -> None:
-        """Something happened to the group."""
+        """Handle an event of the group."""
         rank = self._rank
         match event:
             case Gathered(epoch, rows, seconds):
@@ -271,7 +292,7 @@ class GroupDriver:
 
     def _gathered(self, rows: list[bytes]) -> None:
         opened = self._rank.opening
-        if opened:  # all have switched: nobody is in a collective of an earlier epoch
+        if opened:  # All ranks have switched, so no rank is in a collective of an earlier epoch.
             self.links.close_before(self._rank.group.epoch)
             if not self._joined(self._rank.group.epoch):
                 return
@@ -280,10 +301,10 @@ class GroupDriver:
             self._standstill.switching()
         self._apply(rank, effects)
         if opened and self._standstill.opened():
-            logger.info("the group of epoch %d goes on", rank.group.epoch)
+            logger.info("group resumed in epoch %d", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
-        """Have the experts compute with the group of this epoch. Returns False where they cannot."""
+        """Switch the experts to the group of this epoch. Return False if that fails."""
         if self._experts is None:
             return True
         try:
@@ -296,18 +317,19 @@ class GroupDriver:
     def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
         rank = self._rank
         if epoch == rank.standby.epoch and not rank.ready:
-            logger.warning("the group of epoch %d cannot be prepared: %s", epoch, why)
+            logger.warning("cannot prepare the group of epoch %d: %s", epoch, why)
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
-            logger.warning("a collective of epoch %d broke off: %s", epoch, why)
-            self.links.give_up_before(epoch + 1)  # or others would wait for what this rank computes no more
+            logger.warning("a collective of epoch %d failed: %s", epoch, why)
+            # Otherwise other ranks would wait for results that this rank does not compute.
+            self.links.give_up_before(epoch + 1)
             self._standstill.lost()
             self._apply(*rank.peer_lost())
             if unprepared:
                 self.to_coordinator(PrepareFailed(rank.engine, epoch))
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
-        """Compute the step that the ranks agreed on. Returns what to tell each client, by client id."""
+        """Compute the step that the ranks agreed on. Return the outputs by client id."""
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("the ranks have agreed on no step")
@@ -322,7 +344,7 @@ class GroupDriver:
         return self._scheduler.take_outputs()
 
     def settle(self) -> None:
-        """Behind anything that may have ended requests: the rank learns what is left, and callers that a pause is complete."""
+        """Update the rank after requests may have ended, and complete pending pauses."""
         rank, scheduler = self._rank, self._scheduler
         if rank.paused and scheduler.pause_state is not PauseState.PAUSED:
             scheduler.pause(PauseState.PAUSED)
@@ -338,7 +360,7 @@ class GroupDriver:
                     done.set_exception(Unavailable("the group was resumed before it had paused", reason="RESUMED"))
 
     def _counts(self) -> tuple[int, int]:
-        """Requests that steps advance, and those that wait for a resume."""
+        """Return the number of requests that steps advance, and of those that wait for a resume."""
         requests = self._scheduler.num_requests
         paused = self._scheduler.pause_state is PauseState.PAUSED
         held = requests if paused else self._scheduler.num_held_by_pause
@@ -347,7 +369,7 @@ class GroupDriver:
     # Pauses.
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Pause the group. Done once all ranks know of it, and no step follows."""
+        """Pause the group. The Future is done once all ranks know about the pause and no step follows."""
         done: Future[None] = Future()
         self._pausing.append(done)
         self._apply(*self._rank.pause(self._rank.pauses.pause(mode)))
@@ -355,12 +377,12 @@ class GroupDriver:
         return done
 
     def resume(self) -> None:
-        """Let the group go on. Raises FailedPrecondition while the pause is not complete."""
+        """Resume the group. Raises FailedPrecondition while the pause is not complete."""
         self._resume_refused = False
         self._apply(*self._rank.resume(self._rank.pauses.resume()))
         if self._resume_refused:
             raise FailedPrecondition(
-                "the group has not come to rest yet; resume once pause has returned", reason="PAUSE_PENDING"
+                "the group is still pausing; call resume after pause has returned", reason="PAUSE_PENDING"
             )
         self.settle()
 
@@ -379,7 +401,7 @@ class GroupDriver:
             case Forward():
                 self._forward = effect
             case RollBack():
-                self._forward = None  # it had not begun: steps are taken in before anything else is looked at
+                self._forward = None  # The step had not begun: a step's results are processed before any other event.
             case AbortCollective():
                 self.links.give_up_before(self._rank.group.epoch)
                 self._standstill.lost()
@@ -391,13 +413,13 @@ class GroupDriver:
                 self._resume_refused = True
             case Prepare(group) if self._rank.engine in group.members:
                 self.links.open(group, self._meetings)
-            case Prepare(group):  # who leaves has nothing to prepare
+            case Prepare(group):  # A leaving rank has nothing to prepare.
                 self.links.post(Connected(group.epoch))
             case Join(group):
                 self._leave_experts()
                 self.links.open(group, self._meetings)
                 self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
-                logger.info("in the group of epoch %d, of %d ranks", group.epoch, len(group.members))
+                logger.info("joined group: epoch %d, %d ranks", group.epoch, len(group.members))
             case Leave():
                 self._leave()
             case _:

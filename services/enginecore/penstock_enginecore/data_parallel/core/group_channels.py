@@ -1,4 +1,4 @@
-"""What connects a rank with its group: the links of the epoch that serves and of the one that is prepared, and what they tell."""
+"""Connections of a rank to its group: links for the serving epoch and the next one, and the events that they report."""
 
 import logging
 import queue
@@ -12,43 +12,43 @@ import msgspec
 from penstock_common.types.data_parallel import RankGroup, Reconfigure, StartDpWave
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 
-# What happens to a rank that is not a request: what its driver is told, in the order of the engine's input.
+# Events for a rank's driver, in the order of the engine's input queue.
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The ranks of an epoch's group have met."""
+    """The ranks of an epoch's group have connected to each other."""
 
     epoch: int
 
 
 class Gathered(msgspec.Struct, frozen=True):
-    """An exchange of an epoch is over."""
+    """An exchange of an epoch has ended."""
 
     epoch: int
     rows: list[bytes]
-    """Of all members, in order."""
+    """Rows of all members, in order."""
     seconds: float = 0.0
-    """From this rank's entering it."""
+    """Duration from this rank's entry."""
 
 
 class Broke(msgspec.Struct, frozen=True):
-    """A group could not meet, or a collective of it broke off. Nothing more comes of it."""
+    """A group could not connect, or one of its collectives failed. No more events of this epoch follow."""
 
     epoch: int
     why: str
     unprepared: bool = False
-    """Whether it is this rank that cannot be in the group."""
+    """Whether it is this rank that cannot join the group."""
 
 
 class Named(msgspec.Struct, frozen=True):
-    """The coordinator names a group. ``meetings``: by rank, the address of its store."""
+    """The coordinator has announced a group. ``meetings`` has the address of each rank's store."""
 
     message: Reconfigure
     meetings: Mapping[str, str]
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A request that was stamped with this wave of this epoch was refused before it got here."""
+    """A request with this epoch and wave was refused before it reached the loop."""
 
     epoch: int
     wave: int
@@ -57,43 +57,47 @@ class Refused(msgspec.Struct, frozen=True):
 GroupEvent = Connected | Gathered | Broke | Named | Refused | StartDpWave
 
 
-# What connects a rank with the others of one epoch, and the thread that waits for them.
+# Links to the ranks of an epoch, and the thread that waits for them.
 
 
 class GroupLink(Protocol):
-    """The ranks of one epoch's group. Each method but ``abort`` is called from one thread at a time."""
+    """A connection between the ranks of one epoch's group. Each method except ``abort`` is called from one thread at a
+    time.
+    """
 
     collectives: Any
-    """What steps exchange tensors by, for who knows them; in turn with exchanges."""
+    """Collectives for the tensors of steps. Their calls never overlap with exchanges."""
 
     def connect(self) -> None:
-        """Wait for all ranks. Raises where they do not come, and once ``abort`` was called."""
+        """Wait for all ranks. Raises an error if they do not connect, or after ``abort``."""
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """The rows of all ranks, which are of one length, in order. Raises where one is gone, and once ``abort`` was called."""
+        """Return the rows of all ranks, in order. All rows have the same length. Raises an error if a rank is lost, or
+        after ``abort``.
+        """
 
     def abort(self) -> None:
-        """End whatever waits for others, here and there. Waits for nothing. Any thread may call it."""
+        """End all waiting, on this rank and on others, without blocking. Thread-safe."""
 
     def close(self) -> None:
-        """Give back what the group holds. Nothing is under way."""
+        """Free the group's resources. No call may be in progress."""
 
 
 Prepare = Callable[[int, GroupLink, Callable[[], bool]], None]
-"""Called once the ranks of an epoch have met, on all of them. The last says whether the epoch was given up meanwhile. Raises
-UnpreparedError where this rank cannot be in the group.
+"""Called on all ranks of an epoch, once they have connected. The last argument returns whether the epoch was given up
+meanwhile. Raises UnpreparedError if this rank cannot join the group.
 """
 
 
 def prepare_nothing(epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-    """Ranks that have met are ready."""
+    """Do nothing, because connected ranks are ready."""
 
 
 class LinkThread:
-    """Does on a link what waits for others, and tells how it went; the engine takes its other input meanwhile.
+    """Runs a link's blocking calls on a thread and reports their results, so that the engine can process other input.
 
-    ``post`` is called on the thread, with ``Connected`` first, then a ``Gathered`` per exchange; or with ``Broke``, which is the
-    last.
+    ``post`` is called on the thread: with ``Connected`` first, then with ``Gathered`` for each exchange. ``Broke`` is
+    always the last.
     """
 
     def __init__(
@@ -106,22 +110,26 @@ class LinkThread:
         self._given_up = threading.Event()
         self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._begun, self._over = 1, 0
-        """Of the meeting and the exchanges; the second is the thread's to count."""
+        """Number of connection attempts and exchanges begun and ended. The thread counts the latter."""
         self._thread = threading.Thread(target=self._run, name=f"group-{epoch}", daemon=True)
         self._thread.start()
 
     def exchange(self, row: bytes) -> None:
-        """Enter an exchange, behind what was begun before."""
+        """Enter an exchange, after those begun before."""
         self._begun += 1
         self._rows.put(row)
 
     def abort(self) -> None:
-        """End what is under way. Any thread may call it."""
+        """End calls in progress. Thread-safe."""
         self._given_up.set()
         self.link.abort()
 
     def close(self) -> None:
-        """End what is under way, and the thread. Where nothing is, others may still be ending what is over here: they are let."""
+        """End calls in progress, and the thread.
+
+        If no call is in progress, the link is not aborted, because other ranks may still be completing the last
+        exchange.
+        """
         if self._over < self._begun:
             self.abort()
         self._rows.put(None)
@@ -139,7 +147,7 @@ class LinkThread:
                 self._post(Gathered(self.epoch, rows, time.perf_counter() - began))
         except UnpreparedError as e:
             self._post(Broke(self.epoch, str(e), unprepared=True))
-        except Exception as e:  # the coordinator decides what follows
+        except Exception as e:  # The coordinator decides what follows.
             self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
         finally:
             self.link.close()
@@ -148,26 +156,28 @@ class LinkThread:
 logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[RankGroup, Mapping[str, str]], GroupLink]
-"""Makes the link of a group, which this rank is in. The mapping: by rank, the address of its store."""
+"""Creates the link of a group that includes this rank. The mapping has the address of each rank's store."""
 
 
 class Meets(Protocol):
-    """Lets a rank meet others."""
+    """Lets a rank connect to others."""
 
     meeting_address: str
-    """host:port of the store where a group meets whose first rank this one is."""
+    """The host:port of the store through which a group connects if this is its first rank."""
     lease: float
-    """Seconds after which the coordinator takes a silent rank for dead, and links made from then on a silent peer; 0: unknown."""
+    """Seconds after which a silent rank counts as dead, for the coordinator and for links created afterwards. 0 if
+    unknown.
+    """
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> GroupLink:
-        """See ``MakeLink``."""
+        """Create the link of a group, see ``MakeLink``."""
 
 
 class Links:
-    """One link per epoch, from when it is first wanted until a later one has begun."""
+    """The links of a rank, one per epoch. A link lives until a later epoch has begun."""
 
     def __init__(self, make: MakeLink, post: Callable[[GroupEvent], None], prepare: Prepare = prepare_nothing) -> None:
-        """``post`` is called on the links' threads."""
+        """Create an empty set. ``post`` is called on the links' threads."""
         self.post = post
         self._make = make
         self._prepare = prepare
@@ -175,7 +185,7 @@ class Links:
         self._threads: dict[int, LinkThread] = {}
 
     def open(self, group: RankGroup, meetings: Mapping[str, str]) -> None:
-        """Begin to meet the ranks of a group, unless that has begun."""
+        """Begin to connect to the ranks of a group, unless that has begun."""
         with self._lock:
             if group.epoch in self._threads:
                 return
@@ -187,23 +197,25 @@ class Links:
                 self._threads[group.epoch] = LinkThread(group.epoch, link, self.post, self._prepare)
 
     def exchange(self, epoch: int, row: bytes) -> None:
-        """Enter an exchange of an epoch that is open; of one that could not be opened nothing comes but what was told already."""
+        """Enter an exchange of an open epoch. If the epoch could not be opened, do nothing; its failure was already
+        reported.
+        """
         if (thread := self._threads.get(epoch)) is not None:
             thread.exchange(row)
 
     def link(self, epoch: int) -> GroupLink:
-        """The link of an epoch that is open."""
+        """Return the link of an open epoch."""
         return self._threads[epoch].link
 
     def give_up_before(self, epoch: int) -> None:
-        """End what waits in collectives of earlier epochs, as if a peer were lost. Any thread may call it."""
+        """Abort collectives of earlier epochs, as if a peer were lost. Thread-safe."""
         with self._lock:
             threads = [thread for number, thread in self._threads.items() if number < epoch]
         for thread in threads:
             thread.abort()
 
     def close_before(self, epoch: int) -> None:
-        """Nobody uses the links of earlier epochs any more."""
+        """Close the links of earlier epochs, which are not used any more."""
         with self._lock:
             old = [self._threads.pop(number) for number in list(self._threads) if number < epoch]
         for thread in old:
@@ -218,43 +230,46 @@ class Links:
             thread.close()
 
 
-# What the ranks of a group share of a model, as the rank's driver sees it.
+# Experts shared by the ranks of a group, as the driver uses them.
 
 
 class SharedExperts(Protocol):
-    """The experts of a rank, from group to group. ``prepare`` is called on the links' threads, all else on the busy loop's.
+    """The experts of a rank, across changes of its group. ``prepare`` is called on the links' threads, everything else
+    on the busy loop's.
 
-    Steps go wrong alone as well: ``EngineCore.step_together`` raises CollectiveBroken for any that does, since others wait for
-    what this rank was to compute.
+    If a step fails on this rank alone, ``EngineCore.step_together`` raises CollectiveBroken, because other ranks wait
+    for this rank's results.
     """
 
     def prepare(self, epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-        """All ranks of the epoch call it, once they have met: they agree on who holds which experts, and each gets those that it
-        lacks. Where a group serves meanwhile, that goes on with what it has. Raises CollectiveBroken, also soon after
-        ``given_up`` says so, and UnpreparedError.
+        """Distribute the experts of an epoch. All its ranks call this once they have connected.
+
+        The ranks agree on the placement of experts, and each receives the experts that it lacks. A serving group
+        continues with its current experts meanwhile. Raises UnpreparedError, and CollectiveBroken, also soon after
+        ``given_up`` returns True.
         """
 
     def leave(self) -> None:
-        """No step of the group so far follows."""
+        """End the use of the current group. It computes no more steps."""
 
     def join(self, epoch: int, link: GroupLink) -> None:
-        """Steps are those of this epoch, which is prepared, from now on. Raises UnpreparedError."""
+        """Use this epoch, which must be prepared, for later steps. Raises UnpreparedError."""
 
     def after_step(self) -> None:
-        """All ranks call it behind the same steps. Raises CollectiveBroken."""
+        """Run the balancer. All ranks call this after the same steps. Raises CollectiveBroken."""
 
     @property
     def balance(self) -> float:
-        """The mean of the ranks' tokens over the highest, when they were last counted; 1 before."""
+        """Mean number of tokens per rank divided by the maximum, in the last window. 1 before the first."""
 
     @property
     def num_moved(self) -> int:
-        """Experts that have come to this rank from others, for the sake of balance, in all layers."""
+        """Number of experts that this rank received from others for balance, over all layers."""
 
     @property
     def num_experts(self) -> int:
-        """Of a layer: no group has more ranks."""
+        """Number of experts per layer, which is the maximum number of ranks."""
 
     @property
     def layout(self) -> str:
-        """What must be the same on all ranks: how many experts each has room for, and how their weights lie in memory."""
+        """Facts that must be equal on all ranks: expert slots per rank, and the memory layout of weights."""

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel group whose ranks compute every step together, as a state machine."""
+"""A rank of a data-parallel group as a state machine. The ranks of a group compute every step together."""
 
 import enum
 import struct
@@ -21,11 +21,11 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 
-# What one rank puts into an exchange.
+# A rank's contribution to an exchange.
 
 
 class Row(msgspec.Struct, frozen=True, cache_hash=True):
-    """A rank's row of the all-gather. It cannot be taken back: what the rank learns afterwards is in its next one."""
+    """A rank's row of the all-gather. A sent row is final; later events go into the rank's next row."""
 
     epoch: int
     wave: int
@@ -35,68 +35,68 @@ class Row(msgspec.Struct, frozen=True, cache_hash=True):
     pauses: Pauses
     """The newest pause or resume that the rank knows."""
     prepared: int = 0
-    """The epoch that the rank can switch to; 0: none."""
+    """The epoch that the rank can switch to, or 0."""
 
 
-# What a rank does beside telling its coordinator.
+# Effects, apart from messages to the coordinator.
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """Enter the exchange with this row; ``Rank.gathered`` gets the result."""
+    """Enter the exchange with this row. ``Rank.gathered`` gets the result."""
 
     group: RankGroup
     row: Row
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Enter the forward pass, with a dummy batch where there is nothing to compute; ``Rank.stepped`` follows."""
+    """Run the forward pass, with a dummy batch if there is nothing to compute. ``Rank.stepped`` follows."""
 
     epoch: int
     wave: int
     step: int
     pauses: Pauses
-    """Under which all ranks compute it."""
+    """The pause state under which all ranks compute the step."""
     dummy: bool
 
 
 class AbortCollective(msgspec.Struct, frozen=True):
-    """End the collective that the rank is in, in which others may never come."""
+    """Abort the collective that the rank is in, because other ranks may never join it."""
 
 
 class RollBack(msgspec.Struct, frozen=True):
-    """Forget the step in flight: no token and no cached block of it stays."""
+    """Undo the step in flight, with its tokens and cached blocks."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Requests that come from now on wait; what there is finishes, freezes or ends."""
+    """Hold new requests. Existing requests finish, freeze or end, according to the mode."""
 
     mode: PauseMode
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Whatever was held or frozen goes on."""
+    """Release held and frozen requests."""
 
 
 class ResumeRefused(msgspec.Struct, frozen=True):
-    """The pause that a resume would end is not complete."""
+    """A resume was refused because the pause is not complete."""
 
     pauses: Pauses
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Build this group beside the serving one; ``Rank.prepared`` or ``Rank.prepare_failed`` follows."""
+    """Build this group while the current one serves. ``Rank.prepared`` or ``Rank.prepare_failed`` follows."""
 
     group: RankGroup
 
 
 class Join(msgspec.Struct, frozen=True):
-    """This group is the rank's own from now on."""
+    """Make this group the rank's own."""
 
     group: RankGroup
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """The rank is in no group any more: its requests end here, and go on elsewhere."""
+    """Leave the group. The rank's requests end here, and resume on other engines."""
 
 
 Effect = (
@@ -118,25 +118,25 @@ Effect = (
 )
 
 
-# What the ranks of a group agree on in an exchange.
+# Agreement of the ranks in an exchange.
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What follows from the rows, for every rank alike."""
+    """The result of an exchange, which is the same for every rank."""
 
     wave: int
     pauses: Pauses
     run: bool
-    """Whether all compute a step; otherwise the wave is over."""
+    """Whether all ranks compute a step. If not, the wave has ended."""
     switch_to: int
-    """The epoch that all switch to now; 0: none."""
+    """The epoch that all ranks switch to now, or 0."""
 
 
 def agree(rows: Sequence[Row]) -> Agreement:
-    """A pure function of the gathered rows.
+    """Compute the agreement. A pure function of the gathered rows.
 
-    The newest pause or resume that any rank knows is that of all. A pause that waits lets a wave go on until nobody has work.
-    An epoch begins when every rank is prepared for it.
+    The newest pause or resume that any rank knows applies to all. A pause with mode WAIT lets the wave continue until
+    no rank has work. An epoch begins when every rank is prepared for it.
     """
     pauses = max(row.pauses for row in rows)
     prepared = {row.prepared for row in rows}
@@ -155,7 +155,7 @@ _NO_GROUP = RankGroup()
 
 
 class Phase(enum.Enum):
-    """What a rank is in."""
+    """Phase of a rank."""
 
     OUTSIDE = "no group"
     IDLE = "no wave"
@@ -165,64 +165,66 @@ class Phase(enum.Enum):
 
 
 class Rank(msgspec.Struct, frozen=True, cache_hash=True):
-    """A rank's state. Every method is an event, and returns the next state and what is to be done, in order.
+    """State of a rank. Every method is an event. It returns the next state and the effects to carry out, in order.
 
-    All ranks of a group run or all are idle, because a step needs every one of them. A wave opens and goes on with exchanges,
-    small all-gathers on the CPU: one before its first step and every ``interval``-th after that. Whether a collective is entered
-    depends on the last exchange's rows alone, which all ranks have seen alike. The wave ends when no row has work.
+    Either all ranks of a group run or all are idle, because a step needs every rank. A wave begins with an exchange, a
+    small all-gather on the CPU. More exchanges follow before every ``interval``-th step. The last exchange's rows alone
+    decide whether a rank enters a collective, and all ranks have seen the same rows. The wave ends when no row has
+    work.
 
-    A rank that is idle enters the first exchange of its wave when it has work, has news, or was told to. News is a pause, a
-    resume or a standby group that was in no exchange yet. So one rank that knows of it is enough: nobody has to reach all, or to
-    stay alive. Whoever waits in a first exchange says so again and again (``repeat``); who hears it and is idle comes. A paused
-    rank comes too: no step follows. A rank that waits in an exchange takes every other event meanwhile.
+    An idle rank enters the first exchange of its wave when it has work, has news, or was told to. News is a pause, a
+    resume, or a standby group that has not been in an exchange. It is enough that one rank knows about it; that rank
+    need not reach all others or stay alive. A rank that waits in a first exchange repeats its announcement
+    (``repeat``), and every idle rank that receives it joins. A paused rank joins too, but no step follows. A rank that
+    waits in an exchange handles all other events meanwhile.
 
-    A group's change comes in one of two ways. A planned one is prepared beside the serving group, and all switch after the
-    exchange in which all were prepared. Any other is at once: the collective is given up, its step forgotten. Both open with an
-    exchange, after which wave and pauses are the highest of all.
+    A group changes in one of two ways. A planned change is prepared while the current group serves, and all ranks
+    switch after the exchange in which all were prepared. Any other change is immediate: the collective is aborted, and
+    its step is undone. Both begin with an exchange, after which wave and pauses are the maximum over all ranks.
     """
 
     engine: str
     interval: int = 1
-    """Steps from one exchange to the next."""
+    """Number of steps between two exchanges."""
     group: RankGroup = _NO_GROUP
     phase: Phase = Phase.OUTSIDE
     wave: int = 0
     step: int = 0
     pauses: Pauses = Pauses()
-    """The newest pause or resume that it knows."""
+    """The newest pause or resume that the rank knows."""
     agreed: Pauses = Pauses()
-    """That of all, after the last exchange."""
+    """The pause or resume that all ranks agreed on in the last exchange."""
     opening: bool = False
-    """Whether the exchange is the epoch's first."""
+    """Whether the exchange is the first one of the epoch."""
     unfinished: bool = False
-    """Whether it has requests that steps advance."""
+    """Whether the rank has requests that steps advance."""
     held: bool = False
-    """Whether it has requests that wait for a resume."""
+    """Whether the rank has requests that wait for a resume."""
     start_at: int = 0
-    """A later wave that it was told of while in this one; 0: none."""
+    """A later wave that was announced during this one, or 0."""
     standby: RankGroup = _NO_GROUP
-    """The group that it prepares."""
+    """The group that is being prepared."""
     ready: bool = False
     """Whether the standby group is prepared."""
     unable: bool = False
-    """Whether it cannot be prepared here."""
+    """Whether this rank cannot prepare the standby group."""
     told: int = 0
-    """The prepared epoch of its row in the last exchange."""
+    """The prepared epoch in the rank's row of the last exchange."""
 
     @property
     def place(self) -> Place:
-        """Where it is."""
+        """The rank's position: epoch, wave, step and pause number."""
         return Place(self.group.epoch, self.wave, self.step, self.pauses.number)
 
     @property
     def paused(self) -> bool:
-        """Whether the pause that is on is complete: all know of it, and no step follows before a resume."""
+        """Whether the current pause is complete: all ranks know about it, and no step follows before a resume."""
         stopped = self.phase is Phase.IDLE or (self.phase is Phase.EXCHANGE and self.step == 0 and not self.opening)
         return self.pauses.on and self.agreed == self.pauses and stopped
 
     @property
     def report(self) -> RankReport:
-        """For a coordinator that may know nothing."""
+        """Full state, for a coordinator that may know nothing."""
         running = self.phase in (Phase.EXCHANGE, Phase.FORWARD)
         prepared = self.standby.epoch if self.ready else 0
         return RankReport(self.engine, self.group, self.place, self.pauses, running, self.opening, prepared)
@@ -230,9 +232,9 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     # Requests.
 
     def add(self, epoch: int, wave: int, *, refused: bool = False) -> tuple[Self, Effects]:
-        """A request came that was stamped with this wave of this epoch.
+        """Handle a new request with this epoch and wave.
 
-        A refused one starts a wave as well: its frontend may have told the other ranks to.
+        A refused request starts a wave as well, because its frontend may have told the other ranks to join one.
         """
         after = self
         if not refused:
@@ -243,13 +245,13 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after._with(wave=max(after.wave, newer))._start(report=True)
 
     def left_with(self, *, unfinished: bool, held: bool) -> tuple[Self, Effects]:
-        """Requests ended outside of a step; this is what is left."""
+        """Record which kinds of requests are left, after requests ended outside of a step."""
         return self._with(unfinished=unfinished, held=held), ()
 
     # Waves.
 
     def start_dp_wave(self, message: StartDpWave) -> tuple[Self, Effects]:
-        """Somebody is in a wave, or about to be."""
+        """Handle the announcement that a rank is in a wave, or is about to be."""
         current = message.epoch == self.group.epoch and message.wave >= self.wave
         if not current or self.phase in (Phase.OUTSIDE, Phase.BROKEN):
             return self, ()
@@ -262,7 +264,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects
 
     def gathered(self, rows: Sequence[Row]) -> tuple[Self, Effects]:
-        """The exchange is over; ``rows`` are those of all members, in order."""
+        """Handle the end of an exchange. ``rows`` are the rows of all members, in order."""
         agreement = agree(rows)
         opened = self.opening
         told = rows[self.group.members.index(self.engine)].prepared
@@ -277,12 +279,14 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects + more + ((after.report,) if opened and not agreement.switch_to else ())
 
     def stepped(self, *, unfinished: bool) -> tuple[Self, Effects]:
-        """The forward pass is over; ``unfinished``: whether requests that are not held have more to compute."""
+        """Handle the end of a forward pass. ``unfinished`` says whether requests that are not held have more to
+        compute.
+        """
         after = self._with(step=self.step + 1, unfinished=unfinished)
         return after._exchange() if after.step % after.interval == 0 else after._forward()
 
     def repeat(self) -> tuple[Self, Effects]:
-        """Some time went by: say again what may have been lost."""
+        """Repeat messages that may have been lost. Called after some time."""
         unable = (PrepareFailed(self.engine, self.standby.epoch),) if self.unable else ()
         if self.phase is Phase.BROKEN:
             return self, (self.report, PeerLost(self.engine, self.group.epoch), *unable)
@@ -293,13 +297,13 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     # Pauses.
 
     def pause(self, pauses: Pauses) -> tuple[Self, Effects]:
-        """A caller wants this pause. One that is older than what the rank knows changes nothing."""
+        """Handle a caller's pause. A pause older than the known state has no effect."""
         after, effects = self._raise_pauses(pauses)
         started, more = after._come()
         return started, effects + more
 
     def resume(self, pauses: Pauses) -> tuple[Self, Effects]:
-        """A caller wants this resume. It is refused while the pause is not complete here."""
+        """Handle a caller's resume. It is refused while the pause is not complete on this rank."""
         if pauses > self.pauses and self.pauses.on and not self.paused:
             return self, (ResumeRefused(self.pauses),)
         after, effects = self._raise_pauses(pauses)
@@ -309,16 +313,16 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     # Groups.
 
     def peer_lost(self) -> tuple[Self, Effects]:
-        """The collective broke off. The rank waits to be told who is left."""
+        """Handle a failed collective. The rank waits until the coordinator announces the next group."""
         if self.phase not in (Phase.EXCHANGE, Phase.FORWARD):
             return self, ()
         forget: Effects = (RollBack(),) if self.phase is Phase.FORWARD else ()
         return self._with(phase=Phase.BROKEN), (*forget, PeerLost(self.engine, self.group.epoch))
 
     def reconfigure(self, message: Reconfigure) -> tuple[Self, Effects]:
-        """The coordinator names a group. An epoch that is not newer changes nothing.
+        """Handle the announcement of a group. An epoch that is not newer has no effect.
 
-        One that is prepared and is named to be at once has begun: others have switched.
+        If the prepared standby group is announced as immediate, it has begun, because other ranks have switched.
         """
         begun = message.group == self.standby and self.ready and not message.base
         if message.group.epoch <= max(self.group.epoch, self.standby.epoch) and not begun:
@@ -334,19 +338,21 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return opened, effects + more
 
     def prepared(self, epoch: int) -> tuple[Self, Effects]:
-        """The standby group of this epoch is built. A rank that has no other joins it and waits for the rest there."""
+        """Handle the completion of the standby group of this epoch. A rank without a group joins it, and waits for the
+        others there.
+        """
         if epoch != self.standby.epoch or self.ready:
             return self, ()
         after = self._with(ready=True)
         return after._open(after.standby) if after.phase is Phase.OUTSIDE else after._come()
 
     def prepare_failed(self, epoch: int) -> tuple[Self, Effects]:
-        """The standby group of this epoch cannot be built here."""
+        """Handle the failure to build the standby group of this epoch."""
         if epoch != self.standby.epoch or self.ready:
             return self, ()
         return self._with(unable=True), (PrepareFailed(self.engine, epoch),)
 
-    # What events have in common.
+    # Helpers.
 
     @property
     def _has_news(self) -> bool:
@@ -356,7 +362,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return msgspec.structs.replace(self, **changes)
 
     def _come(self) -> tuple[Self, Effects]:
-        """Start a wave if there is a reason of its own for it."""
+        """Start a wave if the rank has a reason of its own."""
         works = self.unfinished and (not self.pauses.on or self.pauses.mode is PauseMode.WAIT)
         if self.phase is Phase.IDLE and (works or self._has_news):
             return self._start(report=True)
@@ -385,7 +391,9 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(phase=Phase.FORWARD), (step,)
 
     def _stop(self, *, completed: bool) -> tuple[Self, Effects]:
-        """Idle after an exchange; ``completed``: a wave is over, which is not so where an epoch opens without work."""
+        """Become idle after an exchange. ``completed`` says whether a wave ended, which is false if an epoch opened
+        without work.
+        """
         done: Effects = ()
         if completed and self._is_rank_0:
             done = (WaveComplete(self.engine, self.group.epoch, self.wave, self.pauses),)
@@ -411,7 +419,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(standby=group, ready=False, unable=False), (Prepare(group),)
 
     def _open(self, group: RankGroup) -> tuple[Self, Effects]:
-        """Leave the group and whatever collective there is, and enter the first exchange of this one."""
+        """Leave the current group and its collective, and enter the first exchange of this group."""
         left: list[Effect] = []
         if self.phase is Phase.FORWARD:
             left.append(RollBack())
@@ -426,19 +434,19 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return joined, (*left, Join(group), *entered)
 
 
-# Rows as the bytes of an all-gather: of one length, whatever they say.
+# Encoding of rows for the all-gather. All rows have the same length.
 
 _ROW = struct.Struct("<QQQQQBB")
 
 
 def pack_row(row: Row) -> bytes:
-    """The row's bytes."""
+    """Encode a row."""
     pauses = row.pauses
     numbers = (row.epoch, row.wave, row.step, pauses.number, row.prepared)
     return _ROW.pack(*numbers, pauses.mode, row.unfinished)
 
 
 def unpack_row(data: bytes) -> Row:
-    """The row of these bytes. Raises struct.error, and ValueError for a mode that there is not."""
+    """Decode a row. Raises struct.error, or ValueError for an unknown mode."""
     epoch, wave, step, number, prepared, mode, unfinished = _ROW.unpack(data)
     return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared)
