@@ -155,7 +155,7 @@ def test_a_wrong_plan_is_not_served_and_the_log_names_the_layer(
     monkeypatch.setattr("penstock_enginecore.forward.cuda.decoder.fused_plan", wrong_plan)
     engine = build_engine(tmp_path)
     [line] = [line for line in caplog.messages if "fused decoder not used" in line]
-    assert ": model.layers.1 puts out what differs by " in line
+    assert ": the output of model.layers.1 differs by " in line
     assert greedy(engine)[0] == expected
     engine.shutdown()
 

@@ -310,5 +310,7 @@ def test_a_model_that_mixes_its_layers_is_refused_by_name(
 
     monkeypatch.setattr(rotary, "forward", keeping)
     monkeypatch.setattr(layer, "forward", with_a_shortcut)
-    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM computes something else in stages: .* layers 2 to 3"):
+    with pytest.raises(
+        ModelLoadError, match=r"LlamaForCausalLM computes different results in stages: .* layers 2 to 3"
+    ):
         in_stages(tmp_path, 2)

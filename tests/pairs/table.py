@@ -50,8 +50,10 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({group, Feature.SLEEP})] = Refused("sleep is not supported for ranks of a data-parallel group")
     found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("data-parallel groups need a generating model")
     found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("such models are not shared yet")
-    found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused("experts of such models are not shared by ranks yet")
-    found[frozenset({Feature.EXPERTS, Feature.QUANTIZED})] = Refused("experts are not shared by ranks yet")
+    found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused(
+        "experts of such models cannot be shared between ranks yet"
+    )
+    found[frozenset({Feature.EXPERTS, Feature.QUANTIZED})] = Refused("experts cannot be shared between ranks yet")
     for draft in DRAFTS:
         found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
     found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("pooling models have no KV cache")

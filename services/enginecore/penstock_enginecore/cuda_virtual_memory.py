@@ -11,40 +11,41 @@ from penstock_common.memory import in_units
 
 
 class Driver(Protocol):
-    """Virtual memory of a device. Addresses and sizes are multiples of ``granularity``.
+    """Low-level calls for GPU virtual memory, which Region uses.
 
-    Each call raises MemoryError if the device has too little memory, and RuntimeError for other failures.
+    Addresses and byte counts are multiples of ``granularity``. Every call raises MemoryError if the device has too
+    little memory, and RuntimeError for other failures.
     """
 
     device: torch.device
     granularity: int
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve an address range, without memory, and return its start."""
+        """Reserve an address range of ``num_bytes`` and return its start. This takes no memory."""
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Free an address range, which must have no memory."""
+        """Free a reserved address range. No memory may be mapped in it."""
 
     def create(self, num_bytes: int) -> int:
         """Allocate device memory and return its handle."""
 
     def release(self, handle: int) -> None:
-        """Free device memory, which must not be mapped."""
+        """Free the memory of a handle. It may not be mapped at any address."""
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Map the memory of ``handle`` at an address, for reading and writing."""
+        """Map the memory of ``handle`` at ``address``, for reading and writing."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmap memory, after the device has finished its pending work."""
+        """Unmap memory after the device has finished its queued work."""
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8 ``[num_bytes]`` at ``address``. The beginning of the range must be mapped."""
+        """Return a uint8 tensor ``[num_bytes]`` at ``address``. At least its first byte must be mapped."""
 
 
 class CudaDriver:
-    """The CUDA driver's virtual memory, through the bindings in torch's CUDA builds.
+    """CUDA driver calls, through the bindings that torch's CUDA builds install.
 
-    Raises RuntimeError if the bindings, or the device, do not support it.
+    Raises RuntimeError if the bindings or the device do not support virtual memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class CudaDriver:
             raise RuntimeError(f"the CUDA bindings cannot be imported: {e}") from e
         self._cuda: Any = driver
         self.device = device
-        torch.cuda.synchronize(device)  # This creates the context that is used below.
+        torch.cuda.synchronize(device)  # creates the context that the calls below need
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index or 0
@@ -89,27 +90,29 @@ class CudaDriver:
         self._done(self._cuda.cuMemSetAccess(address, num_bytes, [self._access], 1))
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Call ``cuMemUnmap``, after pending work has finished."""
+        """Call ``cuMemUnmap`` after the device has finished its queued work."""
         torch.cuda.synchronize(self.device)
         self._done(self._cuda.cuMemUnmap(address, num_bytes))
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return a tensor that shares the memory. The tensor does not own it."""
+        """Return a tensor that shares the memory. Nothing is copied, and freeing the tensor does not free the memory."""
         return torch.as_tensor(_Memory(address, num_bytes), device=self.device)
 
     def _done(self, answer: tuple[Any, ...]) -> Any:
-        """Return the result of a driver call, after checking its status."""
+        """Return the value that a driver call returned after its status. Raises an error if the status reports a
+        failure.
+        """
         status, *values = answer
         results = self._cuda.CUresult
         if status == results.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError("the device has too little memory left")
         if status != results.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver's virtual memory: {results(status).name}")
+            raise RuntimeError(f"CUDA virtual memory call failed: {results(status).name}")
         return values[0] if values else None
 
 
 class _Memory:
-    """An object from which torch makes a tensor that shares its memory."""
+    """Object from which torch makes a tensor that shares existing memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -122,14 +125,14 @@ class _Memory:
 
 
 CHUNK = 256 * 2**20
-"""Number of bytes that are allocated and freed at once."""
+"""Bytes that are allocated or freed at a time."""
 
 
 class Region:
-    """An address range of ``num_bytes``, rounded up, whose addresses stay the same.
+    """Address range of at least ``num_bytes`` that stays the same for the life of the region.
 
-    The range has no memory at first, and none while it sleeps. If the device has too little memory, MemoryError is
-    raised and the range stays as it was.
+    The range has no memory at first and while the region sleeps. If the device has too little memory, a call raises
+    MemoryError and leaves the region unchanged.
     """
 
     def __init__(self, driver: Driver, num_bytes: int, chunk: int = CHUNK) -> None:
@@ -138,25 +141,27 @@ class Region:
         self.num_bytes = _whole(num_bytes, driver.granularity)
         self._address = driver.reserve(self.num_bytes)
         self._handles: list[int] = []
-        """Handles of the mapped chunks, in order."""
+        """Handles of the chunks that have memory, in order."""
         self._memory: torch.Tensor | None = None
 
     @property
     def mapped_bytes(self) -> int:
-        """Number of mapped bytes, from the beginning of the range."""
+        """Number of bytes that have memory, counted from the start of the region."""
         return min(len(self._handles) * self._chunk, self.num_bytes)
 
     @property
     def memory(self) -> torch.Tensor:
-        """uint8 ``[num_bytes]``, the same tensor for the lifetime of the region. Raises RuntimeError before the first
-        mapping.
+        """Tensor uint8 ``[num_bytes]``, the same one for the life of the region. Raises RuntimeError before the first
+        ``map``.
         """
         if self._memory is None:
-            raise RuntimeError("the region was read before its first mapping")
+            raise RuntimeError("the region was read before memory was mapped")
         return self._memory
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Map at least the first ``num_bytes``, or all for None. The content of new memory is undefined."""
+        """Map memory for at least the first ``num_bytes``, or for the whole region if None. New memory has undefined
+        contents.
+        """
         wanted, had = self.num_bytes if num_bytes is None else num_bytes, len(self._handles)
         try:
             while self.mapped_bytes < wanted:
@@ -165,15 +170,15 @@ class Region:
             self._unmap_from(had)
             raise
         if self._memory is None:
-            with torch.inference_mode(False):  # The tensor is written in and outside of inference mode.
+            with torch.inference_mode(False):  # so that it can be written in and out of inference mode
                 self._memory = self._driver.tensor(self._address, self.num_bytes)
 
     def unmap(self) -> None:
-        """Free all memory, and keep the addresses."""
+        """Free all memory and keep the addresses."""
         self._unmap_from(0)
 
     def close(self) -> None:
-        """Free the memory and the addresses, which must not be used any more."""
+        """Free the memory and the addresses. The region's tensor must not be used afterwards."""
         self.unmap()
         self._memory = None
         self._driver.free(self._address, self.num_bytes)
@@ -190,7 +195,7 @@ class Region:
         self._handles.append(handle)
 
     def _unmap_from(self, count: int) -> None:
-        """Unmap all but the first ``count`` chunks, last first."""
+        """Free all but the first ``count`` chunks, last chunk first."""
         while len(self._handles) > count:
             end = self.mapped_bytes
             start = (len(self._handles) - 1) * self._chunk
@@ -202,8 +207,9 @@ def _whole(count: int, unit: int) -> int:
     return -(-max(count, 1) // unit) * unit
 
 
-# Weights and KV cache that leave the device while an engine sleeps, and return to the same addresses. Captured graphs
-# contain these addresses, so an engine that wakes can replay its graphs.
+# Weights and KV cache that leave the device while an engine sleeps and return to the same addresses.
+#
+# Captured CUDA graphs contain these addresses, so an engine can replay its graphs after it wakes.
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +218,13 @@ State = Literal["here", "on the host", "dropped"]
 
 
 class KeptMemory:
-    """State machine for one worker's memory. ``give_back`` makes the device's allocator free unused memory."""
+    """State machine for the weights and KV caches of one worker across sleep and wake.
+
+    Args:
+        driver: The virtual memory calls.
+        give_back: Makes the device's allocator return its unused memory to the device.
+        chunk: Bytes that are allocated or freed at a time.
+    """
 
     def __init__(self, driver: Driver, give_back: Callable[[], None], *, chunk: int = CHUNK) -> None:
         self._driver = driver
@@ -225,9 +237,9 @@ class KeptMemory:
         self.cache: Literal["here", "dropped"] = "here"
 
     def move_in(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the memory of ``tensors`` into a region, one chunk at a time. This is done once.
+        """Move the memory of ``tensors`` into a region, one chunk at a time. Called once.
 
-        All tensors of this process that share this memory are moved as well.
+        All other tensors of this process that share this memory move with it.
         """
         sizes = _storages(tensors, self._driver.device)
         if not sizes:
@@ -247,7 +259,7 @@ class KeptMemory:
         self._weights = region
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a KV cache ``[rows, columns]``, in a region of its own."""
+        """Return uninitialized memory ``[rows, columns]`` for a KV cache, in a region of its own."""
         size = rows * columns * dtype.itemsize
         region = Region(self._driver, size, self._chunk)
         region.map()
@@ -255,10 +267,9 @@ class KeptMemory:
         return region.memory[:size].view(dtype).view(rows, columns)
 
     def sleep(self, level: int) -> None:
-        """Free the memory of the KV cache and the weights. The weights are copied to host memory (level 1) or dropped
-        (level 2).
+        """Free the caches and the weights. Level 1 copies the weights to host memory first; level 2 drops them.
 
-        A deeper sleep may follow a lighter one. Memory that is already free stays free.
+        A level 2 sleep may follow a level 1 sleep. Memory that is already freed stays freed.
         """
         for region in self._caches:
             region.unmap()
@@ -272,10 +283,10 @@ class KeptMemory:
         self._weights.unmap()
 
     def wake_weights(self) -> bool:
-        """Allocate the weights' memory. Return True if it has the weights, and False if they must be read again
-        (``weights_are_read``).
+        """Map the weights' memory again. Returns False if the weights must be read from the checkpoint.
 
-        Raises MemoryError if the memory does not fit; the weights stay asleep then.
+        The caller reports that read with ``weights_are_read``. Raises MemoryError if the memory does not fit; the
+        weights then stay asleep.
         """
         if self._weights is None or self.weights == "here":
             return True
@@ -287,12 +298,12 @@ class KeptMemory:
         return True
 
     def weights_are_read(self) -> None:
-        """Note that the weights have been read into their memory."""
+        """Record that the weights are in device memory again."""
         self._host, self.weights = None, "here"
 
     def wake_cache(self) -> None:
-        """Allocate the KV cache's memory, filled with zeros. Raises MemoryError if it does not fit; the cache stays
-        asleep then.
+        """Map the caches' memory again and fill it with zeros. Raises MemoryError if it does not fit; the cache then
+        stays asleep.
         """
         if self.cache == "here":
             return
@@ -310,22 +321,22 @@ class KeptMemory:
         self.cache = "here"
 
     def close(self) -> None:
-        """Free everything, which must not be used any more."""
+        """Free all memory and addresses. The tensors must not be used afterwards."""
         for region in (*self._caches, *([] if self._weights is None else [self._weights])):
             region.close()
         self._caches.clear()
         self._weights = self._host = None
 
     def _copy_of(self, region: Region) -> torch.Tensor:
-        # Page-locked memory would be faster, but torch rounds it up to a power of two and does not free it.
+        # Page-locked memory would be faster, but torch rounds it up to a power of two and never frees it.
         host = torch.empty(region.num_bytes, dtype=torch.uint8)
         host.copy_(region.memory)
-        logger.info("weights moved to host memory: %s", in_units(region.num_bytes))
+        logger.info("copied weights to host memory: %s", in_units(region.num_bytes))
         return host
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """Return the start address and size in bytes of each storage on ``device``, without duplicates, in order."""
+    """Return the start address and size in bytes of each storage on ``device``, each once and in order."""
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device == device:
@@ -335,7 +346,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 
 
 def _lying_in(addresses: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """Return all tensors of this process whose storage starts at one of ``addresses``, by address."""
+    """Return all tensors of this process whose storage begins at one of ``addresses``, grouped by address."""
     found: dict[int, list[torch.Tensor]] = {address: [] for address in addresses}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and thing.device.type != "meta":
@@ -347,7 +358,7 @@ def _lying_in(addresses: Iterable[int]) -> dict[int, list[torch.Tensor]]:
 
 @torch.inference_mode()
 def _move(tensors: list[torch.Tensor], memory: torch.Tensor, start: int, size: int) -> None:
-    """Move the memory of ``tensors``, ``size`` bytes, to offset ``start`` of ``memory``."""
+    """Move the storage of ``tensors``, ``size`` bytes, to the byte offset ``start`` in ``memory``."""
     old = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(tensors[0].untyped_storage())
     memory[start : start + size].copy_(old)
     for tensor in tensors:

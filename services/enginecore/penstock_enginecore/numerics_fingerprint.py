@@ -1,7 +1,9 @@
-"""Facts that an engine's tokens depend on, by name. Engines of one model with equal facts are one variant.
+"""Names and values of everything that an engine's tokens depend on. Engines of one model with equal values form one
+variant.
 
-Limits, block sizes, threads, devices and kernels are left out. If they differ, a request can still resume on another
-engine, up to floating-point rounding. Paths are left out as well: the same checkpoint in another directory is equal.
+Limits, block sizes, threads, devices and kernels are left out: a request that moves to an engine where they differ
+continues with the same tokens, up to floating-point rounding. File paths are left out too, so a checkpoint in another
+directory counts as the same.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ from penstock_enginecore.config import ModelConfig
 _NOT_COMPUTED_WITH = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id"}
 )
-"""Keys of config.json that affect no token. The dtype used for computing has a key of its own."""
+"""Keys of config.json that never change a token. The compute dtype has a separate key."""
 _PIECE = 4096
 _PIECES = 64
 _MAX_VALUE = 200
@@ -31,17 +33,17 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "[0-9]*_*
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a loaded model that are not in its files.
+    """Properties of a loaded model that its files do not contain.
 
     Attributes:
-        dtype: Data type of the computation.
-        task: Task that the model is served for.
-        max_len: Maximum sequence length in tokens, before it is limited by memory.
-        eos_token_ids: Token ids that end a sequence.
-        enable_in_reasoning: Whether constraints also apply to reasoning.
-        tensor_parallel_size: Number of partial sums, which affects rounding.
-        cache_dtype: Data type of the KV cache, or "auto" for the model's.
-        batch_invariant: Whether batch-invariant kernels are used, which sum in another order.
+        dtype: The dtype of the computation.
+        task: The task that the model is served for.
+        max_len: Tokens of the longest sequence, before the limit is fitted to the available memory.
+        eos_token_ids: Tokens that end an output.
+        enable_in_reasoning: Constraints also apply to the model's reasoning.
+        tensor_parallel_size: Number of partial sums, which changes their rounding.
+        cache_dtype: The dtype of the KV cache, or "auto" for the model's dtype.
+        batch_invariant: The kernels sum in a fixed order.
     """
 
     dtype: str
@@ -55,27 +57,26 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
-    """Return the facts that the tokens depend on. Values longer than 200 characters are replaced by hashes.
+    """Return the values that the tokens depend on. Values longer than 200 characters are returned as hashes.
 
-    The hash of the weights covers the names, types and shapes of all tensors, and 4 KiB from the middle of each. This
-    distinguishes any two trainings, does not depend on how the files are split, and takes milliseconds.
+    Weights are identified by the names, dtypes and shapes of all tensors, and by 4 KiB from the middle of each tensor.
+    This tells trainings apart, does not depend on how the files are split, and takes milliseconds because the files
+    were read just before.
     """
     values = _settings(config, loaded)
     folder = _folder(config)
-    if folder is None:  # There are no checkpoint files to read.
+    if folder is None:  # there are no checkpoint files to read
         return values | {"weights": config.path}
-    # A snapshot in the hub's cache is named after its commit, whichever revision was requested.
-    if folder.parent.name == "snapshots":
+    if (
+        folder.parent.name == "snapshots"
+    ):  # folders of the hub's cache are named after the commit, for any requested revision
         values["revision"] = folder.name
     try:
         values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
-        get_logger().warning(
-            "cannot read the checkpoint's files again; engines with this checkpoint are a variant of their own",
-            why=str(e),
-        )
+        get_logger().warning("cannot read the checkpoint's files again; the engine uses a separate variant", why=str(e))
         return values | {"weights": f"unreadable: {type(e).__name__}"}
     if rotary_length := _rotary_length(model, config.max_model_len or loaded.max_len):
         values["rotary_length"] = rotary_length
@@ -86,7 +87,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
 
 def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
-    """Return facts from settings. Defaults are left out."""
+    """Return the values of settings that differ from their defaults, and the values that have no default."""
     values = {
         "dtype": loaded.dtype,
         "task": loaded.task,
@@ -104,12 +105,14 @@ def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
 
 def hash_of(values: Mapping[str, str]) -> str:
-    """Return the hash of the facts."""
+    """Return the hash of the values that the tokens depend on."""
     return _digest(json.dumps(values, sort_keys=True).encode())
 
 
 def _folder(config: ModelConfig) -> Path | None:
-    """Return the checkpoint's directory, which for a hub id is in the hub's cache. None if there is none."""
+    """Return the folder of the checkpoint, or its folder in the hub's cache for a hub id. Returns None if neither
+    exists.
+    """
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
@@ -117,7 +120,7 @@ def _folder(config: ModelConfig) -> Path | None:
         return None
     try:
         file = huggingface_hub.try_to_load_from_cache(config.path, "config.json", revision=config.revision or None)
-    except huggingface_hub.errors.HFValidationError:  # The path is not a valid hub id.
+    except huggingface_hub.errors.HFValidationError:  # the hub has no ids of this form
         return None
     return Path(file).parent if isinstance(file, str) else None
 
@@ -128,7 +131,7 @@ def _weights(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the model is loaded from, and no other files of the directory."""
+    """Return the files that the model is loaded from. Other files in the folder are left out."""
     modules = sorted(folder.glob("[0-9]*_*/model.safetensors"))
     for index in sorted(folder.glob("model.safetensors.index.json")):
         names = read_json(index, MAX_INDEX_BYTES)["weight_map"].values()
@@ -139,9 +142,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield a description and a piece of each tensor in a file. For files without a header, yield pieces of the whole
-    file.
-    """
+    """Yield a description and a piece of each tensor in a file. Files without a header yield pieces of the whole file."""
     with opened_input(file) as opened:
         if file.suffix != ".safetensors":
             size = os.fstat(opened.fileno()).st_size
@@ -160,7 +161,7 @@ def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str]:
-    """Return hashes of other files that affect the computation."""
+    """Return hashes of the other files that affect the computation."""
     patterns = {"code": ("*.py",) if config.trust_remote_code else (), "pooling": _POOLING_FILES if pooling else ()}
     return {
         key: _digest(*(part for file in files for part in (file.name.encode(), read_input(file))))
@@ -170,7 +171,9 @@ def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str
 
 
 def _rotary_length(model: Mapping[str, Any], length: int) -> str:
-    """Return how the served length affects rotary scaling, see ``models/rope.py``. Empty if it does not."""
+    """Return how the served length changes rotary scaling that depends on it (see ``models/rope.py``), or ``""`` if it
+    does not.
+    """
     found = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for scaling in (found, *found.values()):
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
@@ -187,7 +190,7 @@ def _short(text: str) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    """Hash a list of parts. Their lengths are included, so that different lists give different hashes."""
+    """Return a hash that also covers the boundaries of the parts."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little"))

@@ -1,1 +1,1 @@
-"""Forward passes: transformers' modules as reference, and the CPU decoder. ``build.py`` chooses and proves one."""
+"""Forward passes: transformers' modules as reference, and faster decoders. ``build.py`` chooses one and checks its results."""

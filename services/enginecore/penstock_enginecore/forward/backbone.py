@@ -1,4 +1,4 @@
-"""Models without a head: what the layers put out, which pooling takes."""
+"""Layers of models without a head. Pooling uses their hidden states."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,10 +33,18 @@ _FIRST: IntArray = np.zeros(1, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class BackboneBatch:
-    """The tokens of a step, flat, prompts one after the other, on the host: int64 ``[tokens]``; ``query_start_loc``
-    ``[prompts + 1]``. ``token_types`` tell encoders two texts apart. ``attention``: one entry per KV cache group.
-    ``segments``: the tokens that have adapters. ``embedded``, ``rope_positions`` and ``deepstack``: of decoders' media, as in a
-    ``ForwardBatch``.
+    """Tokens of a step, flat, on the host; prompts follow one another. Integers are int64 ``[tokens]``.
+
+    Attributes:
+        token_ids: Ids of the tokens.
+        positions: Positions of the tokens in their prompts.
+        token_types: Tells encoder models which of two texts a token belongs to.
+        query_start_loc: ``[prompts + 1]``, where each prompt begins.
+        attention: One entry per KV cache group.
+        segments: The tokens with LoRA adapters.
+        embedded: Media input of decoders, as in ``ForwardBatch``.
+        rope_positions: Media input of decoders, as in ``ForwardBatch``.
+        deepstack: Media input of decoders, as in ``ForwardBatch``.
     """
 
     token_ids: IntArray
@@ -51,10 +59,18 @@ class BackboneBatch:
 
 
 class Backbone:
-    """The embedding and layers of a model on its device, by transformers' own modules. ``specs``: what each attention layer asks
-    of the KV cache, by layer name; empty for an encoder, which keeps nothing. ``packed_bytes``: what modules hold besides
-    their parameters. ``cache_dtype``: of the numbers in the KV cache, None for that of the model. ``adapted``: what adds for
-    adapters, by torch for None. Steps run one at a time, with gradients off; decoders need ``bind`` before.
+    """Embedding and layers of a model on its device, computed by transformers' own modules.
+
+    Steps run one at a time, with gradients off. Decoder models need ``bind`` before the first step.
+
+    Args:
+        model: The loaded model.
+        specs: KV cache requirements of each attention layer, by layer name. Empty for an encoder, which has no KV cache.
+        backend: Computes attention.
+        device: The device that computes.
+        packed_bytes: Bytes that modules hold in addition to their parameters.
+        cache_dtype: The dtype of the KV cache, or None for the model's dtype.
+        adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
     """
 
     def __init__(
@@ -79,20 +95,22 @@ class Backbone:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of what was packed of them."""
+        """Bytes of the model's parameters and of their packed copies."""
         return module_bytes(self._model.module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
         self._caches = caches_by_module(self._model.module, caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """``[tokens, hidden size]``, a new tensor, by a decoder's embedding module: what vectors may take the place in of."""
+        """Return the embeddings of a decoder as a new tensor ``[tokens, hidden size]``. The caller may overwrite rows
+        with media embeddings.
+        """
         embedding = self._model.module.get_input_embeddings()
         embedded: torch.Tensor = embedding(torch.from_numpy(token_ids)[None].to(self.device))[0]
         return embedded.clone()
 
     def run(self, batch: BackboneBatch) -> torch.Tensor:
-        """Hidden states ``[tokens, hidden size]`` after the last layer's norm."""
+        """Return hidden states ``[tokens, hidden size]`` after the last layer's norm."""
         context: AttentionContext
         if self._model.is_encoder:
             context = EncoderContext(batch.query_start_loc, self.device)
@@ -103,40 +121,44 @@ class Backbone:
             return hidden_states(self._model, batch, context, self.device)
 
     def _adding(self, batch: BackboneBatch) -> AbstractContextManager[None]:
-        """A ``with`` block in which modules get what adapters add."""
+        """Return a context in which the modules add the adapters' outputs."""
         if self._slots is None:
             return self._adapted.step(batch.segments, NO_ROWS)
         self._slots.allocate()
         return self._slots.step(batch.segments, NO_ROWS, len(batch.token_ids))
 
     def classifying(self, digest: bytes) -> AbstractContextManager[None]:
-        """A block in which the model's head is called for a prompt that has this adapter; empty: none."""
+        """Return a context in which the model's head is called for a prompt with this adapter. An empty digest means no
+        adapter.
+        """
         segments = [LoraSegment(digest, 0, 1)] if digest else []
         if self._slots is None:
             return self._adapted.step(segments, _FIRST)
         return self._slots.step(segments, _FIRST, 0)
 
     def release_adapters(self) -> None:
-        """Let go of their memory on the device, until the next step."""
+        """Free the adapters' memory on the device until the next step."""
         if self._slots is not None:
             self._slots.release()
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """To the modules of its names, see ``AdaptedForward``."""
+        """Prepare an adapter for the modules that it names; see ``AdaptedForward``."""
         return (self._slots or self._adapted).prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Between steps."""
+        """Add an adapter. Call it only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """From all of them."""
+        """Remove an adapter from all modules."""
         (self._slots or self._adapted).remove(digest)
 
 
 def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> dict[str, KVCacheSpec]:
-    """Run a token through the layers of ``model``, and its classification head, and look at what they ask for. Raises
-    ModelLoadError.
+    """Run one token through the layers and classification head of ``model`` and return the KV cache specs of its
+    attention layers.
+
+    Raises ModelLoadError if the model is not supported.
     """
     context = ProbeContext()
     try:
@@ -153,7 +175,7 @@ def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> d
 
 
 def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
-    """Hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache."""
+    """Return hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache."""
     metadata = probe.metadata
     batch = BackboneBatch(
         token_ids=probe.token_ids,
@@ -172,7 +194,9 @@ def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
 def hidden_states(
     model: PoolingModel, batch: BackboneBatch, context: AttentionContext, device: torch.device
 ) -> torch.Tensor:
-    """What the layers of ``model`` make of ``batch`` ``[tokens, hidden size]``, attention calls being sent to ``context``."""
+    """Return the hidden states ``[tokens, hidden size]`` of ``batch``. Attention calls of the modules go to
+    ``context``.
+    """
     arguments: dict[str, Any] = {}
     if model.is_encoder:
         inputs = encoder_inputs(model.module.config, batch.positions, batch.token_types)

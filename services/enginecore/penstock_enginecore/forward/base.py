@@ -1,4 +1,6 @@
-"""The forward pass of a language model: what every build of it is, what it gets and what it gives."""
+"""Interface of a language model's forward pass: its inputs, its outputs and the protocol that every implementation
+follows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,24 +18,28 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 
-# Arrays on their way to a device, for which nobody waits.
-
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """``array`` on ``device``. A copy to a GPU goes behind the work that is under way there, and the host waits for neither."""
+    """Return ``array`` on ``device``. A copy to a GPU is queued after the work in progress there, and the host waits
+    for neither.
+    """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# What steps of a model with towers have besides tokens and embeddings.
+# Additional inputs that steps of multimodal models have.
 
 
 @dataclass(frozen=True, slots=True)
 class MediaDemands:
-    """Of a model's steps. ``sections``: some have ``rope_positions``. ``num_deepstack``: layers of their ``deepstack``, 0 for
-    none. ``spans``: some have ``key_ends``. See ``ForwardBatch`` and ``AttentionMetadata``.
+    """Additional inputs that the steps of a multimodal model need; see ``ForwardBatch`` and ``AttentionMetadata``.
+
+    Attributes:
+        sections: Some steps have ``rope_positions``.
+        num_deepstack: Number of layers in the steps' ``deepstack``, or 0 for none.
+        spans: Some steps have ``key_ends``.
     """
 
     sections: bool = False
@@ -44,11 +50,11 @@ class MediaDemands:
         return self.sections or self.num_deepstack > 0 or self.spans
 
     def __str__(self) -> str:
-        """For errors that say what is not served."""
+        """Return the names of the inputs, for errors about unsupported ones."""
         named = {
-            "positions in sections": self.sections,
-            "rows that are added behind its first layers": self.num_deepstack > 0,
-            "images that attend both ways": self.spans,
+            "rotary positions in sections": self.sections,
+            "embeddings added after the first layers": self.num_deepstack > 0,
+            "images with bidirectional attention": self.spans,
         }
         return " and ".join(name for name, is_so in named.items() if is_so)
 
@@ -57,7 +63,9 @@ NO_DEMANDS = MediaDemands()
 
 
 def demands_of(model: LoadedModel) -> MediaDemands:
-    """Those of its towers. Raises ModelLoadError where its modules would take them for something else."""
+    """Return the additional inputs that the model's media encoders need. Raises ModelLoadError if the model's modules
+    would ignore them.
+    """
     encoder = model.encoder
     if encoder is None:
         return NO_DEMANDS
@@ -65,16 +73,24 @@ def demands_of(model: LoadedModel) -> MediaDemands:
     demands = MediaDemands(encoder.rope_positions is not None, encoder.num_deepstack, spans)
     base: Any = model.module.base_model
     if demands.sections and not any(hasattr(module, "mrope_section") for module in base.modules()):
-        raise ModelLoadError(f"{type(base).__name__} is not served with media: its rotary embedding has no sections")
+        raise ModelLoadError(
+            f"cannot serve {type(base).__name__} with media: its rotary embedding does not support sections"
+        )
     if demands.num_deepstack and not hasattr(base, "_deepstack_process"):
-        raise ModelLoadError(f"{type(base).__name__} is not served with media: nothing is added behind its layers")
+        raise ModelLoadError(
+            f"cannot serve {type(base).__name__} with media: its layers do not add deepstack embeddings"
+        )
     return demands
 
 
 @dataclass(frozen=True, slots=True)
 class FedTokens:
-    """Tokens that the device knows and the host does not: those of ``rows`` int64 ``[n]`` of ``newest`` int32, at ``places``
-    int64 ``[n]`` of the flat batch.
+    """Tokens that the device has sampled and the host has not received yet.
+
+    Attributes:
+        newest: int32, the newest token of each row, on the device.
+        places: int64 ``[n]``, positions in the flat batch where the tokens belong.
+        rows: int64 ``[n]``, rows of ``newest`` that hold these tokens.
     """
 
     newest: torch.Tensor
@@ -82,15 +98,19 @@ class FedTokens:
     rows: IntArray
 
     def write(self, token_ids: torch.Tensor) -> None:
-        """Put them into ``token_ids`` ``[tokens]``, integers on the device."""
+        """Write the tokens into ``token_ids`` ``[tokens]``, an integer tensor on the device."""
         places, rows = to_device(np.stack([self.places, self.rows]), token_ids.device)
         token_ids.index_copy_(0, places, self.newest.index_select(0, rows).to(token_ids.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a step's tokens are to be chosen on the device, right behind its logits: by ``draws`` of the rows that get logits. They
-    become the newest of ``kept_rows`` int64 ``[rows]`` of ``newest`` int32, whose last number is nobody's.
+    """Sampling that the device does directly after it has computed a step's logits.
+
+    Attributes:
+        draws: Sampling parameters of the rows that get logits.
+        newest: int32, receives the chosen tokens. Its last entry belongs to no request.
+        kept_rows: int64 ``[rows]``, rows of ``newest`` to write.
     """
 
     draws: PlainDraws
@@ -100,15 +120,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The tokens of a step, flat, on the host: ``token_ids`` and ``positions`` int64 ``[tokens]``, ``attention`` one entry per
-    KV cache group. ``embedded`` ``[tokens, hidden size]`` stands for the token ids where some of them are vectors: made by
-    ``ForwardPass.embed``, then changed. It may be overwritten. ``fed``: tokens whose ids are not those of ``token_ids``; there
-    are none beside ``embedded``. ``choice``: for a pass that can choose tokens itself; others leave that to whoever calls.
-    ``segments``: the tokens that have adapters, for an ``AdaptedForward``.
+    """Tokens of a step, flat, on the host.
 
-    ``rope_positions`` int64 ``[3, tokens]``: where the tokens stand in time, height and width for rotary embeddings with
-    sections (M-RoPE); None: at ``positions`` in all of them. ``deepstack`` ``[layers, tokens, hidden size]`` on the device: what
-    is added to the hidden states behind each of the first layers; only beside ``embedded``.
+    Attributes:
+        token_ids: int64 ``[tokens]``.
+        positions: int64 ``[tokens]``.
+        attention: One entry per KV cache group.
+        embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller makes it with
+            ``ForwardPass.embed`` and then changes it. The pass may overwrite it.
+        fed: Tokens whose ids are not in ``token_ids`` yet. Never set together with ``embedded``.
+        choice: Sampling for a pass that can sample itself. Other passes leave sampling to the caller.
+        segments: The tokens with LoRA adapters, for an ``AdaptedForward``.
+        rope_positions: int64 ``[3, tokens]``, time, height and width positions for rotary embeddings with sections (M-RoPE).
+            If None, all three are ``positions``.
+        deepstack: ``[layers, tokens, hidden size]`` on the device, added to the hidden states after each of the first layers.
+            Only set together with ``embedded``.
     """
 
     token_ids: IntArray
@@ -124,9 +150,14 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """``logits`` ``[rows, vocab]``. ``states``: what ``ForwardPass.head`` takes; None where they were not asked for.
-    ``launched``: the tokens, where the pass was to choose them and did. ``hidden`` ``[tokens, layers * hidden size]``: what
-    ``ForwardPass.keep_hidden`` asked for, side by side; a tensor of its own.
+    """Result of a forward pass.
+
+    Attributes:
+        logits: ``[rows, vocab]``.
+        states: Input for ``ForwardPass.head``, or None if ``keep_states`` was false.
+        launched: The sampled tokens, if the pass was asked to sample and did.
+        hidden: ``[tokens, layers * hidden size]``, the hidden states that ``ForwardPass.keep_hidden`` selected, side by side.
+            A new tensor.
     """
 
     logits: torch.Tensor
@@ -137,9 +168,14 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChainedDraws:
-    """How the first requests of a step go on behind it. ``counts`` int64 ``[requests]``: tokens to choose, one at least, of no
-    request more than of the one before. ``temperature`` float32 ``[requests]``, 0 is greedy; ``uniforms`` float64
-    ``[counts[0], requests]``; there are no filters. ``vocab_size``: how many of the logits tokens are chosen from.
+    """Sampling parameters for tokens that follow the first requests of a step (see ``ChainedForward``). There are no
+    filters.
+
+    Attributes:
+        counts: int64 ``[requests]``, tokens to sample per request: at least 1, and in descending order.
+        temperature: float32 ``[requests]``, 0 is greedy.
+        uniforms: float64 ``[counts[0], requests]``.
+        vocab_size: Number of logits to sample from.
     """
 
     counts: IntArray
@@ -150,70 +186,80 @@ class ChainedDraws:
 
 @runtime_checkable
 class ChainedForward(Protocol):
-    """What a pass does besides that goes on from the tokens that it chooses, without anybody's asking for the steps between."""
+    """Optional interface of a pass that continues from its own sampled tokens, without a call per step."""
 
     @property
     def chains(self) -> bool:
-        """Whether it does so for its model."""
+        """Whether the pass can do this for its model."""
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """Compute the tokens of a step, choose one behind the last of each of its first requests, compute these, and so on; the
-        last ones are not computed. Block tables reach as far. Tokens int64 ``[counts[0], requests]``, 0 where none is wanted.
+        """Compute a step's tokens, sample a token for each of its first requests, compute these tokens, and so on.
+
+        The last sampled tokens are not computed. The block tables must cover all sampled tokens. Returns the tokens,
+        int64 ``[counts[0], requests]``, with 0 where a request wants no more tokens.
         """
 
 
 @runtime_checkable
 class KeptWeights(Protocol):
-    """What a pass does besides whose weights may leave the device and come back to where they were."""
+    """Optional interface of a pass whose weights can leave the device and return to the same addresses."""
 
     def weights(self) -> list[torch.Tensor]:
-        """All that depends on the checkpoint, in an order of the model's."""
+        """Return all tensors that depend on the checkpoint, in the model's order."""
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``, the same checkpoint on the host, to where these are. It is used up."""
+        """Copy the weights of ``model``, the same checkpoint on the host, into this pass's tensors. ``model`` cannot be
+        used afterwards.
+        """
 
 
 class ForwardPass(Protocol):
-    """The embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
+    """Embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
 
-    ``bind`` comes before the first step. Each build is made from the loaded checkpoint and proved against the model's own
-    modules before it serves, see ``build_forward``.
+    Call ``bind`` before the first step. ``build_forward`` makes each implementation from the loaded checkpoint and
+    compares it with the model's own modules before it serves.
     """
 
     device: torch.device
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer asks of the KV cache, by layer name in execution order."""
+        """KV cache requirements of each attention layer, by layer name in execution order."""
 
     @property
     def memory(self) -> KVMemory:
-        """Allocates KV caches for ``bind``, in the layouts that the pass keeps them in."""
+        """Allocator of KV caches for ``bind``, in the layouts that the pass uses."""
 
     @property
     def separate_head(self) -> bool:
-        """Whether ``head`` can be called; else ``run`` must be given all rows whose logits are wanted."""
+        """Whether ``head`` can be called. If not, ``run`` needs all rows whose logits are wanted."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, packed ones included."""
+        """Bytes of the weights, including packed weights."""
 
     def bind(self, caches: LayerCaches) -> None:
-        """Run on this KV cache from now on. An empty one lets go of that before."""
+        """Use this KV cache from now on. An empty one releases the current cache."""
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """``[tokens, hidden size]`` on the device, a new tensor: what the first layer gets for int64 ``[tokens]``."""
+        """Return the first layer's input for int64 ``[tokens]``: a new tensor ``[tokens, hidden size]`` on the device."""
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Give hidden states of the tokens from the next run on, as transformers counts them: ``i`` is what comes into layer i,
-        the number of layers what the last norm puts out.
+        """Return hidden states from the next run on, for the given layers.
+
+        Layers are numbered as in transformers: ``i`` is the input of layer i, and the number of layers is the output of
+        the last norm.
         """
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Compute the tokens of a step and write their keys and values. Logits of ``rows`` (int64) of the flat batch."""
+        """Compute a step's tokens and write their keys and values. Returns the logits of ``rows`` (int64) of the flat
+        batch.
+        """
 
     def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Logits ``[len(rows), vocab]`` at ``rows`` (int64, on the device) of the flat batch of the run that gave ``states``."""
+        """Return logits ``[len(rows), vocab]`` for ``rows`` (int64, on the device) of the flat batch that produced
+        ``states``.
+        """
 
     def to(self, device: torch.device) -> None:
-        """Move the weights: away from the device while the engine sleeps, and back."""
+        """Move the weights off the device while the engine sleeps, and back."""

@@ -1,4 +1,4 @@
-"""Builds what runs a loaded model: the fastest that is proved to compute what the model's own modules do."""
+"""Builds the forward pass of a loaded model: the fastest candidate whose results match the model's own modules."""
 
 import logging
 from collections.abc import Callable
@@ -42,10 +42,19 @@ _REPLAYING = FusedForward | ReplayedModules
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """What a model is to be run with. ``num_threads``: those of kernels. ``block_size``: tokens of a block of the KV cache.
-    ``cache_dtype``: of the numbers in it, None for that of the model. ``part``: what a rank that shares the model has of it.
-    ``int8``: linear layers' weights were rounded to integers. ``rounded``: CPUs may round inputs of products to bfloat16.
-    ``lora``: what steps may have of adapters, None for none.
+    """Settings for building a model's forward pass.
+
+    Attributes:
+        device: The device that computes.
+        attention_backend: Name of the attention backend, or "auto".
+        kernels: Settings of the kernels.
+        num_threads: Number of kernel threads.
+        block_size: Tokens per KV cache block.
+        cache_dtype: The dtype of the KV cache, or None for the model's dtype.
+        part: This rank's part of a model that ranks share.
+        int8: The weights of linear layers were rounded to integers.
+        rounded: CPUs may round matrix inputs to bfloat16.
+        lora: Limits for LoRA adapters in a step, or None for no adapters.
     """
 
     device: torch.device
@@ -61,20 +70,27 @@ class ForwardConfig:
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
-        """Of logits that may be left in parts."""
+        """Split of the logits, if ranks may leave them in parts."""
         return None if self.part is None else self.part.vocabulary
 
     def agree(self, ok: bool) -> bool:
-        """Whether it is so on all ranks that share the model."""
+        """Return whether ``ok`` is true on all ranks that share the model."""
         return ok if self.part is None else self.part.agree(ok)
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltForward:
-    """A forward pass and the sampler of its logits. ``computing``: what computes, for operators. ``launcher``: has the device
-    choose tokens, where it can. ``graphs``: of the steps that are replayed, None where none are; any thread may ask.
-    ``vocabulary``: of logits that the pass leaves in parts where it is asked to, and the sampler takes so. ``batch_invariant``:
-    logits are, tokens are to be. ``adapted_graphs``: steps with adapters are replayed, too.
+    """Forward pass and the sampler for its logits.
+
+    Attributes:
+        forward: The forward pass.
+        sampler: The sampler.
+        computing: Description of the implementation, for operators.
+        launcher: Samples tokens on the device, or None if the device cannot.
+        graphs: Returns statistics of replayed graphs, or None if no graphs are used. Thread-safe.
+        vocabulary: Split of the logits, if the pass can leave them in parts and the sampler accepts parts.
+        batch_invariant: Logits are batch invariant, so tokens must be too.
+        adapted_graphs: Steps with adapters also use graphs.
     """
 
     forward: ForwardPass
@@ -89,7 +105,7 @@ class BuiltForward:
 
 @dataclass(frozen=True, slots=True)
 class BuiltBackbone:
-    """A model's layers. ``computing``: what computes, for operators."""
+    """Layers of a pooling model. ``computing`` describes the implementation, for operators."""
 
     backbone: Backbone
     computing: str
@@ -97,8 +113,12 @@ class BuiltBackbone:
 
 @torch.inference_mode()
 def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
-    """What runs a model that generates. Raises ModelLoadError for a model that cannot be served, ConfigError for a backend or
-    kernels that cannot be had, and SpentError.
+    """Build the forward pass and sampler of a generative model.
+
+    Raises:
+        ModelLoadError: The model cannot be served.
+        ConfigError: A configured backend or kernel is not available.
+        SpentError: A candidate has used up the model's weights.
     """
     native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
@@ -121,10 +141,10 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
     serve = partial(attended, backend)
 
-    # What ranks exchange is not captured.
+    # Exchanges between ranks cannot be captured in a graph.
     replay = None if config.part else partial(_replayed, probed, adapted)
     attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay)
-    # The fused decoder sums nothing up.
+    # The fused decoder does not sum over ranks, so it cannot serve a part of a model.
     candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend, config.lora)
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends:
@@ -134,13 +154,13 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     proven = first_proven(candidates, run, config.agree)
     _settle(model.module)
     _check_invariant(model, config, proven)
-    if not isinstance(proven.serves, FusedForward):  # beside which weights stay as they are read
+    if not isinstance(proven.serves, FusedForward):  # the fused decoder needs the weights as they were loaded
         _dequantize(model)
         pack_towers(model.encoder, native)
     sampling = native.sampling() if native is not None else None
     computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     launcher = _launcher(model, config, sampling, proven.serves)
-    vocabulary = config.vocabulary if launcher is None else None  # a device chooses from all logits
+    vocabulary = config.vocabulary if launcher is None else None  # the device samples from whole logits only
     if launcher is not None:
         computing += ", Triton sampler"
     if config.kernels.batch_invariant:
@@ -163,8 +183,9 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
 @torch.inference_mode()
 def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -> BuiltForward:
-    """What runs one stage of a model that generates, with its links open; the other layers are freed. The model is on the host.
-    Raises as ``build_forward`` does, and ModelLoadError for a model that is not served in stages.
+    """Build one stage of a generative model, open its links and free the other layers. The model must be on the host.
+
+    Raises the errors of ``build_forward``, and ModelLoadError for a model that cannot be split into stages.
     """
     native, attends, backend = open_backends(config)
     whole = probe_model(model, torch.device("cpu"), config.block_size, config.cache_dtype)
@@ -200,7 +221,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
 
 @torch.inference_mode()
 def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
-    """What runs the layers of a model that is pooled. Raises as ``build_forward`` does."""
+    """Build the layers of a pooling model. Raises the errors of ``build_forward``."""
     native, attends, backend = open_backends(config)
     specs = in_cache_dtype(probe_specs(model, config.device, config.block_size), config.cache_dtype)
 
@@ -232,7 +253,9 @@ def _describe(native: NativeBackend | None, config: ForwardConfig, name: str | N
 def _replayed(
     probed: ProbedModel, adapted: SlotModules | None, attends: TritonAttention, graphs: StepGraphs
 ) -> tuple[ForwardPass, Callable[[], str]]:
-    """The modules, steps of which are replayed, and what tells why they are not."""
+    """Return a pass that replays steps of the model's modules, and a function that returns the reason if it does not
+    replay.
+    """
     forward = ReplayedModules(probed, attends, graphs, adapted)
     return forward, lambda: forward.failure
 
@@ -240,7 +263,9 @@ def _replayed(
 def _launcher(
     model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None, serves: ForwardPass | None
 ) -> TokenLauncher | None:
-    """What chooses tokens on the device, where it does on those of all ranks. What ``serves`` may do it by the same kernels."""
+    """Return the device sampler, or None unless every rank has one. If ``serves`` can sample itself, it gets the same
+    kernels.
+    """
     launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
     if not config.agree(launcher is not None) or launcher is None:
         return None
@@ -255,7 +280,7 @@ def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None
 
 
 def open_backends(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
-    """The kernels, whether they attend, and what attends."""
+    """Return the native kernels, whether they compute attention, and the attention backend."""
     native = open_backend(config.kernels, config.device, config.num_threads, rounded=config.rounded)
     if native is None or not native.uses.attention:
         return native, False, create_backend(config.attention_backend, config.device)
@@ -264,34 +289,41 @@ def open_backends(config: ForwardConfig) -> tuple[NativeBackend | None, bool, At
 
 
 def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[ForwardPass]) -> None:
-    """Raise ModelLoadError where ``kernels.batch_invariant`` is asked for and no decoder of ours serves."""
+    """Raise ModelLoadError if ``kernels.batch_invariant`` is true but the chosen implementation is not a
+    batch-invariant decoder.
+    """
     if not config.kernels.batch_invariant or isinstance(proven.serves, FusedForward | NativeForward):
         return
     on_cpu = config.device.type == "cpu"
     decoder, page = ("the CPU kernels' decoder", "models") if on_cpu else ("the fused decoder", "gpu")
     raise ModelLoadError(
-        f"kernels.batch_invariant is true, and {decoder}, which alone keeps to it, does not compute "
-        f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md names for it"
+        f"kernels.batch_invariant is true, but only {decoder} is batch invariant, and it does not compute "
+        f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md "
+        "names for it"
     )
 
 
 def _settle(*modules: torch.nn.Module) -> None:
-    """Widen what is stored in 16 bits and nobody has taken over."""
+    """Convert weights that are stored in 16 bits and used by no kernel to the compute dtype."""
     if num_bytes := sum(map(settle, modules)):
-        logger.info("weights that the kernels do not multiply with are widened: they take %s", in_units(num_bytes))
+        logger.info(
+            "converted weights that no native kernel uses to the compute dtype: they take %s", in_units(num_bytes)
+        )
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Linear layers and experts that keep quantized weights for a decoder that does not serve. Raises ModelLoadError."""
+    """Dequantize linear layers and experts whose quantized weights only the fused decoder could use. Raises
+    ModelLoadError.
+    """
     try:
         num_bytes = dequantize_kept(model.module, model.dtype)
     except torch.OutOfMemoryError as e:
         raise ModelLoadError(
-            f"the fused decoder does not serve {type(model.module).__name__} with quantized weights, and dequantized to "
-            f"{str(model.dtype).removeprefix('torch.')} they do not fit: {first_line(e)}"
+            f"the fused decoder does not serve {type(model.module).__name__} with quantized weights, and the "
+            f"weights do not fit when dequantized to {str(model.dtype).removeprefix('torch.')}: {first_line(e)}"
         ) from e
     if num_bytes:
-        logger.warning("linear layers and experts are dequantized: their weights take %s", in_units(num_bytes))
+        logger.warning("dequantized linear layers and experts: their weights take %s", in_units(num_bytes))
 
 
 def _log(computing: str, proven: Proven[object]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts and steps without meaning, to see what a forward pass computes and to warm it up."""
+"""Prompts and steps with arbitrary tokens, used to compare forward passes and to warm them up."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,22 +12,26 @@ from penstock_enginecore.forward.base import NO_DEMANDS, Choice, ForwardBatch, F
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 
-# Prompts and steps without meaning, to see what a forward pass computes and to warm it up.
-
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
-"""Where a prompt is cut so that its parts are a prompt, a token, a piece of a prompt, and two tokens one by one."""
+"""Positions that cut a prompt into a prompt, one token, a piece of a prompt, and two single tokens."""
 _SPAN = slice(4, 11)
-"""Where an image would stand, in a prompt of a model that takes some: within its first part."""
+"""Position of an image in a multimodal prompt, inside the first part."""
 _SPAN_WIDTH = 3
 _BLOCK_SIZE = 16
-"""Of every backend's layout some whole tiles."""
+"""Tokens per block: a whole number of tiles in every backend's layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``token_ids`` and ``positions`` int64 ``[tokens]``; ``metadata`` in a cache of ``num_blocks`` blocks, the null block
-    included. ``demands``: what the step of its beginning has besides.
+    """Prompt for comparing forward passes.
+
+    Attributes:
+        token_ids: int64 ``[tokens]``.
+        positions: int64 ``[tokens]``.
+        metadata: Attention metadata for a KV cache of ``num_blocks`` blocks.
+        num_blocks: Number of blocks, including the null block.
+        demands: Media inputs that the first step of the prompt has.
     """
 
     token_ids: IntArray
@@ -38,17 +42,19 @@ class Probe:
 
     @classmethod
     def prompt(cls, vocab_size: int, demands: MediaDemands = NO_DEMANDS) -> "Probe":
-        """A prompt of a few tokens from all over the vocabulary. Where there are ``demands``, some of them are an image's."""
+        """Return a short prompt with tokens from the whole vocabulary. If there are ``demands``, part of it is an
+        image.
+        """
         probe = cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
         return replace(probe, demands=demands)
 
     @classmethod
     def prompts(cls, vocab_size: int, demands: MediaDemands) -> "list[Probe]":
-        """The prompt, and where there are ``demands`` also the one that has an image."""
+        """Return the text prompt, and also the prompt with an image if there are ``demands``."""
         return [cls.prompt(vocab_size), *([cls.prompt(vocab_size, demands)] if demands else [])]
 
     def batch(self, forward: ForwardPass, start: int, end: int) -> ForwardBatch:
-        """The step of tokens ``start`` to ``end`` of the only sequence."""
+        """Return a step for tokens ``start`` to ``end`` of the only sequence."""
         of, part = self.metadata, slice(start, end)
         starts, lengths = np.array([0, end - start]), np.array([end])
         metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
@@ -56,8 +62,10 @@ class Probe:
         return self._with_media(batch, forward) if start == 0 else batch
 
     def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
-        """As if an image stood in the span: its tokens go down and to the right, see each other, and have rows behind the first
-        layers, as large as what is there.
+        """Return the batch with an image in the span.
+
+        The image's tokens have two-dimensional positions, attend to each other, and get deepstack rows as large as the
+        embeddings.
         """
         demands = self.demands
         if demands.spans:
@@ -79,12 +87,12 @@ class Probe:
 
     @classmethod
     def largest(cls, num_tokens: int, max_len: int, block_size: int) -> "Probe":
-        """``num_tokens`` new tokens of sequences as long as may be, ``max_len`` tokens at most."""
+        """Return a probe with ``num_tokens`` new tokens in sequences as long as possible, up to ``max_len`` tokens."""
         return cls._of(np.zeros(num_tokens, dtype=np.int64), min(num_tokens, max_len), block_size)
 
     @classmethod
     def _of(cls, token_ids: IntArray, length: int, block_size: int) -> "Probe":
-        """``token_ids`` in sequences of ``length``, the last of which may be shorter."""
+        """Return a probe with ``token_ids`` in sequences of ``length``. The last sequence may be shorter."""
         count = len(token_ids)
         starts = np.append(np.arange(0, count, length), count)
         sequence, positions = np.divmod(np.arange(count), length)
@@ -97,7 +105,9 @@ class Probe:
 
 
 def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = None) -> torch.Tensor:
-    """Logits ``[len(rows), vocab]`` at ``rows`` of ``probe``, of all tokens for None. Leaves ``forward`` without a KV cache."""
+    """Return logits ``[len(rows), vocab]`` for ``rows`` of ``probe``, or for all tokens if None. Leaves ``forward``
+    without a KV cache.
+    """
     forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
     try:
         batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])
@@ -109,8 +119,9 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
 
 
 def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torch.Tensor:
-    """As ``probe_logits``, of all tokens of the one sequence of ``probe``, in a step for each part between ``cuts``: later parts
-    read from the cache what earlier ones have written.
+    """Return logits of all tokens of the probe's one sequence, computed in one step per part between ``cuts``.
+
+    Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
     """
     of = probe.metadata
     forward.bind(forward.memory.throwaway(of.block_size, probe.num_blocks))
@@ -127,8 +138,10 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
 def blank_decodes(
     size: int, num_groups: int, block_size: int, newest: torch.Tensor, *, adapted: bool = False
 ) -> tuple[ForwardBatch, IntArray]:
-    """A token for each of ``size`` requests, which see the null block, write nowhere, and whose next tokens go to the last of
-    ``newest``; and the rows that get logits. ``adapted``: the step launches what steps with adapters do, and has none.
+    """Return a decode step of one token for each of ``size`` dummy requests, and the rows that get logits.
+
+    The requests attend to the null block, write no keys and values, and store their next tokens in the last entry of
+    ``newest``. If ``adapted``, the step launches the kernels for adapters without any adapter.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)

@@ -1,7 +1,7 @@
-"""Faster builds of a model, or of parts of it, and the proof that they compute what its own modules do.
+"""Faster implementations of a model or of its parts, and the check that they compute the same as its own modules.
 
-A prompt of a few tokens runs by the modules and by each candidate, on caches of their own. The first candidate whose results
-are the same takes over; what the others failed at is told.
+A short prompt runs through the modules and through each candidate, each with a separate cache. The first candidate with
+matching results serves the model. The log names the other candidates and why they were rejected.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,24 +12,20 @@ import torch
 
 from penstock_enginecore.models.errors import UnsuitableError
 
-# Faster builds of a model, or of parts of it, and the proof that they compute what its own modules do.
-#
-# A prompt of a few tokens runs by the modules and by each candidate, on caches of their own. The first candidate whose results
-# are the same takes over; what the others failed at is told.
-
 T_co = TypeVar("T_co", covariant=True)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Differences, as shares of the length of the whole as a vector, that another order of summation does not make: by the dtype
-in which the model's own modules compute.
+"""Largest accepted difference, relative to the norm of the whole result, by the dtype in which the model's own modules
+compute. A different order of summation stays below it.
 """
 
 _ELSEWHERE = "another worker cannot use it"
 
 
 class SpentError(Exception):
-    """The candidate ``name`` is refuted and the weights that it was made of are gone: load the model again, without it. The
-    message says why.
+    """Reports that a candidate was rejected after the model's weights were freed.
+
+    The model must be loaded again, without the candidate ``name``. The message gives the reason.
     """
 
     def __init__(self, name: str, reasons: str) -> None:
@@ -38,30 +34,35 @@ class SpentError(Exception):
 
 
 class Replacement(Protocol[T_co]):
-    """Computes what modules did. Until it has taken over, ``undo`` leaves the model as it was."""
+    """Faster replacement of model modules. Until ``take_over``, ``undo`` restores the model."""
 
     def probe(self) -> torch.Tensor:
-        """What it makes of the probe: float32, of the shape of what the modules make of it."""
+        """Return the result for the probe: float32, in the shape of the modules' result."""
 
     def where(self) -> str:
-        """Which part of the model it computes otherwise, to follow what its results differ by; empty where it cannot tell."""
+        """Return which part of the model differs, as text to append to the reported difference. Empty if unknown."""
 
     def take_over(self) -> T_co:
-        """Free the weights it stands for, and return what serves from now on.
+        """Free the weights of the replaced modules and return the implementation that serves from now on.
 
-        Adapters need more than the numbers: the linear layers stay in the model, under their names, with ``in_features`` and
-        ``out_features``. Only their weights are empty, so an adapter can add to a layer's product, but not to its weight.
+        The replaced linear layers stay in the model for adapters, under their names, with ``in_features`` and
+        ``out_features``. Their weights are empty, so an adapter can add to a layer's output but cannot change its
+        weight.
         """
 
     def undo(self) -> None:
-        """Put back what making it has changed. Not called where that has spent the weights."""
+        """Restore the model. Not called if building the replacement freed the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[T_co]):
-    """``build`` makes the replacement called ``name``; UnsuitableError where that cannot be. ``rounds_to``: what it rounds inputs
-    of products to, None where it rounds no more than the modules do. ``spends``: building it lets go of the model's own weights,
-    so that nothing can be undone.
+    """Replacement that ``first_proven`` can try.
+
+    Attributes:
+        name: Name for the log.
+        build: Makes the replacement. Raises UnsuitableError if the model is not supported.
+        rounds_to: The dtype to which matrix inputs are rounded, or None if they are rounded no more than in the modules.
+        spends: Building frees the model's own weights, so ``undo`` is impossible.
     """
 
     name: str
@@ -70,38 +71,47 @@ class Candidate(Generic[T_co]):
     spends: bool = False
 
     def tolerance(self, expected: torch.dtype) -> float:
-        """How far its results may be from those of modules that compute in ``expected``."""
+        """Return the largest accepted difference from modules that compute in ``expected``."""
         return max(TOLERANCES[expected], TOLERANCES[self.rounds_to or expected])
 
 
 @dataclass(frozen=True, slots=True)
 class Proven(Generic[T_co]):
-    """``serves`` has taken over, by the candidate ``name``; both None where none was proved."""
+    """Result of trying all candidates. ``name`` and ``serves`` are the accepted candidate, or None if none was
+    accepted.
+    """
 
     name: str | None
     serves: T_co | None
     unsuitable: dict[str, str]
-    """By candidate, why it was not made."""
+    """Reasons for candidates that could not be built, by name."""
     refuted: dict[str, str]
-    """By candidate, what its results were like."""
+    """Reasons for candidates whose results differed, by name."""
 
     @property
     def reasons(self) -> str:
-        """Why candidates before ``name`` do not serve, to follow what computes in a line of a log."""
+        """Text for the log: why the candidates before ``name`` are not used."""
         return "".join(f"; {name} not used: {reason}" for name, reason in {**self.unsuitable, **self.refuted}.items())
 
 
 def alone(ok: bool) -> bool:
-    """What a rank that shares its model with no others agrees to."""
+    """Return ``ok``: the agreement of a rank that shares its model with no other rank."""
     return ok
 
 
 def first_proven(
     candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor], agree: Callable[[bool], bool] = alone
 ) -> Proven[T_co]:
-    """Try ``candidates`` in order until one makes of the probe what ``run``, the model's own modules, makes of it, and let that
-    one take over. ``agree``: whether it is so on all ranks of the model, which take the same one. Raises SpentError, on all of
-    them.
+    """Try ``candidates`` in order, and let the first one take over whose result matches that of ``run``, the model's
+    own modules.
+
+    Args:
+        candidates: The candidates, fastest first.
+        run: Returns the modules' result for the probe.
+        agree: Returns whether a condition holds on all ranks of the model, so that all ranks accept the same candidate.
+
+    Raises:
+        SpentError: A rejected candidate has freed the weights. Raised on all ranks.
     """
     unsuitable: dict[str, str] = {}
     refuted: dict[str, str] = {}
@@ -124,7 +134,7 @@ def first_proven(
 
 
 def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
-    """The replacement, or why there is none."""
+    """Return the replacement, or the reason why it cannot be built."""
     try:
         return candidate.build(), ""
     except UnsuitableError as e:
@@ -132,17 +142,17 @@ def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
 
 
 def _difference(replacement: Replacement[object], expected: torch.Tensor, tolerance: float) -> str | None:
-    """How the results of ``replacement`` differ by more than ``tolerance``, None where they do not."""
+    """Return a description of a difference greater than ``tolerance``, or None if there is none."""
     try:
         result = replacement.probe()
-    except Exception as e:  # a model may read the weight of a layer that is packed
+    except Exception as e:  # for example, a model may read the weight of a packed layer
         return f"{type(e).__name__}: {e}"
     difference = distance(result, expected)
-    if difference <= tolerance:  # which no NaN is
+    if difference <= tolerance:  # false for NaN
         return None
     return f"its results differ by {difference:.3g}{replacement.where()}"
 
 
 def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far ``result`` is from ``expected``, as a share of the length of ``expected`` as a vector."""
+    """Return the norm of the difference, relative to the norm of ``expected``."""
     return float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))

@@ -1,4 +1,6 @@
-"""The forward pass by transformers' own modules, with attention over the paged cache. Every family that is served runs so."""
+"""Forward pass by transformers' own modules, with attention over the paged KV cache. It works for every supported model
+family.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,43 +26,43 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 
-# The last part of a causal language model on its own: logits of chosen rows, made from hidden states.
+# Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
-# Models end in more than a matrix: soft caps, scales and casts. So it is the model's own ``forward`` that runs, with its
-# base model replaced for the call by one that returns the hidden states it is given.
+# Models do more after the last layer than a matrix product: soft caps, scales and casts. So the model's own ``forward``
+# runs, and a module that returns the given hidden states replaces its base model during the call.
 
 
 class _Replay(torch.nn.Module):
-    """Stands for the base model."""
+    """Replaces the base model and returns a given output."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
         self._output = output
 
     def forward(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - the signature of any base model
-        """The output it was made with."""
+        """Return the given output."""
         return self._output
 
 
 class HiddenStates:
-    """What the base model put out in the forward pass inside a ``Head.capture`` block."""
+    """Output of the base model in the forward pass inside a ``Head.capture`` block."""
 
     def __init__(self) -> None:
         self.output: Any = None
 
 
 class Head:
-    """Logits of rows of a forward pass. Not for use by several threads at once."""
+    """Computes logits of chosen rows of a forward pass. Not thread-safe."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        # Most are called by the prefix that their class names; Llama 4's text model is not.
+        # Most base models have the name of the class's prefix. Llama 4's text model does not.
         models = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
         self._name = module.base_model_prefix if module.base_model_prefix in models or not models else models[0]
 
     @contextmanager
     def capture(self) -> Iterator[HiddenStates]:
-        """Keep the hidden states of the forward pass in the ``with`` block, for ``logits``."""
+        """Return a context that keeps the hidden states of the forward pass inside it, for ``logits``."""
         states = HiddenStates()
 
         def keep(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -75,13 +77,15 @@ class Head:
                 handle.remove()
 
     def reproduces(self, states: HiddenStates, logits: torch.Tensor) -> bool:
-        """Whether this model comes apart: its head makes of ``states`` the ``logits`` ``[tokens, vocab]`` of the pass."""
+        """Return whether the head can be called separately: it must compute the pass's ``logits`` ``[tokens, vocab]``
+        from ``states``.
+        """
         if not dataclasses.is_dataclass(states.output) or not hasattr(states.output, "last_hidden_state"):
             return False
         return torch.equal(self.logits(states, torch.arange(len(logits), device=logits.device)), logits)
 
     def logits(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
-        """Logits ``[len(rows), vocab]`` at ``rows`` (int64) of the flat batch of the pass that gave ``states``."""
+        """Return logits ``[len(rows), vocab]`` for ``rows`` (int64) of the flat batch that produced ``states``."""
         hidden = states.output.last_hidden_state[:, rows]
         modules = self._module._modules
         base = modules[self._name]
@@ -98,8 +102,16 @@ NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """A loaded model and what a forward pass over one token has shown of it: its attention ``calls`` in order, the ``specs`` of
-    their caches by layer name, and whether its head runs on its own. ``cache_dtype``: of the numbers in these caches.
+    """Loaded model and the results of a forward pass over one token.
+
+    Attributes:
+        model: The loaded model.
+        device: The device of the pass.
+        calls: The model's attention calls, in order.
+        specs: KV cache specs by layer name.
+        head: The model's head.
+        separate_head: The head can be called separately.
+        cache_dtype: The dtype of the KV caches.
     """
 
     model: LoadedModel
@@ -112,20 +124,21 @@ class ProbedModel:
 
     @property
     def demands(self) -> MediaDemands:
-        """What its steps have besides tokens and embeddings."""
+        """Additional inputs that the model's media need."""
         return demands_of(self.model)
 
     @property
     def cache_scales(self) -> Mapping[str, KVScales]:
-        """Those of an fp8 cache, by layer name."""
+        """Scales of an fp8 KV cache, by layer name."""
         return self.model.kv_scales if self.cache_dtype == FLOAT8 else NO_SCALES
 
 
 def probe_model(
     model: LoadedModel, device: torch.device, block_size: int, cache_dtype: torch.dtype | None = None
 ) -> ProbedModel:
-    """Run a token through ``model`` and look at what its layers ask for. ``cache_dtype``: of their keys and values in the cache,
-    None for that of the model. Raises ModelLoadError.
+    """Run one token through ``model`` and return the KV cache requirements of its layers.
+
+    ``cache_dtype`` is the dtype of the KV cache, or None for the model's dtype. Raises ModelLoadError.
     """
     _expect_no_padding(model.module)
     context, head = ProbeContext(), Head(model.module)
@@ -140,42 +153,52 @@ def probe_model(
     specs = in_cache_dtype(layer_specs(model.module, context.calls, block_size), cache_dtype)
     if dtype == FLOAT8 and (unknown := sorted(model.kv_scales.keys() - specs.keys())):
         raise ModelLoadError(
-            f"cache.dtype is 'fp8', and the checkpoint has scales for {unknown[0]}, which is no attention layer of "
-            f"{type(model.module).__name__}; use 'auto'"
+            f"cache.dtype is 'fp8', but the checkpoint has scales for {unknown[0]}, which is not an attention "
+            f"layer of {type(model.module).__name__}; use 'auto'"
         )
     return ProbedModel(model, device, context.calls, specs, head, separate, dtype)
 
 
 def _expect_no_padding(module: PreTrainedModel) -> None:
-    """Some models look, in every call, for padding without a mask, to warn of it: a read on the host. There is none here."""
+    """Turn off transformers' warning about padding without a mask. Its check reads from the device in every call."""
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *args: None  # noqa: ARG005
 
 
 def in_cache_dtype(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype | None) -> dict[str, KVCacheSpec]:
-    """``specs`` of caches that hold numbers of ``dtype``, None for those of the model."""
+    """Return ``specs`` for KV caches of ``dtype``, or unchanged for None."""
     if dtype is None:
         return dict(specs)
     return {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
 
 
 def unsupported(module: torch.nn.Module, error: Exception) -> str:
-    """Why a model that raised ``error`` at its first token cannot be served."""
+    """Return the error text for a model that raised ``error`` at its first token."""
     return f"{type(module).__name__} is not supported: it fails on one token: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """Of a forward pass, for ``ModulesForward.head``: what the base model put out, and which of its tokens have adapters."""
+    """States of a forward pass for ``ModulesForward.head``.
+
+    Attributes:
+        hidden: Output of the base model.
+        segments: The tokens with LoRA adapters.
+    """
 
     hidden: HiddenStates
     segments: Sequence[LoraSegment]
 
 
 class ModulesForward:
-    """A ``ForwardPass`` that calls the model. ``packed_bytes``: what modules hold besides their parameters. ``adapted``: what
-    adds for adapters, by torch for None.
+    """``ForwardPass`` that calls the model's modules.
+
+    Args:
+        probed: The model and its KV cache specs.
+        backend: Computes attention.
+        packed_bytes: Bytes that modules hold in addition to their parameters.
+        adapted: Computes LoRA adapters, or None to compute them with torch.
     """
 
     def __init__(
@@ -199,26 +222,26 @@ class ModulesForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of what was packed of them."""
+        """Bytes of the model's parameters and of their packed copies."""
         return module_bytes(self._module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Attention modules find their part of ``caches`` by their names."""
+        """Use ``caches``. Attention modules find their cache by name."""
         if caches and isinstance(self._adapted, SlotModules):
             self._adapted.allocate()
         self._caches = caches_by_module(self._module, caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """By the model's embedding module, in the model's dtype."""
+        """Return embeddings from the model's embedding module, in the model's dtype."""
         embedded = self._module.get_input_embeddings()(self._to_device(token_ids)[None])
         return cast("torch.Tensor", embedded[0])
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """As the model itself puts them out."""
+        """Return hidden states from the next run on, as the model itself outputs them."""
         self._kept_layers = tuple(layers)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """One call of the model. States are what its layers put out, kept where its head can be called on its own."""
+        """Call the model once. States are kept only if the head can be called separately."""
         if batch.embedded is None:
             token_ids = self._to_device(batch.token_ids)
             if batch.fed is not None:
@@ -239,41 +262,41 @@ class ModulesForward:
         return ForwardOutput(logits, kept, hidden=hidden)
 
     def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
-        """By the model's own ``forward`` behind its layers."""
+        """Return logits by calling the model's ``forward`` with the kept hidden states."""
         of = rows.cpu().numpy() if states.segments else NO_ROWS
         with self._adding(states.segments, of, 0):
             return self._head.logits(states.hidden, rows)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """To the modules of its names."""
+        """Prepare an adapter for the modules that it names."""
         return self._adapted.prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Between steps."""
+        """Add an adapter. Call it only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """From all of them."""
+        """Remove an adapter from all modules."""
         self._adapted.remove(digest)
 
     def to(self, device: torch.device) -> None:
-        """Moves all of the model's modules."""
+        """Move all of the model's modules."""
         if isinstance(self._adapted, SlotModules):
             self._adapted.release()
         module: torch.nn.Module = self._module
         module.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """Those of the modules, and their buffers."""
+        """Return the parameters and buffers of the modules."""
         return module_tensors(self._module)
 
     def read(self, model: LoadedModel) -> None:
-        """Quantized layers of ``model`` are dequantized first, as these were."""
+        """Copy the weights of ``model``. Its quantized layers are dequantized first, to match this pass."""
         dequantize_kept(model.module, model.dtype)
         copy_weights(module_tensors(model.module), self.weights())
 
     def _adding(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> AbstractContextManager[None]:
-        """A ``with`` block in which modules get what adapters add; without tokens the head alone."""
+        """Return a context in which modules add the adapters' outputs. If ``num_tokens`` is 0, only the head does."""
         if isinstance(self._adapted, SlotModules):
             return self._adapted.step(segments, rows, num_tokens)
         return self._adapted.step(segments, rows)
@@ -283,35 +306,37 @@ class ModulesForward:
 
 
 def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch.nn.Module, LayerCache]:
-    """Those of the attention modules in ``module``, in place of their names."""
+    """Return the KV caches by attention module in ``module``, for caches by layer name."""
     modules = dict(module.named_modules())
     return {modules[name]: cache for name, cache in caches.items()}
 
 
 def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, each once."""
+    """Return the parameters and buffers, each once."""
     return [*module.parameters(), *module.buffers()]
 
 
 @torch.inference_mode()
 def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Overwrite ``targets`` one by one. RuntimeError where they are not of the same shapes and types."""
+    """Overwrite ``targets`` one by one. Raises RuntimeError if shapes or dtypes differ."""
     of_sources, of_targets = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (sources, targets))
     if of_sources != of_targets:
         raise RuntimeError(
-            "the checkpoint is another one than when the engine was started: its weights differ in shape"
+            "the checkpoint differs from the one that the engine started with: its weights have other shapes or dtypes"
         )
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
 
 
 def module_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the parameters of ``module``."""
+    """Return the bytes of the parameters of ``module``."""
     return sum(map(num_bytes, module.parameters()))
 
 
 def deepstack_inputs(deepstack: torch.Tensor | None) -> dict[str, Any]:
-    """What a base model takes for rows ``[layers, tokens, hidden size]`` that are added behind its first layers."""
+    """Return a base model's arguments for embeddings ``[layers, tokens, hidden size]`` that are added after its first
+    layers.
+    """
     if deepstack is None:
         return {}
     everywhere = torch.ones(1, deepstack.shape[1], dtype=torch.bool, device=deepstack.device)
@@ -319,14 +344,16 @@ def deepstack_inputs(deepstack: torch.Tensor | None) -> dict[str, Any]:
 
 
 def position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a base model takes for ``positions`` int64 ``[tokens]``, or ``[3, tokens]`` in sections."""
+    """Return a base model's arguments for ``positions``, int64 ``[tokens]`` or ``[3, tokens]`` in sections."""
     return {"position_ids": positions[None] if positions.ndim == 1 else positions[:, None]}
 
 
 def module_logits(
     module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]`` or ``[3, tokens]``."""
+    """Return logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]`` or ``[3,
+    tokens]``.
+    """
     return module_outputs(module, inputs, positions, rows)[0]
 
 
@@ -337,7 +364,10 @@ def module_outputs(
     rows: torch.Tensor,
     layers: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those logits, and hidden states ``[tokens, layers * hidden size]`` of ``layers``, see ``ForwardPass.keep_hidden``."""
+    """Return the logits of ``module_logits``, and hidden states ``[tokens, layers * hidden size]`` of ``layers``.
+
+    See ``ForwardPass.keep_hidden`` for the numbering of the layers.
+    """
     asked = {"output_hidden_states": True} if layers else {}
     output: Any = module(**inputs, **position_inputs(positions), logits_to_keep=rows, use_cache=False, **asked)
     hidden = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=1) if layers else None

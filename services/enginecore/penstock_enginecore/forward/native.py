@@ -1,9 +1,10 @@
-"""The forward pass of decoders by the CPU kernels: one call per step, and one more for each mixture of experts that they leave to
-its module.
+"""Forward pass of decoder models with the CPU kernels.
 
-Norms, projections, rotary embedding, attention, MLP and head of all layers run inside the kernels, with q, k and v merged into
-one product and gate and up into another whose epilogue is the activation. Weights may be bfloat16; sums and activations are
-float32, and so is the KV cache unless inputs of products are rounded. What is taken over is read from transformers' own modules.
+A step is one kernel call, plus one for each mixture of experts that the model's own module computes. Norms,
+projections, rotary embedding, attention, MLP and head of all layers run inside the kernels. q, k and v are merged into
+one product. Gate and up are merged into another, with the activation as its epilogue. Weights may be bfloat16. Sums and
+activations are float32. The KV cache is float32 too, unless matrix inputs are rounded. The layers are read from
+transformers' own modules.
 """
 
 import ctypes
@@ -54,18 +55,22 @@ from penstock_enginecore.native.linear import MergedUpdate, PackedLinear, Packed
 from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stages import Seams
 
-# Adapters of a model that the CPU kernels' decoder computes.
+# LoRA adapters of a model that the CPU kernels' decoder computes.
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Linear layers by name, whose weights are one product of the decoder's; none for a product that it leaves out."""
+    """Linear layers by name that form one matrix product of the decoder. Empty for a product that the decoder leaves
+    out.
+    """
 
     layers: dict[str, torch.nn.Linear]
     interleaved: bool = False
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
-        """Those of its layers, out of ``updates``. Raises ValueError for one of other features."""
+        """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if an update
+        has other features.
+        """
         own = [updates.pop(name, None) for name in self.layers]
         features = []
         for (name, layer), update in zip(self.layers.items(), own, strict=True):
@@ -80,7 +85,9 @@ class _Place:
 
 
 class DecoderAdapters:
-    """Those of ``module``, by digest: packed for its products in the decoder, and on modules that compute beside it."""
+    """Adapters of ``module`` by digest: packed for the decoder's products, and added to the modules that compute
+    outside the decoder.
+    """
 
     def __init__(self, library: NativeLibrary, module: PreTrainedModel, plan: ModelPlan) -> None:
         self._library = library
@@ -89,7 +96,9 @@ class DecoderAdapters:
         self._beside = AdaptedModules(module)
 
     def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
-        """On any thread. Raises ValueError, see ``AdaptedForward``."""
+        """Prepare an adapter and return the function that adds it. Thread-safe. Raises ValueError, see
+        ``AdaptedForward``.
+        """
         left = dict(adapter.updates)
         packed = PackedUpdates(self._library, [place.take(left) for place in self._places])
         take_beside = self._beside.prepare(LoraAdapter(adapter.digest, left))
@@ -101,24 +110,26 @@ class DecoderAdapters:
         return take
 
     def remove(self, digest: bytes) -> None:
-        """KeyError where it is not there."""
+        """Remove an adapter. Raises KeyError if it is not loaded."""
         del self._packed[digest]
         self._beside.remove(digest)
 
     def structs(self, segments: Sequence[LoraSegment]) -> Any:
-        """An array of them as the decoder takes it. Raises LookupError for an adapter that is not there."""
+        """Return an array of the segments' structs for the decoder. Raises LookupError for an adapter that is not
+        loaded.
+        """
         expect_known(segments, self._packed)
         return (Segment * len(segments))(
             *(self._packed[each.digest].segment(each.first, each.end) for each in segments)
         )
 
     def beside(self, segments: Sequence[LoraSegment], rows: IntArray) -> Any:
-        """A ``with`` block in which modules get rows with ``segments``."""
+        """Return a context in which modules outside the decoder compute rows with ``segments``."""
         return self._beside.step(segments, rows)
 
 
 def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
-    """In the decoder's order: queries, keys and values, output, gate and up, down of each layer, then the head."""
+    """Yield the products in the decoder's order: per layer qkv, output, gate and up, and down, and then the head."""
     names = {id(each): name for name, each in module.named_modules()}
 
     def place(*layers: Any, interleaved: bool = False) -> _Place:
@@ -139,7 +150,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HiddenTokens:
-    """What a step's layers put out, ``x`` float32 ``[tokens, hidden size]``, and which of the tokens have adapters."""
+    """Hidden states after a step's layers.
+
+    Attributes:
+        x: float32 ``[tokens, hidden size]``.
+        segments: The tokens with LoRA adapters.
+    """
 
     x: torch.Tensor
     segments: Sequence[LoraSegment]
@@ -152,8 +168,14 @@ def decoder_candidate(
     part: Part | None = None,
     seams: Seams | None = None,
 ) -> Candidate[ForwardPass]:
-    """All layers in the kernels: of the model, or of a rank's ``part`` of it, or of a stage that was cut at ``seams``. ``run``:
-    what a pass makes of a probe.
+    """Return a candidate that computes all layers in the kernels.
+
+    Args:
+        library: The kernels.
+        probed: The model.
+        run: Returns a pass's result for a probe.
+        part: This rank's part of the model, if ranks share it.
+        seams: Where the model was cut into pipeline stages, if it was.
     """
     spends = has_mixtures(probed.model.module)
     return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
@@ -162,8 +184,14 @@ def decoder_candidate(
 def linear_candidate(
     library: NativeLibrary, module: torch.nn.Module, run: Callable[[], torch.Tensor], serve: Callable[[int], T]
 ) -> Candidate[T]:
-    """The linear layers of ``module`` packed, for models whose other parts the kernels do not know. ``run``: what the model makes
-    of a probe. ``serve``: makes what serves then, of the bytes that are packed.
+    """Return a candidate that packs the linear layers of ``module``, for models whose other parts the kernels do not
+    support.
+
+    Args:
+        library: The kernels.
+        module: The model.
+        run: Returns the model's result for a probe.
+        serve: Makes the implementation that serves, given the number of packed bytes.
     """
 
     def build() -> _PackedModules[T]:
@@ -173,8 +201,9 @@ def linear_candidate(
 
 
 class NativeForward(KernelDecoder):
-    """A ``ForwardPass`` of layers and head, built beside the modules, whose weights it packs. Raises UnsuitableError. See
-    ``decoder_candidate``.
+    """``ForwardPass`` of layers and head in the CPU kernels. It packs the weights of the model's modules.
+
+    Raises UnsuitableError if the kernels do not support the model. See ``decoder_candidate``.
     """
 
     separate_head = True
@@ -198,23 +227,26 @@ class NativeForward(KernelDecoder):
         embedding = EmbeddingLookup(module.get_input_embeddings())
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
-        # Ranks that share experts compute the MLPs of all tokens: so many they have told each other of.
+        # Ranks that share experts compute the MLPs of all tokens, because they have announced this token count to each
+        # other.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Rows of the embedding in float32."""
+        """Return rows of the embedding in float32."""
         return self._embedding.of(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """In float32."""
+        """Return hidden states from the next run on, in float32."""
         self._kept_layers = np.array(layers, dtype=np.int64)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Head included. States are what the layers put out; unless they are kept, the last layer
-        computes behind its keys and values no more than the logits need.
+        """Compute layers and head. The states are the outputs of the layers.
+
+        If they are not kept, the last layer computes only the tokens whose logits are needed, after their keys and
+        values.
         """
         x, embedding = self._entering(batch)
         rotaries = self._rotaries.of_step(batch, x)
@@ -229,7 +261,7 @@ class NativeForward(KernelDecoder):
         if hidden is not None:
             step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
         self._compute(step, x, batch.segments, rows)
-        del deepstack  # the kernels have read it
+        del deepstack  # the kernels have read it by now
         if hidden is not None and len(normed):
             hidden[:, normed] = self._module.model.norm(x)[:, None]
         if self._seams is not None and not self._model.head.n:
@@ -242,22 +274,27 @@ class NativeForward(KernelDecoder):
 
     @property
     def chains(self) -> bool:
-        """Where the kernels compute all of a step, from the embedding on, and share it with nobody."""
+        """Whether the kernels compute whole steps, from the embedding on, and share the model with no other rank or
+        stage.
+        """
         alone = self._part is None and self._seams is None
         known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
         return alone and known and not self._layers.outside and self._model.head.n > 0
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """In one call. Raises IndexError for what the kernels would read beyond tables, ValueError for adapters and media, which
-        the steps between would be without.
+        """Compute all steps in one call.
+
+        Raises:
+            IndexError: The kernels would read beyond a table.
+            ValueError: The batch has adapters or media. The later steps of a chain do not support them.
         """
         if batch.segments:
-            raise ValueError("a chain has no adapters")
+            raise ValueError("chained steps do not support adapters")
         expect_no_media(batch)
         x, embedding = self._entering(batch)
         expect_embeddings(embedding, draws.vocab_size)
         if draws.vocab_size > self._model.head.n:
-            raise IndexError(f"there are {self._model.head.n} logits, not those of {draws.vocab_size} tokens")
+            raise IndexError(f"cannot sample from {draws.vocab_size} tokens: the model has {self._model.head.n} logits")
         chained = ChainedTokens(batch, draws)
         rotaries = self._rotaries.of(chained.positions, x)
         logits = torch.empty(len(chained.rows), self._model.head.n)
@@ -267,7 +304,7 @@ class NativeForward(KernelDecoder):
         return chained.tokens
 
     def head(self, states: HiddenTokens, rows: torch.Tensor) -> torch.Tensor:
-        """The last norm and the head alone."""
+        """Compute only the last norm and the head."""
         logits = torch.empty(len(rows), self._model.head.n)
         x, count, segments = states.x.data_ptr(), len(rows), self._adapters.structs(states.segments)
         self._library.call_on(
@@ -276,15 +313,15 @@ class NativeForward(KernelDecoder):
         return self._finish(logits)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Packed for the products of its layers."""
+        """Pack an adapter for the products of its layers."""
         return self._adapters.prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Between steps."""
+        """Add an adapter. Call it only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """With what is packed of it."""
+        """Remove an adapter and its packed weights."""
         self._adapters.remove(digest)
 
     def _whole_step(
@@ -296,14 +333,14 @@ class NativeForward(KernelDecoder):
         rows: IntArray,
         logits: torch.Tensor,
     ) -> Step:
-        """All layers and the head for ``rows``."""
+        """Return a step for all layers, and for the head at ``rows``."""
         step = self.step(batch, x, embedding, rotaries)
         step.num_rows, step.rows, step.logits = len(rows), rows.ctypes.data, logits.data_ptr()
         step.sum_nanoseconds = self._sum_nanoseconds.ctypes.data
         return step
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
-        """The layers and the head, and between them the MLPs that are modules'. ``x``, ``segments`` and ``rows``: the step's."""
+        """Compute the layers and the head. Modules compute the MLPs that the kernels do not, between kernel calls."""
         structs = self._adapters.structs(segments)
         step.num_segments, step.segments = len(structs), ctypes.addressof(structs)
         for index, mlp in self._layers.outside.items():
@@ -315,14 +352,16 @@ class NativeForward(KernelDecoder):
             of_given = segments_of_rows(segments, rows) if few else segments
             with self._adapters.beside(of_given, rows[:0]):
                 put_out = mlp(given[None])
-            states = put_out[0] if isinstance(put_out, tuple) else put_out  # some give their scores, too
+            states = put_out[0] if isinstance(put_out, tuple) else put_out  # some modules also return router scores
             taken = states[0].contiguous()
             step.first, step.mlp_output = index + 1, taken.data_ptr()
         step.last = self._model.num_layers
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
 
     def _entering(self, batch: ForwardBatch) -> tuple[torch.Tensor, EmbeddingRows | None]:
-        """What the first layer gets, which the kernels overwrite, or memory for it and where they look it up."""
+        """Return the first layer's input, which the kernels overwrite; or memory for it and the table in which the
+        kernels look it up.
+        """
         if self._seams is not None and self._seams.entering is not None:
             return self._seams.entering.clone(), None
         if batch.embedded is not None:
@@ -333,20 +372,20 @@ class NativeForward(KernelDecoder):
         return torch.empty(len(batch.token_ids), self._model.hidden), rows
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Whole, where this rank has some of the columns."""
+        """Return whole logits, also if this rank has only some of the columns."""
         vocabulary = None if self._part is None else self._part.vocabulary
         if vocabulary is None or not self._model.head.n:
             return logits
         return vocabulary.finish(logits)
 
     def take_over(self) -> "NativeForward":
-        """See ``DecoderLayers.free``."""
+        """Free the modules' weights; see ``DecoderLayers.free``."""
         self._layers.free()
         return self
 
 
 class _PackedModules(Generic[T]):
-    """Packed layers in place of a model's own."""
+    """Model whose linear layers are replaced by packed ones."""
 
     def __init__(self, layers: PackedLayers, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
         self._layers = layers
@@ -354,34 +393,37 @@ class _PackedModules(Generic[T]):
         self._serve = serve
 
     def probe(self) -> torch.Tensor:
-        """By the modules, with packed layers among them."""
+        """Run the modules, which include packed layers."""
         return self._run()
 
     def where(self) -> str:
-        """Nothing is known of single layers."""
+        """Return an empty text: differences cannot be assigned to layers."""
         return ""
 
     def take_over(self) -> T:
-        """The layers that stand for others have their names and sizes."""
+        """Return the implementation that serves. The packed layers keep names and sizes of the replaced layers."""
         return self._serve(self._layers.num_bytes)
 
     def undo(self) -> None:
-        """There is nothing to put back."""
+        """Do nothing: the modules' weights are freed already."""
 
 
-# Towers whose linear layers and attention the CPU kernels compute.
+# Media encoders whose linear layers and attention the CPU kernels compute.
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 5
 _SEQUENCES = (2, 4, 37, 64)
-"""Sequences, heads, tokens and head size of what attention is tried with."""
+"""Sequences, heads, tokens and head size for the comparison of attention."""
 
 
 @torch.inference_mode()
 def pack_towers(encoder: MediaEncoder | None, native: NativeBackend | None) -> int:
-    """Let the kernels compute the linear layers of ``encoder``, each of which is first seen to give what torch makes of the same
-    numbers, and attention, likewise. Returns how many layers there are. The rest of a tower stays torch's.
+    """Let the kernels compute the linear layers and attention of ``encoder``. The rest of the encoder stays with
+    PyTorch.
+
+    Each packed layer and the attention are first compared with PyTorch on the same numbers. Returns the number of
+    packed layers.
     """
     if encoder is None or native is None:
         return 0
@@ -392,7 +434,11 @@ def pack_towers(encoder: MediaEncoder | None, native: NativeBackend | None) -> i
     places = list(_tower_places(encoder.modules))
     packed = sum(_pack(native.library, parent, name) for parent, name in places)
     if packed < len(places):
-        logger.warning("%d of %d linear layers of towers stay torch's", len(places) - packed, len(places))
+        logger.warning(
+            "%d of %d linear layers of media encoders use PyTorch instead of native kernels",
+            len(places) - packed,
+            len(places),
+        )
     return packed
 
 
@@ -401,7 +447,7 @@ def _attend(library: NativeLibrary, towers: Iterable[torch.nn.Module]) -> None:
     query, key, value = torch.randn(3, *_SEQUENCES, generator=torch.Generator().manual_seed(0))
     expected = scaled_dot_product_attention(query, key, value, scale=0.2).transpose(1, 2)
     if not distance(attention(query, key, value, 0.2), expected) <= TOLERANCES[torch.float32]:
-        logger.warning("attention of towers stays torch's")
+        logger.warning("attention of media encoders uses PyTorch instead of native kernels")
         return
     for tower in towers:
         attend_by(tower, attention)

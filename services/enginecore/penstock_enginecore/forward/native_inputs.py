@@ -1,4 +1,4 @@
-"""The inputs of a step as the CPU kernels' decoder takes them: embeddings, positions, media, and the tokens it chose itself."""
+"""Inputs of a step for the CPU kernels' decoder: embeddings, positions, media and chained tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,17 @@ from penstock_enginecore.native.weights import KINDS
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines float32 ``[positions, size]``."""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
-"""Cosines and sines of all positions are kept up to this size."""
+"""Cosines and sines are precomputed for all positions if they fit this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Where the kernels find rows ``[vocab, hidden]`` of an embedding, numbers of ``kind``, while this is there; they multiply
-    them with ``scale``.
+    """Rows ``[vocab, hidden]`` of an embedding table that the kernels read.
+
+    Attributes:
+        weight: The table. This object keeps it alive.
+        kind: The kernels' number for its dtype.
+        scale: Factor that the kernels apply to the rows.
     """
 
     weight: torch.Tensor
@@ -33,7 +37,7 @@ class EmbeddingRows:
 
 
 class EmbeddingLookup:
-    """Rows of ``embedding``, a model's own module."""
+    """Looks up rows of ``embedding``, a model's own embedding module."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
@@ -42,7 +46,9 @@ class EmbeddingLookup:
         self._is_known = known and not embedding._forward_pre_hooks and not embedding._forward_hooks
 
     def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
-        """For the kernels to look ``token_ids`` up; None where the module does more than that. Raises IndexError."""
+        """Return the table in which the kernels look up ``token_ids``, or None if the module does more than a lookup.
+        Raises IndexError.
+        """
         weight = self._embedding.weight
         scales_floats = weight.dtype == torch.float32
         scaled = type(self._embedding) is not torch.nn.Embedding
@@ -55,13 +61,19 @@ class EmbeddingLookup:
         return EmbeddingRows(weight, KINDS[weight.dtype], self._scale)
 
     def of(self, token_ids: IntArray) -> torch.Tensor:
-        """float32 ``[tokens, hidden]``, by the module."""
+        """Return float32 ``[tokens, hidden]``, computed by the module."""
         return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRotaries:
-    """``structs`` point into ``turns``; int64 ``positions`` ``[tokens]`` are the rows of a step's tokens in all of them."""
+    """Rotary embeddings of a step, for the kernels.
+
+    Attributes:
+        structs: Pointers into ``turns``.
+        positions: int64 ``[tokens]``, rows of ``turns`` for the step's tokens.
+        turns: Cosines and sines of each rotary embedding.
+    """
 
     structs: Any
     positions: IntArray
@@ -69,14 +81,18 @@ class StepRotaries:
 
     @classmethod
     def of(cls, turns: Sequence[Turns], positions: IntArray) -> "StepRotaries":
-        """With structs for ``turns``."""
+        """Return the rotaries with structs that point into ``turns``."""
         structs = (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns))
         return cls(structs, positions, turns)
 
 
 class Rotaries:
-    """A model's rotary embeddings. ``makers``: what make those of int64 positions, beside a tensor like the states. ``size``:
-    numbers of a head that they turn; ``max_len``: positions that the model allows.
+    """Rotary embeddings of a model.
+
+    Args:
+        makers: Functions that return cosines and sines for int64 positions, given a tensor like the hidden states.
+        size: Rotated elements of a head.
+        max_len: Number of positions that the model allows.
     """
 
     def __init__(
@@ -88,20 +104,22 @@ class Rotaries:
             self._kept = StepRotaries.of(self._make(torch.arange(max_len), torch.empty(0)), np.arange(max_len))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """At ``positions`` ``[tokens]``. Raises IndexError."""
+        """Return the embeddings at ``positions`` ``[tokens]``. Raises IndexError."""
         if self._kept is None:
             return StepRotaries.of(self._make(torch.from_numpy(positions), like), np.arange(len(positions)))
         _check(positions, len(self._kept.positions), "a position")
         return StepRotaries(self._kept.structs, positions, self._kept.turns)
 
     def of_step(self, batch: ForwardBatch, like: torch.Tensor) -> StepRotaries:
-        """At the positions of the tokens of ``batch``. Raises IndexError."""
+        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError."""
         if batch.rope_positions is None:
             return self.of(batch.positions, like)
         return self.of_sections(batch.rope_positions, like)
 
     def of_sections(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """At ``positions`` ``[3, tokens]`` of sections; those of tokens that stand at one position in all of them are kept."""
+        """Return the embeddings at ``positions`` ``[3, tokens]``. If all sections are equal, the precomputed embeddings
+        are used.
+        """
         same = positions[0]
         if self._kept is not None and (positions == same).all() and same.max(initial=0) < len(self._kept.positions):
             return self.of(same, like)
@@ -112,9 +130,18 @@ class Rotaries:
 
 
 def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> IntArray:
-    """Positions of the tokens that come behind ``rows`` ``[requests]``, the last ones of the first requests of ``batch``, where
-    ``counts`` ``[requests]`` are chosen, the most first: int64 ``[counts[0] - 1, requests]``, the last one again where a request
-    has no more. Raises IndexError where a block table ends before one, ValueError for other counts.
+    """Return positions of the tokens that follow ``rows``, int64 ``[counts[0] - 1, requests]``.
+
+    A request's last position is repeated if the request wants fewer tokens.
+
+    Args:
+        batch: The step.
+        rows: ``[requests]``, the last rows of its first requests.
+        counts: ``[requests]``, the number of tokens to sample, in descending order.
+
+    Raises:
+        IndexError: A block table ends before one of the positions.
+        ValueError: ``counts`` is invalid.
     """
     if (
         not len(counts)
@@ -122,29 +149,35 @@ def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> In
         or (counts[1:] > counts[:-1]).any()
         or len(counts) > len(batch.attention[0].seq_lens)
     ):
-        raise ValueError(f"requests of which there are {len(counts)} want {counts.tolist()} tokens")
+        raise ValueError(
+            f"token counts {counts.tolist()} for {len(counts)} requests are not valid: they must be at least 1, in "
+            "descending order"
+        )
     last = batch.positions[rows]
     end = int((last + counts).max())
     for metadata in batch.attention:
         if end > metadata.block_table.shape[1] * metadata.block_size:
-            raise IndexError(f"the table of {metadata.block_table.shape[1]} blocks ends before position {end - 1}")
+            raise IndexError(f"block table with {metadata.block_table.shape[1]} blocks ends before position {end - 1}")
     later: IntArray = last + np.minimum(np.arange(1, counts[0])[:, None], counts - 1)
     return later
 
 
 def _check(indices: IntArray, end: int, what: str) -> None:
-    """The kernels read where they are told."""
+    """Check indices, because the kernels read memory without bounds checks."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < end:
         raise IndexError(f"{what} is {indices.min()} or {indices.max()}, which is not from 0 to {end - 1}")
 
 
 class ChainedTokens:
-    """``tokens`` int64 ``[counts[0], requests]``, 0 until the kernels have put them there, behind ``rows`` ``[requests]`` of a
-    step. ``positions``: of the step's tokens and, behind them, of those that come later.
+    """Tokens that the kernels sample after ``rows`` ``[requests]`` of a step.
+
+    Attributes:
+        tokens: int64 ``[counts[0], requests]``, 0 until the kernels write them.
+        positions: Positions of the step's tokens, followed by those of the sampled tokens.
     """
 
     def __init__(self, batch: ForwardBatch, draws: ChainedDraws) -> None:
-        """Raises as ``later_positions``."""
+        """Raise the errors of ``later_positions``."""
         self._batch, self._draws = batch, draws
         self._counts = np.ascontiguousarray(draws.counts)
         self._uniforms = np.ascontiguousarray(draws.uniforms)
@@ -154,8 +187,12 @@ class ChainedTokens:
         self.tokens: IntArray = np.zeros((len(later) + 1, len(self._counts)), dtype=np.int64)
 
     def struct(self, rotaries: StepRotaries, width: int, vocabulary: IntArray | None = None) -> Chain:
-        """``rotaries``: at ``positions``. ``width``: logits to choose from, which are of these tokens of the ``vocabulary``, None
-        for those in order. It points into what it is made of.
+        """Return the kernels' struct, which points into its arguments and into this object.
+
+        Args:
+            rotaries: Rotary embeddings at ``positions``.
+            width: Number of logits to sample from.
+            vocabulary: Token ids of the logits, or None if the ids are the columns.
         """
         return Chain(
             len(self.tokens),
@@ -171,15 +208,18 @@ class ChainedTokens:
 
 
 def expect_embeddings(embedding: EmbeddingRows | None, vocab_size: int) -> EmbeddingRows:
-    """Raises IndexError for tokens that may be chosen and that the kernels cannot look up."""
+    """Raise IndexError if the kernels cannot look up every token that may be sampled."""
     if embedding is None or vocab_size > len(embedding.weight):
-        raise IndexError(f"there are no embeddings of {vocab_size} tokens that the kernels could look up")
+        raise IndexError(f"the kernels cannot look up embeddings of {vocab_size} tokens")
     return embedding
 
 
 def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor | None:
-    """Have ``step``, that of ``batch``, point to ends of keys and to rows for the first layers of ``num_layers``. Returns the
-    memory of these, which must outlive the step. ValueError for what the kernels would read beyond.
+    """Set the media inputs of ``step``, the step of ``batch``: ends of keys, and embeddings that are added after the
+    first layers.
+
+    Returns the embeddings' memory, which must outlive the step. Raises ValueError if the kernels would read beyond the
+    memory.
     """
     step.key_ends = key_ends_of(batch.attention[0])
     if batch.deepstack is None:
@@ -187,12 +227,14 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
     rows = batch.deepstack.float().contiguous()
     embedded = None if batch.embedded is None else batch.embedded.shape
     if len(rows) > num_layers or rows.shape[1:] != embedded:
-        raise ValueError(f"rows {list(rows.shape)} do not go behind the first of {num_layers} layers of {embedded}")
+        raise ValueError(
+            f"deepstack embeddings {list(rows.shape)} do not fit {num_layers} layers with inputs {embedded}"
+        )
     step.num_deepstack, step.deepstack = len(rows), rows.data_ptr()
     return rows
 
 
 def expect_no_media(batch: ForwardBatch) -> None:
-    """Raises ValueError for a chain, whose later steps would be without."""
+    """Raise ValueError for media in a chain. Its later steps do not support them."""
     if batch.rope_positions is not None or batch.deepstack is not None or batch.attention[0].key_ends is not None:
-        raise ValueError("a chain has no media")
+        raise ValueError("chained steps do not support media")

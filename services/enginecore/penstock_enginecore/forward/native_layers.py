@@ -1,4 +1,4 @@
-"""A plan's layers as the CPU kernels' decoder takes them, and the plans that it does not compute."""
+"""Conversion of a model plan's layers to the CPU kernels' decoder, and the checks for unsupported plans."""
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""What the kernels call what a gate passes through."""
+"""The kernels' numbers for activations of a gate."""
 _MAX_LAYERS = 800
 
 
 def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:
-    """Why the decoder does not compute the layers of ``plan``, None where it does."""
+    """Return why the decoder cannot compute the layers of ``plan``, or None if it can."""
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
         return f"cache.block_size {odd[0]} is no multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
@@ -52,7 +52,7 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
 
 
 def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> str | None:
-    """Why the decoder does not compute this rank's ``part``, None where it does."""
+    """Return why the decoder cannot compute this rank's ``part``, or None if it can."""
     if part is None:
         return None
     if part.shared_memory is None:
@@ -69,12 +69,12 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
 
 
 def linears(layer: LayerPlan) -> list[Any]:
-    """All linear layers whose weights the decoder packs as its own, those of mixtures left out."""
+    """Return all linear layers that the decoder packs, without those of mixtures of experts."""
     return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else [])
 
 
 def empty(linear: Any) -> None:
-    """Let go of its weight."""
+    """Free the weight of a linear layer."""
     linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)
 
 
@@ -99,18 +99,18 @@ def _attention(layer: LayerPlan) -> AttentionPlan:
 
 
 def _gate_and_up(mlp: MLPPlan) -> Sequence[Any]:
-    """Weights ``[intermediate, hidden]``."""
+    """Return the weights of gate and up, each ``[intermediate, hidden]``."""
     weights: list[Any] = [linear.weight for linear in mlp.gate_up]
     return weights if len(weights) > 1 else weights[0].chunk(2)
 
 
 class DecoderLayers:
-    """The layers and head of ``plan``, of which nothing is left out: see ``unsuitable``. ``struct`` points into what is packed
-    here.
+    """Layers and head of ``plan``, packed for the kernels. See ``unsuitable`` for unsupported plans.
 
-    Projections stay in the modules until ``free``. Mixtures of experts are packed in their place, and their own weights are gone
-    then: two of them would not fit. Those that are more than experts and a router, or whose experts are shared with other ranks,
-    are computed by ``outside``, their modules by layer.
+    ``struct`` points into the packed weights. The modules keep the weights of projections until ``free``. Mixtures of
+    experts are packed in place and their own weights are freed at once, because both copies would not fit in memory.
+    ``outside`` holds, by layer, the MLP modules that the kernels do not compute: those with parts other than experts
+    and router, and those whose experts are shared with other ranks.
     """
 
     def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
@@ -125,12 +125,14 @@ class DecoderLayers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is packed."""
+        """Bytes of the packed weights."""
         return sum(weight.num_bytes for weight in self._packed) + self._mixture_bytes
 
     def free(self) -> None:
-        """Let go of the weights of all projections in the modules. q, k and v are rows one after the other of one packed product,
-        gate and up rows in turn, some at a time, of another: an adapter's part of a product goes where the projection's rows are.
+        """Free the weights of all projections in the modules.
+
+        The packed product of q, k and v has their rows one after the other. The product of gate and up has their rows
+        in alternating groups. The output of an adapter for a projection is added at the rows of that projection.
         """
         plan = self._plan
         for linear in (each for layer in plan.layers for each in linears(layer)):
@@ -198,13 +200,13 @@ class DecoderLayers:
         return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
 
     def pack(self, weight: Any, bias: Any) -> Linear:
-        """Of another product beside the layers."""
+        """Pack the weights of a product outside the layers."""
         packed = PackedWeight(self._library, weight, bias)
         self._packed.append(packed)
         return packed.struct
 
     def norm(self, norm: Norm | None) -> int | None:
-        """What a norm multiplies with, float32 ``[n]``; null where there is none."""
+        """Return the address of a norm's weights, float32 ``[n]``, or null if there is no norm."""
         if norm is None:
             return None
         weight = norm.weight.detach().float()
@@ -212,7 +214,7 @@ class DecoderLayers:
         return made.data_ptr()
 
     def _kept(self, memory: Any) -> Any:
-        """``memory``, which structs point into."""
+        """Keep ``memory`` alive, because structs point into it, and return it."""
         self._keep.append(memory)
         return memory
 
@@ -223,9 +225,20 @@ def _exchange(part: Part | None) -> Exchange:
 
 
 class KernelDecoder:
-    """The layers of ``plan`` in the kernels, on a KV cache of their own: base of what serves a model, and of what serves an EAGLE
-    head. It is built beside ``module``, which the plan was read from. ``specs``: of its attention layers. ``run``: what a pass
-    makes of a probe. ``fusion``: what stands before the layers of a head. Raises UnsuitableError.
+    """Layers of ``plan`` in the CPU kernels, with their own KV cache. Base class for models and for EAGLE heads.
+
+    Raises UnsuitableError if the kernels do not support the plan.
+
+    Args:
+        library: The kernels.
+        module: The module from which the plan was read.
+        plan: The model's plan.
+        specs: KV cache specs of its attention layers.
+        embedding: The embedding lookup.
+        max_len: Number of positions that the model allows.
+        run: Returns a pass's result for a probe.
+        part: This rank's part of the model, if ranks share it.
+        fusion: Returns the computation before the layers of an EAGLE head.
     """
 
     device = torch.device("cpu")
@@ -244,7 +257,7 @@ class KernelDecoder:
     ) -> None:
         if reason := unsuitable(library, plan, specs):
             raise UnsuitableError(reason)
-        # What products round is kept rounded.
+        # If products round their inputs, the cache stores the rounded values.
         dtype = library.rounds_to or torch.float32
         self.specs = {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
         self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
@@ -265,21 +278,22 @@ class KernelDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of what the modules still hold, embeddings and norms, and of the packed weights."""
+        """Bytes of the embeddings and norms that the modules still hold, and of the packed weights."""
         return module_bytes(self._module) + self._layers.num_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Layers go by their order of execution."""
+        """Use ``caches``. Layers are in order of execution."""
         of = [caches[name] for name in self.specs] if caches else []
         self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
         self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
-        self._bound = caches  # the structs point into it
+        self._bound = caches  # keeps the memory alive that the structs point into
 
     def step(
         self, batch: ForwardBatch, x: torch.Tensor, embedding: EmbeddingRows | None, rotaries: StepRotaries
     ) -> Step:
-        """All layers of ``batch``, of whose tokens nothing is kept, without logits. It points into its arguments, and is good
-        until the next one.
+        """Return a step for all layers of ``batch``, without logits and kept states.
+
+        The step points into its arguments and is valid until the next step.
         """
         self._groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
         first = batch.attention[0]
@@ -304,16 +318,16 @@ class KernelDecoder:
         return step
 
     def to(self, device: torch.device) -> None:
-        """Moves what the modules still hold. Packed weights stay where the kernels read them."""
+        """Move the tensors that the modules still hold. Packed weights stay where the kernels read them."""
         self._module.to(device)
 
     def probe(self) -> torch.Tensor:
-        """As the modules run it."""
+        """Return the pass's result for the probe."""
         return self._probe(self)
 
     def where(self) -> str:
-        """The kernels do not stop between layers."""
+        """Return an empty text: the kernels do not stop between layers."""
         return ""
 
     def undo(self) -> None:
-        """The modules are as they were: nothing of them was replaced, or they are spent."""
+        """Do nothing: the modules are unchanged, or their weights are freed."""

@@ -1,4 +1,4 @@
-"""The forward pass of one stage of a pipeline."""
+"""Forward pass of one pipeline stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,13 @@ from penstock_enginecore.parallel.stages import Seams, cut_model, part_bytes, tr
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """The stage that ``links`` belong to. ``stage_layers``: layers of each stage, empty for a choice by bytes. ``max_tokens`` and
-    ``max_seqs``: the most that a step computes and samples.
+    """Settings of the pipeline stage that ``links`` belong to.
+
+    Attributes:
+        links: Connections to the other stages.
+        stage_layers: Number of layers of each stage. If empty, layers are distributed by bytes.
+        max_tokens: Most tokens that a step computes.
+        max_seqs: Most sequences that a step samples for.
     """
 
     links: StageLinks
@@ -36,8 +41,17 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
-    """A model of which the layers ``own`` of ``num_layers`` are left. ``expected``: what they make of the probe with
-    ``entering``, hidden states or logits. ``width`` and ``dtype``: of hidden states.
+    """Model that keeps only the layers of one stage.
+
+    Attributes:
+        probed: The model.
+        seams: The places where it was cut.
+        own: Numbers of the layers that are kept.
+        num_layers: Number of layers of the whole model.
+        entering: Hidden states of the probe before the first kept layer, or None in the first stage.
+        expected: The stage's result for the probe: hidden states, or logits in the last stage.
+        width: Size of the hidden states.
+        dtype: The dtype of the hidden states.
     """
 
     probed: ProbedModel
@@ -50,7 +64,7 @@ class CutModel:
     dtype: torch.dtype
 
     def run(self, forward: ForwardPass) -> torch.Tensor:
-        """What ``forward`` makes of the probe, without the other stages."""
+        """Return the result of ``forward`` for the probe, without the other stages."""
         self.seams.entering = self.entering
         try:
             logits = probe_logits(forward, Probe.prompt(self.probed.model.vocab_size, self.probed.demands))
@@ -59,8 +73,8 @@ class CutModel:
         return logits if self.seams.leaving is None else self.seams.leaving
 
     def placed(self, device: torch.device) -> "CutModel":
-        """The same on ``device``, where what it computes is compared with what the host did. Raises ModelLoadError where it does
-        not fit.
+        """Return the model on ``device``, to compare its results with the host's. Raises ModelLoadError if it does not
+        fit.
         """
         module = self.probed.model.module
         place(module, str(module.name_or_path), device)
@@ -70,14 +84,17 @@ class CutModel:
 
 
 def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
-    """Leave of the model what the stage computes. Raises ModelLoadError, with what to change, for a model that cannot be dealt
-    out so, and for one whose stages compute something else.
+    """Remove the layers of other stages from the model.
+
+    Raises ModelLoadError, with the setting to change, if the model cannot be split this way or if its results change
+    when split.
     """
     module, links, demands = probed.model.module, stage.links, probed.demands
     if demands.num_deepstack:
         raise ModelLoadError(
-            f"executor.pipeline_parallel_size is {links.num_stages}; {type(module).__name__} is not served in stages: "
-            f"media have rows that are added between its layers; use 1, or multimodal.enabled false"
+            f"executor.pipeline_parallel_size is {links.num_stages}, but {type(module).__name__} cannot be split "
+            "into stages: its media embeddings are added between layers; use 1, or set multimodal.enabled to "
+            "false"
         )
     reference = ModulesForward(probed, create_backend("reference", probed.device))
     prompt = Probe.prompt(probed.model.vocab_size, demands)
@@ -109,15 +126,17 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     differs = distance(left.run(ModulesForward(left.probed, create_backend("reference", probed.device))), left.expected)
     if not differs <= TOLERANCES[left.expected.dtype]:
         raise ModelLoadError(
-            f"executor.pipeline_parallel_size is {links.num_stages}; {name} computes something else in stages: what comes out "
-            f"of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; use 1"
+            f"executor.pipeline_parallel_size is {links.num_stages}, but {name} computes different results in "
+            f"stages: the output of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; use 1"
         )
     return left
 
 
 class StageForward:
-    """A ``ForwardPass`` whose hidden states come from the stage before and go to the one behind. Of all stages but the last the
-    logits have no columns. ``adapted``: takes what the stage has of adapters; None where nothing does.
+    """``ForwardPass`` that receives hidden states from the previous stage and sends them to the next one.
+
+    Logits have no columns except in the last stage. ``adapted`` is the pass that takes LoRA adapters, or None if it
+    takes none.
     """
 
     def __init__(self, inner: ForwardPass, seams: Seams, links: StageLinks) -> None:
@@ -132,24 +151,25 @@ class StageForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the stage's own weights."""
+        """Bytes of the stage's own weights."""
         return self._inner.weight_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Those of the stage's own layers."""
+        """Use the KV caches of the stage's own layers."""
         self._inner.bind(caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """See ``ForwardPass``; zeros behind the first stage."""
+        """Return embeddings; zeros in every stage after the first. See ``ForwardPass``."""
         return self._inner.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """RuntimeError: a stage has no more than its own layers."""
+        """Raise RuntimeError: a stage has only its own layers."""
         raise RuntimeError(f"hidden states of layers {list(layers)} are not all in one stage")
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Waits for the stage before. What leaves is on its way when this returns. Raises StageFailedError where a stage before
-        has failed.
+        """Wait for the previous stage and compute. When this returns, the result is being sent to the next stage.
+
+        Raises StageFailedError if an earlier stage has failed.
         """
         links, seams = self._links, self._seams
         if not links.is_first:
@@ -164,9 +184,9 @@ class StageForward:
         return output
 
     def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Of the last stage."""
+        """Return logits. Call it only in the last stage."""
         return self._inner.head(states, rows)
 
     def to(self, device: torch.device) -> None:
-        """Moves the stage's own weights."""
+        """Move the stage's own weights."""
         self._inner.to(device)

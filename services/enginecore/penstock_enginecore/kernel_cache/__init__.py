@@ -1,1 +1,1 @@
-"""Compiles Triton kernels before they are needed, also for GPUs that are not there, and finds them again."""
+"""Cache of Triton kernels that are compiled in advance, also for GPUs that are not present."""

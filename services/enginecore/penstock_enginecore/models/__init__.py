@@ -1,1 +1,1 @@
-"""Loads checkpoints, and refuses those that would be served wrongly."""
+"""Loading of checkpoints, with checks that reject models that would be served incorrectly."""

@@ -1,8 +1,8 @@
-"""The attention function that transformers' models call in place of their own.
+"""Attention function that transformers' models call instead of their own.
 
-Models run on a flat ``[1, tokens]`` batch without a cache or mask of theirs. Each attention module calls
-``penstock_attention``, which hands the call to the context that ``use_context`` put in force around the forward pass.
-Without an entry in transformers' table of mask functions no mask is built.
+Models run on a flat ``[1, tokens]`` batch, without a cache or mask. Each attention module calls ``penstock_attention``,
+which passes the call to the context set by ``use_context``. transformers builds no mask, because this function has no
+entry in its table of mask functions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,21 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.models.rope import query_scale
 
 ATTENTION_NAME = "penstock"
-"""The name models are loaded with: ``attn_implementation=ATTENTION_NAME``."""
+"""Value of ``attn_implementation`` with which models are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of an attention module. ``query`` ``[tokens, num_heads, head_size]``, ``key`` and ``value``
-    ``[tokens, num_kv_heads, head size]``; ``extra`` holds the arguments that say how to attend beyond ``params``.
+    """Call of an attention module.
+
+    Attributes:
+        module: The attention module.
+        query: ``[tokens, num_heads, head_size]``.
+        key: ``[tokens, num_kv_heads, head size]``.
+        value: ``[tokens, num_kv_heads, head size]``.
+        params: Scale, window and other parameters.
+        mask: Mask that the model built, or None.
+        extra: Other arguments that affect attention.
     """
 
     module: torch.nn.Module
@@ -38,14 +46,14 @@ class AttentionCall:
 
 
 class AttentionContext(Protocol):
-    """What a forward pass does with its attention calls."""
+    """Handler of a forward pass's attention calls."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The output ``[tokens, num_heads, head_size_v]``."""
+        """Return the output ``[tokens, num_heads, head_size_v]``."""
 
 
 class StepContext:
-    """An engine step: new keys and values go to the paged cache, then the backend attends. ``plans``: one per KV cache group."""
+    """Engine step: writes new keys and values to the paged cache, then attends. There is one plan per KV cache group."""
 
     def __init__(
         self, backend: AttentionBackend, layers: Mapping[torch.nn.Module, LayerCache], plans: list[StepPlan]
@@ -55,7 +63,7 @@ class StepContext:
         self._plans = plans
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Write the new tokens, scale queries where the model would by position, attend."""
+        """Write the new tokens, scale queries by position if the model does, and attend."""
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
         self._backend.write(layer.cache, plan, call.key, call.value)
@@ -69,7 +77,7 @@ _context: ContextVar[AttentionContext] = ContextVar("penstock_attention_context"
 
 @contextmanager
 def use_context(context: AttentionContext) -> Iterator[None]:
-    """Send the attention calls of forward passes in the ``with`` block to ``context``."""
+    """Return a context in which attention calls of forward passes go to ``context``."""
     token = _context.set(context)
     try:
         yield
@@ -90,8 +98,9 @@ def penstock_attention(
     s_aux: torch.Tensor | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' ``AttentionInterface``: tensors ``[1, heads, tokens, head size]`` in,
-    ``[1, tokens, heads, head size]`` out.
+    """Compute attention, with the signature of transformers' ``AttentionInterface``.
+
+    Inputs are ``[1, heads, tokens, head size]``. The output is ``[1, tokens, heads, head size]``.
     """
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -106,7 +115,9 @@ def penstock_attention(
 
 
 def _attention_chunk(module: torch.nn.Module) -> int | None:
-    """Tokens of a chunk of the module's layer. transformers tells only the mask that it builds, and the configuration."""
+    """Return the chunk size of the module's layer in tokens. transformers passes it only to its masks and in the
+    configuration.
+    """
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or not isinstance(index, int) or index >= len(types) or types[index] != "chunked_attention":
@@ -115,5 +126,5 @@ def _attention_chunk(module: torch.nn.Module) -> int | None:
 
 
 def register() -> None:
-    """Make ``attn_implementation="penstock"`` known to transformers. Idempotent."""
+    """Register ``attn_implementation="penstock"`` with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, penstock_attention)

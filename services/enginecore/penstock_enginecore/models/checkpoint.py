@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, and whether their tensors are those of the model."""
+"""Files of a checkpoint: their location, and whether their tensors match the model."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,11 +16,11 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.weights import open_tensors
 
-# Before anything is loaded: do tensors have the shapes that config.json says?
+# Check before loading: tensors must have the shapes that config.json requires.
 
 
 def weight_files(config: ModelConfig) -> Path:
-    """The directory of the weights; those of a hub id are downloaded."""
+    """Return the directory of the weights. Those of a hub id are downloaded."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -31,9 +31,10 @@ def weight_files(config: ModelConfig) -> Path:
 
 
 def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: str) -> None:
-    """Raise ModelLoadError for a tensor of the files that has another shape than the model's parameter of that name. Tensors that
-    transformers renames or converts are not compared here, but after they are loaded. ``make``: makes the model, on the meta
-    device.
+    """Raise ModelLoadError for a tensor in the files whose shape differs from the model's parameter of the same name.
+
+    ``make`` makes the model on the meta device. Tensors that transformers renames or converts are checked after loading
+    instead.
     """
     if not any(directory.glob("*.safetensors")):
         return
@@ -48,15 +49,15 @@ def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: st
 
 
 def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int]) -> str:
-    """What is said of a tensor of another shape than the model's."""
+    """Return the error text for a tensor whose shape differs from the model's."""
     return (
-        f"{where}: tensor {name} has shape {list(found)} in the files, and by config.json {list(wanted)}; the files do not "
-        "belong to this configuration: take both from the same version of the checkpoint"
+        f"{where}: tensor {name} has shape {list(found)} in the files, but {list(wanted)} by config.json; the "
+        "files do not belong to this configuration: take both from the same version of the checkpoint"
     )
 
 
 def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
-    """Whether transformers may make the parameter of that name of tensors of other shapes."""
+    """Return a function that tells whether transformers may make a parameter from tensors of other shapes."""
     ends = {
         pattern.rstrip("$").rsplit(".", 1)[-1].rstrip("\\")
         for transform in transforms
@@ -66,29 +67,30 @@ def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
     return lambda name: any(end in name for end in ends)
 
 
-# Whether a checkpoint and its model have the same weights: none is missing, and none is left over.
+# Check after loading: the checkpoint and the model have the same weights.
 #
-# All ways of loading a model end here. A weight that is left over would change the answers without a warning: layers behind the
-# last one that the configuration names, or the scales of quantized weights without a configuration that says so.
+# All ways of loading a model end with this check. A weight that is left over would change the output without a warning.
+# Examples are layers beyond the number in the configuration, and scales of quantized weights without a quantization in
+# the configuration.
 
 _SHOWN = 3
-"""Names of tensors in an error."""
+"""Number of tensor names shown in an error."""
 _BUFFERS = re.compile(
     r"(^|\.)(inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|token_type_ids|masked_bias|num_batches_tracked"
     r"|_extra_state|(attn|attention|self_attn|crossattention)\.bias)$"
 )
-"""Tables and masks that older versions saved with the weights, and that models compute themselves."""
+"""Tables and masks that older versions saved with the weights. Models compute them."""
 _NEXT_TOKENS = re.compile(r"(^|\.)mtp\w*\.")
-"""Modules that guess further tokens, in checkpoints that name them so."""
+"""Modules for multi-token prediction, in checkpoints that name them this way."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _NEXT_TOKENS_ONLY = ".eh_proj."
-"""A projection that layers have which guess further tokens, and no others."""
+"""Projection that only layers for multi-token prediction have."""
 _HEADS = re.compile(
     r"^(lm_head|embed_out|score|classifier|pre_classifier|sop_classifier|classification_head|multiple_choice_head|qa_outputs"
     r"|cls|predictions|lm_predictions|mask_predictions|generator_predictions|generator_lm_head|discriminator_predictions"
     r"|vocab_transform|vocab_layer_norm|vocab_projector|head|decoder)\.|(^|\.)pooler\."
 )
-"""Heads for other tasks, which a model that pools does not use, by their names in transformers."""
+"""Heads for other tasks, by their names in transformers. Pooling models do not use them."""
 _QUANTIZED = re.compile(
     r"(scale|scales|scale_inv|_scale_\w+|qweight|qzeros|g_idx|_packed|_shape|_zero_point|_blocks|absmax|quant_map|quant_state\S*)$"
 )
@@ -125,8 +127,9 @@ def check_weights(
 
 
 def left_over(keys: Iterable[str], config: PretrainedConfig, *, pools: bool) -> list[str]:
-    """Return the names, of tensors that a model has no place for, which are no known part of checkpoints that models do not use:
-    old buffers, layers that guess further tokens, and, if ``pools``, heads.
+    """Return the names of left-over tensors that are not parts that models are known to ignore.
+
+    Models ignore old buffers, layers for multi-token prediction and, if ``pools``, heads.
     """
     keys = [key for key in keys if not (_BUFFERS.search(key) or _NEXT_TOKENS.search(key))]
     guessing = _guessing_layers(keys, config.get_text_config())
@@ -134,7 +137,7 @@ def left_over(keys: Iterable[str], config: PretrainedConfig, *, pools: bool) -> 
 
 
 def _guessing_layers(keys: Collection[str], config: PretrainedConfig) -> frozenset[int | None]:
-    """Layers behind the last one of the model that guess further tokens, as the configuration counts them."""
+    """Return the layers for multi-token prediction after the model's last layer, by the configuration's count."""
     first = getattr(config, "num_hidden_layers", None)
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     if first is None:
@@ -149,7 +152,7 @@ def _layer_of(key: str) -> int | None:
 
 
 def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
-    """What is wrong, as far as the names show, and what to do."""
+    """Return the cause, as far as the names show it, and the fix."""
     if any(_QUANTIZED.search(key) for key in left):
         return (
             "they are parts of quantized weights, which config.json does not describe: take its quantization_config from the "

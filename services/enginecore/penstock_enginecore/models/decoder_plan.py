@@ -1,9 +1,8 @@
-"""Reads a plan of a model's layers from transformers' own loaded modules, once for all decoders that compute by it.
+"""Reads a plan of a model's layers from transformers' loaded modules. All decoders compute by this plan.
 
-A plan says where norms stand and what is added to their weights, which linear layers are one product, how a layer turns and
-attends, and how a token's experts are chosen. The reader looks at the parts and parameters of modules, and in ``families.py`` for
-what these do not tell. It takes what a layer asks of attention (scale, window, soft cap) from the call that the layer made. It
-refuses a part that it does not know, by its name: it guesses nothing, and the proof of a decoder finds what it reads wrongly.
+The reader inspects the parts and parameters of modules. ``families.py`` has the properties that modules do not show.
+Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader rejects unknown parts
+by name and never guesses. The comparison of a decoder with the model's own modules detects any remaining mistakes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,25 +25,25 @@ from penstock_enginecore.models.quantization.layers import (
 from penstock_enginecore.models.rope import query_scale
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""``gelu`` is exact, ``gelu_tanh`` its usual approximation."""
+"""Activation of a gate. ``gelu`` is exact; ``gelu_tanh`` is the usual approximation."""
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
 }
-"""By the class of transformers' module."""
+"""Activations by class name of transformers' module."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
 """Linear layers of a gated MLP before its activation."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
-"""Parts of a layer that are dropped out of when nothing is trained, or are an EAGLE head's own."""
+"""Parts of a layer that inference does not use (dropout), or that belong to an EAGLE head."""
 UNROTATED = ("unrotated",)
-"""The rotary variant of layers without positions."""
+"""Rotary variant of layers without positions."""
 
 T = TypeVar("T")
 
-# What a decoder computes, as data: its layers, and the modules that hold their weights.
+# Model plan: the layers that a decoder computes, and the modules that hold their weights.
 
 Linear = torch.nn.Linear | QuantizedLinear
 ExpertsWeight = torch.nn.Parameter | QuantizedStack
@@ -52,7 +51,7 @@ ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm: what is normed is multiplied by ``weight + offset``; Gemma's weights stand around 0, others' around 1."""
+    """RMSNorm. The normed value is multiplied by ``weight + offset``. Gemma's weights are around 0, others around 1."""
 
     weight: torch.nn.Parameter
     eps: float
@@ -61,8 +60,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """``qkv``: queries, keys and values, by one linear layer or by three. ``norms``: of queries and keys. ``rotary``: which of
-    the model's rotary variants.
+    """Attention of a layer with keys and values per head. ``qkv`` is one linear layer or three. ``norms`` are those of
+    queries and keys. ``rotary`` is the index of the model's rotary variant.
     """
 
     qkv: tuple[Linear, ...]
@@ -76,21 +75,24 @@ class AttentionPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """All of it."""
+        """All linear layers of the attention."""
         return [*self.qkv, self.output]
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether a norm takes all heads as one."""
+        """Whether one norm covers all heads together."""
         return self.norms is not None and len(self.norms[0].weight) != self.head_size
 
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """Attention over a latent. ``down``: from a token to its queries, or what they are made of by ``up``, and to the latent and
-    the numbers that turn; ``expansion``: from the latent to ``plain_size`` numbers of each head's key and ``value_size`` of its
-    value. ``norms``: of queries of low rank, and of the latent. ``interleaved``: neighbours turn together. ``rotary``: as of
-    ``AttentionPlan``.
+    """Attention of a layer over a latent (MLA). ``norms`` are those of the low-rank queries (or None) and of the
+    latent.
+
+    Attributes:
+        down: From the hidden state to the queries or their low-rank input, and to the latent and the rotated elements.
+        up: From the low-rank input to the queries, or None.
+        expansion: From the latent to ``plain_size`` elements of each head's key and ``value_size`` elements of its value.
     """
 
     down: tuple[Linear, Linear]
@@ -109,13 +111,13 @@ class LatentPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """All of it."""
+        """All linear layers of the attention."""
         return [*self.down, *(() if self.up is None else (self.up,)), self.expansion, self.output]
 
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
-    """``gate_up``: by one linear layer or by two."""
+    """Gated MLP. ``gate_up`` is one linear layer or two."""
 
     gate_up: tuple[Linear, ...]
     down: Linear
@@ -123,14 +125,16 @@ class MLPPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """All of it."""
+        """All linear layers of the MLP."""
         return [*self.gate_up, self.down]
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """gpt-oss's activation, of gates and ups in turn: gates, of ``limit`` at most, times their sigmoid at ``alpha``, times ups,
-    within ``limit``, plus 1.
+    """Activation of gpt-oss, with alternating gates and ups.
+
+    The result is ``(up + 1) * gate * sigmoid(alpha * gate)``. Gates are clamped to ``limit``, ups to ``[-limit,
+    limit]``.
     """
 
     alpha: float
@@ -139,10 +143,12 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRouting:
-    """DeepSeek-V3's: experts have a score each, the sigmoid of their logit, and are chosen by that and a ``correction`` (float32
-    ``[experts]``, asked for at each step: it is a buffer, which moves): of the ``groups`` of neighbours those ``kept`` are the
-    ones with the largest sum of two. Weights are multiplied by ``scale``. Without a correction DeepSeek-V2's: scores are
-    probabilities, and those groups are kept that have the largest ones.
+    """Routing of DeepSeek-V3, or of DeepSeek-V2 without a correction.
+
+    In DeepSeek-V3, an expert's score is the sigmoid of its logit. Selection adds the ``correction`` to the score and
+    keeps the ``kept`` groups of consecutive experts with the largest sums of their two best scores. In DeepSeek-V2,
+    scores are probabilities, and the groups with the largest score are kept. Weights are multiplied by ``scale``.
+    ``correction`` returns float32 ``[experts]`` and is called in each step, because it is a buffer that may move.
     """
 
     correction: Callable[[], torch.Tensor] | None
@@ -153,11 +159,12 @@ class GroupedRouting:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """``router`` ``[experts, hidden size]``: the ``top_k`` likeliest experts of a token compute it, and are weighted by their
-    probabilities, which sum to 1 if ``renormalize``. ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down``
-    ``[experts, hidden size, intermediate size]``: an MLP each; of ``ClampedGate`` the last two sizes are the other way round.
-    ``biases``: of the router, of gate_up and of down. ``grouped``: another way to choose. ``shared``: what every token
-    takes besides.
+    """Mixture of experts.
+
+    Probabilities of the ``top_k`` likeliest experts are their weights, scaled to sum to 1 if ``renormalize``.
+    ``shared`` computes every token. ``router`` is ``[experts, hidden size]``, ``gate_up`` ``[experts, 2 * intermediate
+    size, hidden size]`` and ``down`` ``[experts, hidden size, intermediate size]``. With ``ClampedGate`` the last two
+    sizes are swapped. ``biases`` are those of router, gate_up and down.
     """
 
     router: torch.nn.Parameter
@@ -172,27 +179,28 @@ class ExpertsPlan:
 
     @property
     def num_experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return len(self.router)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a softmax chooses, and there is nothing beside the experts and their router."""
+        """Whether a softmax routes the tokens and there are only experts and a router."""
         return self.biases is None and self.grouped is None and self.shared is None
 
 
 @dataclass(frozen=True, slots=True)
 class OtherMixture:
-    """A mixture of experts that only its module computes; ``reason`` names what is not known of it."""
+    """Mixture of experts that only its own module can compute. ``reason`` names the unknown part."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Norm, attention, norm, add, norm, MLP, norm, add; a layer may leave out some of the norms. ``norms_before`` stand before
-    attention and before MLP, ``norms_after`` between each of them and its add. What is added is multiplied by
-    ``residual_scale``.
+    """Layer of a model: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave out some of the norms.
+
+    ``norms_before`` are those before attention and MLP, ``norms_after`` those before each add. ``residual_scale``
+    multiplies the values that are added.
     """
 
     name: str
@@ -206,11 +214,13 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """``embedding`` ``[vocab, hidden size]``, ``embedding_scale`` what its rows are multiplied by, None where the module does
-    something else; ``input_scale``: what all that the first layer gets is, vectors that stand for tokens included. ``head``:
-    None where another stage has it. ``rotary`` makes cosines and sines; ``rotary_variants``: the arguments that it takes for each
-    variant; ``rotary_twice``: whether it gives numbers for both halves of a head. ``logits_softcap``: logits, divided by
-    ``logits_divisor``, become ``cap * tanh(logit / cap)``.
+    """Plan of a model. ``head`` is None if another stage has it.
+
+    Attributes:
+        embedding_scale: Factor of the embedding's rows, or None if the module does more than scale.
+        input_scale: Factor of all inputs of the first layer, including embeddings that replace tokens.
+        rotary_variants: Arguments of ``rotary`` for each variant.
+        rotary_twice: Whether ``rotary`` returns elements for both halves of a head.
     """
 
     family: Family
@@ -228,7 +238,7 @@ class ModelPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """Those of all layers, which products stand for."""
+        """Linear layers of all layers that products replace."""
         found: list[Linear] = []
         for layer in self.layers:
             found += layer.attention.linears
@@ -238,14 +248,14 @@ class ModelPlan:
 
     @property
     def stacks(self) -> list[QuantizedStack]:
-        """Quantized weights of experts, which products stand for."""
+        """Quantized weights of experts that products replace."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsPlan)]
         weights = [weight for each in experts for weight in (each.gate_up, each.down)]
         return [weight for weight in weights if isinstance(weight, QuantizedStack)]
 
     @property
     def own_head(self) -> Linear:
-        """The head, of a model that is not cut into stages."""
+        """Head of a model that is not split into stages."""
         if self.head is None:
             raise UnsuitableError("another stage has its head")
         return self.head
@@ -261,8 +271,10 @@ class ModelPlan:
     def turns(
         self, variant: tuple[str, ...], positions: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines float32 ``[tokens, rotary size]`` of int64 ``positions`` ``[tokens]``, or ``[3, tokens]`` in
-        sections, as the model's own rotary embedding makes them for a variant.
+        """Return cosines and sines float32 ``[tokens, rotary size]`` for a variant, from the model's own rotary
+        embedding.
+
+        ``positions`` is int64 ``[tokens]``, or ``[3, tokens]`` in sections.
         """
         if variant == UNROTATED:
             cosines, _ = self.turns((), positions, like)
@@ -275,7 +287,7 @@ class ModelPlan:
 
     @property
     def rotary_size(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Elements of a head that are rotated."""
         rotated = next((each for each in self.rotary_variants if each != UNROTATED), UNROTATED)
         device = self.embedding.device
         at, like = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(0, device=device)
@@ -283,7 +295,9 @@ class ModelPlan:
 
 
 def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-    """The plan of a loaded model that made these ``calls``. Raises UnsuitableError, with the name of what is not known."""
+    """Return the plan of a loaded model that made these ``calls``. Raises UnsuitableError, with the name of the unknown
+    part.
+    """
     kind, base = type(module).__name__, module.model if is_known(module) else None
     if base is None:
         raise UnsuitableError(f"{kind} is not one of {', '.join(sorted(FAMILIES))}")
@@ -294,17 +308,19 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
 
 
 def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCall]) -> ModelPlan:
-    """The plan of the layers of an EAGLE head, for which ``embedding`` embeds tokens."""
+    """Return the plan of the layers of an EAGLE head, whose tokens ``embedding`` embeds."""
     return _Reader(Family(), head).model(head.config, head.lm_head, embedding, calls)
 
 
 def has_mixtures(module: Any) -> bool:
-    """Whether some MLPs of a model, if it is a known one, are mixtures of experts."""
+    """Return whether the model is of a known family and some of its MLPs are mixtures of experts."""
     return is_known(module) and not all(map(_is_gated, (layer.mlp for layer in _own_layers(module.model))))
 
 
 def embedding_scale(embedding: Any) -> float | None:
-    """The number that an embedding multiplies its rows by, in the precision that it does; None for one that does more."""
+    """Return the factor of an embedding's rows, in the precision of the model, or None if the module does more than
+    scale.
+    """
     if type(embedding) is torch.nn.Embedding:
         return 1.0
     if _is_of_transformers(embedding, "TextScaledWordEmbedding"):
@@ -313,7 +329,7 @@ def embedding_scale(embedding: Any) -> float | None:
 
 
 def present(part: T | None, name: str) -> T:
-    """A part of a plan that must be there. Raises UnsuitableError, with the ``name`` of the part, where it is not."""
+    """Return ``part``. Raises UnsuitableError with the part's ``name`` if it is None."""
     if part is None:
         raise UnsuitableError(f"it has no {name}")
     return part
@@ -328,7 +344,7 @@ class _Reader:
         self._names = {part: f"model.{name}".rstrip(".") for name, part in base.named_modules()}
 
     def model(self, config: Any, head: Any, embedding: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-        """Of a model whose layers made these ``calls``."""
+        """Return the plan of a model whose layers made these ``calls``."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
             raise UnsuitableError("its layers are not called one after the other")
@@ -360,7 +376,7 @@ class _Reader:
         idle = _IDLE_PARTS & layer._modules.keys()
         self.expect(layer, "DecoderLayer", ("self_attn", "mlp", *named, *idle))
         first, second, third, last = (self._norm(getattr(layer, name, None)) for name in names)
-        around = third is not None or last is not None  # else the second one stands before the MLP
+        around = third is not None or last is not None  # otherwise the second norm is before the MLP
         latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
         return LayerPlan(
             name=self._names[layer],
@@ -428,14 +444,16 @@ class _Reader:
         )
 
     def _expect_attention(self, attention: Any, parts: Iterable[str], parameters: Collection[str]) -> str:
-        """Its name."""
+        """Check an attention module and return its name."""
         self.expect(attention, "Attention", parts, parameters)
         if query_scale(attention) is not None:
             raise UnsuitableError(f"{self._names[attention]} scales queries by position")
         return self._names[attention]
 
     def _mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
-        """A layer has experts if its MLP has other parts than a gated one; families with experts have layers of both kinds."""
+        """Return the plan of an MLP. It is a mixture if it has parts other than a gated MLP's. Some families have
+        layers of both kinds.
+        """
         if _is_gated(mlp):
             return self._mlp(mlp)
         try:
@@ -451,7 +469,7 @@ class _Reader:
         return MLPPlan(gate_up, self._linear(mlp.down_proj), self._activation(mlp, act))
 
     def _experts(self, mlp: Any) -> ExpertsPlan:
-        """Chosen by a softmax, or in groups beside shared ones as DeepSeek's."""
+        """Return the plan of experts with softmax routing, or with DeepSeek's grouped routing and shared experts."""
         grouped = hasattr(mlp, "shared_experts")
         self.expect(mlp, "", ("gate", "experts", "shared_experts") if grouped else ("gate", "experts"))
         gate, kind = mlp.gate, type(mlp.gate).__name__
@@ -471,7 +489,7 @@ class _Reader:
         )
 
     def _clamped_experts(self, mlp: Any) -> ExpertsPlan:
-        """gpt-oss's."""
+        """Return the plan of gpt-oss's experts."""
         self.expect(mlp, "GptOssMLP", ("router", "experts"))
         router = mlp.router
         self.expect(router, "GptOssTopKRouter", (), ("weight", "bias"))
@@ -482,7 +500,7 @@ class _Reader:
             gate_up=gate_up,
             down=down,
             top_k=int(router.top_k),
-            renormalize=True,  # what the softmax of the chosen ones alone is
+            renormalize=True,  # a softmax over only the chosen experts gives the same weights
             activation=ClampedGate(float(experts.alpha), float(experts.limit)),
             biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
         )
@@ -500,21 +518,21 @@ class _Reader:
     def _stacks(
         self, experts: Any, parts: Iterable[str], biases: Iterable[str]
     ) -> tuple[Any, ExpertsWeight, ExpertsWeight]:
-        """The model's own module of experts, and its two weights."""
+        """Return the model's own module of experts and its two weights."""
         quantized = type(experts) is QuantizedExperts
         own = experts.experts if quantized else experts
         self.expect(own, "Experts", parts, (GATE_UP, DOWN, *biases))
         return (own, experts.gate_up, experts.down) if quantized else (own, own.gate_up_proj, own.down_proj)
 
     def _activation(self, module: Any, name: str) -> Activation:
-        """Of the part of ``module`` that is called ``name``."""
+        """Return the activation in the attribute ``name`` of ``module``."""
         kind = type(getattr(module, name)).__name__
         if kind not in _ACTIVATIONS:
             raise UnsuitableError(f"the activation of {self._names[module]} is {kind}")
         return _ACTIVATIONS[kind]
 
     def _norm(self, norm: Any) -> Norm | None:
-        """With its offset; None where there is none."""
+        """Return a norm with its offset, or None if there is none."""
         if norm is None or type(norm) is torch.nn.Identity:
             return None
         self.expect(norm, "RMSNorm", (), ("weight",))
@@ -522,7 +540,7 @@ class _Reader:
         return Norm(norm.weight, float(eps), self._family.norm_offset)
 
     def _linear(self, linear: Any) -> Linear:
-        """As it is, quantized or not."""
+        """Return the linear layer, quantized or not. Raises UnsuitableError for other modules."""
         if type(linear) is QuantizedLinear:
             return linear
         if type(linear) is not torch.nn.Linear:
@@ -534,8 +552,10 @@ class _Reader:
     def expect(
         self, module: torch.nn.Module, kind: str, parts: Iterable[str], parameters: Collection[str] = ()
     ) -> None:
-        """Refuse ``module`` unless its class is transformers', of a name that ends in ``kind``, with these ``parts`` and no other
-        parameters.
+        """Raise UnsuitableError unless ``module`` is a known module of transformers.
+
+        Its class name must end in ``kind``, its parts must be ``parts``, and it may have no parameters other than
+        ``parameters``.
         """
         name, found = self._named(module), type(module)
         if not _is_of_transformers(module, kind):
@@ -552,19 +572,19 @@ class _Reader:
 
 
 def _own_layers(base: Any) -> list[Any]:
-    """The layers of a base model, without those of other stages."""
+    """Return the layers of a base model, without those of other stages."""
     return [layer for layer in base.layers if hasattr(layer, "self_attn")]
 
 
 def _is_gated(mlp: torch.nn.Module) -> bool:
-    """Whether ``mlp`` is a gate, an up and a down projection and nothing else; else it is a mixture."""
+    """Return whether ``mlp`` has only gate, up and down projections. Otherwise it is a mixture."""
     parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
     return any(parts == {*each, "down_proj"} for each in _GATED)
 
 
 def _rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
-    """The arguments that ``rotary`` takes for a layer besides positions."""
-    # EXAONE 4 has positions in layers with windows alone, where it has such layers.
+    """Return the arguments of ``rotary`` for a layer, other than positions."""
+    # If EXAONE 4 has layers with windows, only these have rotary positions.
     windowed = hasattr(attention, "sliding_window_pattern") and attention.sliding_window is not None
     if not getattr(attention, "use_rope", True) or (windowed and not attention.is_sliding):
         return UNROTATED
@@ -574,7 +594,9 @@ def _rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
 
 
 def _is_of_transformers(module: torch.nn.Module, kind: str) -> bool:
-    """Whether its class is, or is one of ours for a text model that has none there, and of a name that ends in ``kind``."""
+    """Return whether the module's class name ends in ``kind`` and the class is transformers', or one of this project's
+    text models.
+    """
     found = type(module)
     rooms = ("transformers.", "penstock_enginecore.models.multimodal.")
     return found.__name__.endswith(kind) and found.__module__.startswith(rooms)

@@ -1,4 +1,4 @@
-"""What a model is computed in, and what its weights are kept in: also 16 bits where float32 computes."""
+"""Dtypes of a model's computation and of its stored weights. Weights may have 16 bits while float32 is computed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +11,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
-"""The instruction sets, as torch names them, with which a CPU computes in bfloat16."""
+"""CPU instruction sets for bfloat16, by torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """What a model is ``computed`` in, and what its ``weights`` are read in where that may be narrower, None for what the files
-    have. ``dense``: of weights that these have in no dtype, quantized and random ones. ``precision``: what the inputs of products
-    may be rounded to.
+    """Dtypes of a model.
+
+    Attributes:
+        computed: The dtype of the computation.
+        weights: The dtype of weights that are read, which may be narrower, or None for the dtype in the files.
+        dense: The dtype of weights whose files have none: quantized and random weights.
+        precision: The dtype to which inputs of products may be rounded.
     """
 
     computed: torch.dtype
@@ -28,24 +32,26 @@ class Dtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Self:
-        """One for all."""
+        """Return dtypes that are all ``dtype``."""
         return cls(dtype, dtype, dtype, dtype)
 
     @property
     def widens(self) -> bool:
-        """Whether weights may be narrower than what is computed."""
+        """Whether weights may be narrower than the dtype of the computation."""
         return self.weights != self.computed
 
     @property
     def name(self) -> str:
-        """Of what is computed in."""
+        """Name of the dtype of the computation."""
         return str(self.computed).removeprefix("torch.")
 
 
 def resolve_dtypes(wanted: str, hf_config: PretrainedConfig, device: torch.device, *, widen: bool = False) -> Dtypes:
-    """``auto`` is the checkpoint's, but float32 for bfloat16 that the CPU only emulates. CPUs compute float16, wanted or stored,
-    as float32, which holds every number of it. ``widen``: CPUs compute all in float32, by weights that stay as they are stored;
-    bfloat16, if wanted, is what weights and inputs of products are rounded to.
+    """Return the dtypes for the setting ``wanted``.
+
+    "auto" is the checkpoint's dtype, but float32 instead of bfloat16 if the CPU only emulates bfloat16. CPUs compute
+    float16 as float32, which represents every float16 number. With ``widen``, CPUs compute in float32 with weights as
+    stored; the setting "bfloat16" then means that weights and inputs of products are rounded to bfloat16.
     """
     if device.type == "cpu" and widen:
         if wanted == "bfloat16":
@@ -66,7 +72,7 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in _BFLOAT16_FEATURES)
 
 
-# Weights that are kept in 16 bits and computed with in float32.
+# Weights that are stored in 16 bits and used in float32 computations.
 
 _aten = torch.ops.aten
 _STORED_AS = (torch.bfloat16, torch.float16)
@@ -93,16 +99,16 @@ _VIEWS = frozenset(
         _aten.view,
     }
 )
-"""What is made of one tensor's numbers by these is the same numbers."""
+"""Operations on one tensor whose results contain the same elements."""
 _LOOK_UPS = frozenset({_aten.embedding, _aten.index, _aten.index_select})
-"""What takes some of the numbers of its first argument."""
+"""Operations that select elements of their first argument."""
 
 
 class NarrowWeight(torch.Tensor):
-    """A weight that all code sees as float32, of which ``kept`` has the numbers in bfloat16 or float16.
+    """Weight that other code sees as float32, stored in ``kept`` as bfloat16 or float16.
 
-    What is computed with it gets it in float32, for as long as that takes; what is looked up of it is looked up first. Views
-    and copies of it are narrow, too. It is not written to: TypeError.
+    An operation gets a float32 copy that lives as long as the operation. Lookups are done on the stored elements and
+    then converted. Views and copies are narrow too. Writing to the weight raises TypeError.
     """
 
     kept: torch.Tensor
@@ -110,10 +116,10 @@ class NarrowWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["NarrowWeight"], kept: torch.Tensor) -> "NarrowWeight":
-        """``kept``: bfloat16 or float16."""
+        """Return a weight that stores ``kept``, which is bfloat16 or float16."""
         make: Any = torch.Tensor._make_wrapper_subclass
         sizes, strides = kept.shape, kept.stride()
-        with torch.inference_mode(mode=False):  # a view of what was made without is made without
+        with torch.inference_mode(mode=False):  # Views of tensors made outside inference mode are made outside it too.
             made: NarrowWeight = make(cls, sizes, strides=strides, dtype=torch.float32, device=kept.device)
         made.kept = kept
         return made
@@ -126,10 +132,10 @@ class NarrowWeight(torch.Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """``func`` of the numbers."""
+        """Compute ``func`` with float32 copies of narrow weights."""
         kwargs = kwargs or {}
         if func._schema.is_mutable and _writes(func, args):
-            raise TypeError(f"{func} would write to a weight that is kept in 16 bits")
+            raise TypeError(f"{func} would write to a weight that is stored in 16 bits")
         if func.overloadpacket in _VIEWS:
             made = func(args[0].kept, *args[1:], **kwargs)
             return [cls(each) for each in made] if isinstance(made, list | tuple) else cls(made)
@@ -142,19 +148,21 @@ class NarrowWeight(torch.Tensor):
 
 
 def widened(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` without a ``NarrowWeight``: in float32 where it was one."""
+    """Return ``weight``, converted to float32 if it is a ``NarrowWeight``."""
     return weight.kept.float() if isinstance(weight, NarrowWeight) else weight
 
 
 def num_bytes(weight: torch.Tensor) -> int:
-    """Bytes of memory."""
+    """Return the bytes of memory of a weight."""
     return weight.kept.nbytes if isinstance(weight, NarrowWeight) else weight.nbytes
 
 
 @contextmanager
 def as_stored(dtype: torch.dtype | None) -> Iterator[None]:
-    """Have ``from_pretrained``, within the ``with`` block, read weights in ``dtype``, None for those that they have in the files,
-    whatever the model computes in; and in float32 what a model keeps in that.
+    """Return a context in which ``from_pretrained`` reads weights in ``dtype``, independent of the dtype of the
+    computation.
+
+    None means the dtype in the files. Weights that a model keeps in float32 are read in float32.
     """
     loading: Any = PreTrainedModel
     planned = loading._get_dtype_plan
@@ -171,10 +179,9 @@ def as_stored(dtype: torch.dtype | None) -> Iterator[None]:
 
 @torch.no_grad()
 def narrow(module: torch.nn.Module) -> None:
-    """Have ``module``, whose parameters may be of any dtype, compute in float32: matrices of 16 bits stay as they are, all else
-    becomes float32.
-    """
-    made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # both, since an id is that of what is there
+    """Make ``module`` compute in float32. Matrices of 16 bits stay as stored; other parameters become float32."""
+    # keeps both alive, because ids are only unique among live objects
+    made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is None or not _becomes_float32(parameter):
@@ -192,9 +199,11 @@ def narrow(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def settle(module: torch.nn.Module) -> int:
-    """What is still narrow in ``module`` after others have taken over what they compute: embeddings, of which rows are looked up,
-    stay so, in memory of their own, so that the files can be let go of; all else is widened. Returns the bytes that the latter
-    takes.
+    """Convert weights of ``module`` that are still narrow after kernels have packed theirs. Returns the bytes of the
+    float32 weights.
+
+    Embeddings stay narrow, because only rows are looked up. They are copied so that the files can be closed. All other
+    narrow weights become float32.
     """
     made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
     looked_up = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
@@ -215,7 +224,7 @@ def settle(module: torch.nn.Module) -> int:
 
 @torch.no_grad()
 def widen_all(module: torch.nn.Module) -> None:
-    """Have ``module`` keep all that is narrow in float32, for what no kernels take over."""
+    """Convert all narrow weights of ``module`` to float32, for modules that no kernels replace."""
     for part in module.modules():
         parameters: dict[str, Any] = part._parameters
         for name, parameter in parameters.items():
@@ -232,7 +241,7 @@ def _kept_as(weight: torch.Tensor) -> torch.dtype | None:
 
 
 def _writes(func: Any, args: Sequence[Any]) -> bool:
-    """Whether ``func`` changes an argument that is narrow."""
+    """Return whether ``func`` changes a narrow argument."""
     return any(
         isinstance(arg, NarrowWeight) and said.alias_info is not None and said.alias_info.is_write
         for said, arg in zip(func._schema.arguments, args, strict=False)

@@ -1,4 +1,4 @@
-"""Encoder-only models: which are served, how their inputs differ from decoders', and their attention without a cache."""
+"""Encoder-only models: supported families, inputs that differ from decoders', and attention without a cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """``offset_positions``: positions begin behind the padding index. ``token_types``: the model tells two texts apart."""
+    """Input format of a family of encoders.
+
+    Attributes:
+        offset_positions: Position ids begin after the padding index.
+        token_types: The model distinguishes two texts.
+    """
 
     offset_positions: bool = False
     token_types: bool = False
@@ -34,7 +39,9 @@ FAMILIES: dict[str, EncoderFamily] = {
     "distilbert": EncoderFamily(),
     "modernbert": EncoderFamily(),
 }
-"""By model type. Others may number positions or mix texts in ways of their own, which nobody would notice."""
+"""Supported families by model type. Others may number positions or mix texts differently, and the error would not be
+noticed.
+"""
 
 _HARMLESS_EXTRAS = frozenset(
     {
@@ -50,17 +57,19 @@ _HARMLESS_EXTRAS = frozenset(
 
 
 def encoder_family(config: PretrainedConfig) -> EncoderFamily | None:
-    """How the model takes its inputs; None for a model that is no encoder we know."""
+    """Return the input format of an encoder, or None if the model is not a supported encoder."""
     return None if getattr(config, "is_decoder", False) else FAMILIES.get(config.model_type)
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
-    """Whether tokens see those after them, in an encoder that is served or not: it was trained to fill in masked tokens."""
+    """Return whether the model is an encoder, supported or not: trained to fill in masked tokens, with bidirectional
+    attention.
+    """
     return type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
 
 
 def position_offset(config: PretrainedConfig) -> int:
-    """What is added to a token's place in its prompt to get its position id."""
+    """Return the difference between a token's position id and its index in the prompt."""
     family = encoder_family(config)
     if family is None or not family.offset_positions:
         return 0
@@ -68,18 +77,20 @@ def position_offset(config: PretrainedConfig) -> int:
 
 
 def encoder_max_len(config: PretrainedConfig) -> int:
-    """Longest prompt in tokens: as many as there are positions."""
+    """Return the longest prompt in tokens, which is the number of positions."""
     return int(config.max_position_embeddings) - position_offset(config)
 
 
 def has_token_types(config: PretrainedConfig) -> bool:
-    """Whether the second text of a pair gets another token type than the first."""
+    """Return whether the second text of a pair has a different token type."""
     family = encoder_family(config)
     return family is not None and family.token_types and int(getattr(config, "type_vocab_size", 0)) > 1
 
 
 def encoder_inputs(config: PretrainedConfig, positions: IntArray, token_types: IntArray) -> dict[str, torch.Tensor]:
-    """Arguments of the model besides its token ids, ``[1, tokens]`` int64. ``positions`` count from 0 in each prompt."""
+    """Return the model's arguments other than token ids, int64 ``[1, tokens]``. ``positions`` start from 0 in each
+    prompt.
+    """
     inputs = {"position_ids": torch.from_numpy(positions + position_offset(config))[None]}
     if has_token_types(config):
         inputs["token_type_ids"] = torch.from_numpy(token_types)[None]
@@ -87,7 +98,7 @@ def encoder_inputs(config: PretrainedConfig, positions: IntArray, token_types: I
 
 
 def check_encoder(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Raise ModelLoadError, naming the class, unless it is an encoder that can be served."""
+    """Raise ModelLoadError, with the class name, if the encoder is not supported."""
     reason = None
     if encoder_family(config) is None:
         reason = f"its model type is {config.model_type!r}; encoders that are served: {', '.join(FAMILIES)}"
@@ -110,9 +121,9 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
 
 
 def check_encoder_calls(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
-    """Raise ModelLoadError unless every layer attends as ``attention.encoder`` does.
+    """Raise ModelLoadError unless every layer attends in a way that ``EncoderContext`` supports.
 
-    ``calls`` are those of a forward pass over one token.
+    ``calls`` are the attention calls of a forward pass over one token.
     """
     name, num_layers = type(model).__name__, model.config.num_hidden_layers
     if len(calls) != num_layers:
@@ -135,29 +146,29 @@ def _unsupported_call(call: AttentionCall) -> str | None:
     return f"attention takes the argument '{unknown[0]}', which is not honoured" if unknown else None
 
 
-# Bidirectional attention of a step's prompts, each over its own tokens.
+# Bidirectional attention of a step's prompts, separately for each prompt.
 
 
 class EncoderContext:
-    """An attention context for whole prompts that lie one after the other in the flat batch.
+    """Attention context for whole prompts, one after the other in the flat batch.
 
-    Prompts of one length attend together. Windows are symmetric: a token sees ``sliding_window - 1`` tokens on each side,
-    as transformers' encoders pass it.
+    Prompts of equal length are computed together. Windows are symmetric, as in transformers' encoders: a token attends
+    to ``sliding_window - 1`` tokens on each side.
     """
 
     def __init__(self, query_start_loc: IntArray, device: torch.device) -> None:
-        """``query_start_loc`` ``[prompts + 1]``: first token of each prompt."""
+        """Prepare the context for prompts that begin at ``query_start_loc`` ``[prompts + 1]``."""
         self._device = device
         starts, lengths = query_start_loc[:-1], np.diff(query_start_loc)
         self._rows: list[torch.Tensor] = []
-        """Per length, the flat positions ``[prompts, length]``."""
+        """Flat positions ``[prompts, length]``, one tensor per length."""
         for length in np.unique(lengths):
             rows = starts[lengths == length][:, None] + np.arange(length)
             self._rows.append(torch.from_numpy(rows).to(device))
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def attend(self, call: "AttentionCall") -> torch.Tensor:
-        """Every prompt over its own tokens: the output ``[tokens, num_heads, head_size_v]``."""
+        """Return the attention output ``[tokens, num_heads, head_size_v]`` of every prompt over its own tokens."""
         output = call.query.new_empty(*call.query.shape[:2], call.value.shape[2])
         for rows in self._rows:
             # [prompts, heads, length, head size]
@@ -174,7 +185,7 @@ class EncoderContext:
         return output
 
     def _mask(self, length: int, window: int | None) -> torch.Tensor | None:
-        """True where a query sees a key, ``[length, length]``; None where all see all."""
+        """Return a mask ``[length, length]``, True where a query attends to a key, or None if all pairs attend."""
         if window is None or length <= window:
             return None
         if (length, window) not in self._masks:

@@ -1,11 +1,11 @@
-"""Why a model cannot be served, or not by one of the ways to compute it. Importable without torch."""
+"""Errors for models that cannot be served, or not by one of the implementations. Importable without torch."""
 
 from penstock_common.errors import PenstockError
 
 
 class ModelLoadError(PenstockError):
-    """A checkpoint cannot be loaded or its architecture cannot be served. The message says what to do."""
+    """Reports a checkpoint that cannot be loaded or whose architecture is not supported. The message tells what to do."""
 
 
 class UnsuitableError(Exception):
-    """A candidate does not compute this model; the message says why."""
+    """Reports that an implementation does not support a model. The message gives the reason."""

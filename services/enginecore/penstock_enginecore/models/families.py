@@ -1,7 +1,7 @@
-"""The families of decoders that are known: what the modules of each do not tell. A family is added here.
+"""Known families of decoders, with the properties that their modules do not show. Add new families here.
 
-``decoder_plan.py`` reads all else from the modules. The decoders on CPUs and GPUs, draft heads, adapters and tensor parallelism
-go by the two.
+``decoder_plan.py`` reads all other properties from the modules. CPU and GPU decoders, draft heads, adapters and tensor
+parallelism use both.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the modules of a family do not tell. ``norm_offset``: added to the weights of norms. ``half_turns``: the rotary
-    embedding gives numbers for half of a head, which stand for both halves. ``sections``: it takes positions in time, height and
-    width. ``deepseek_v2``: turns and chooses experts as DeepSeek-V2. ``splits``: a plan for tensor parallelism as transformers
-    writes them, for a class that has none there.
+    """Properties of a family that its modules do not show.
+
+    Attributes:
+        norm_offset: Added to the weights of norms.
+        half_turns: The rotary embedding returns elements for half a head, used for both halves.
+        sections: Rotary positions have time, height and width.
+        deepseek_v2: Rotary embedding and routing are DeepSeek-V2's.
+        splits: Tensor parallelism plan in transformers' format, for classes without one.
     """
 
     norm_offset: float = 0.0
@@ -50,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
             "lm_head": "colwise_gather_output",
             **_SPLIT_ATTENTION,
             "model.layers.*.self_attn.sinks": "rowwise",
-            # Inputs come first in its experts, and columns of gate and up take turns.
+            # The experts' weights have inputs first, and alternating columns of gate and up.
             "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
             "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
             "model.layers.*.mlp.experts.down_proj": "colwise",
@@ -87,19 +91,19 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM3ForCausalLM": _PLAIN,
     "VaultGemmaForCausalLM": _GEMMA,
 }
-"""By the name of the class that generates."""
+"""Families by class name of the causal language model."""
 _ALWAYS_NORMALIZES = "MixtralTopKRouter"
 SOFTMAX_ROUTERS = frozenset(
     {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
 )
-"""Classes of routers that choose the largest of a softmax over all experts."""
+"""Router classes that choose the largest values of a softmax over all experts."""
 
 
 def is_known(module: torch.nn.Module) -> bool:
-    """Whether a model's family is."""
+    """Return whether a model's family is known."""
     return type(module).__name__ in FAMILIES
 
 
 def sums_to_one(router: Any) -> bool:
-    """Whether a router makes the weights of a token's experts add up to one."""
+    """Return whether a router scales the weights of a token's experts to sum to 1."""
     return type(router).__name__ == _ALWAYS_NORMALIZES or bool(router.norm_topk_prob)

@@ -1,4 +1,6 @@
-"""Load a Hugging Face checkpoint for serving: transformers' own modeling code with our attention function."""
+"""Loads a Hugging Face checkpoint for serving, with transformers' own modeling code and this project's attention
+function.
+"""
 
 import math
 import time
@@ -32,24 +34,24 @@ from penstock_enginecore.models.quantization.weights import StoredTensor, open_t
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 
-# What a rank of several reads of a checkpoint.
+# Part of a checkpoint that one of several ranks reads.
 
 
 class Share(Protocol):
-    """A rank's share of one model."""
+    """Share of one rank in a model."""
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Those of ``stored`` that are this rank's, by the names that they have in its model."""
+        """Return this rank's tensors from ``stored``, by their names in the rank's model."""
 
     def made_small(self) -> AbstractContextManager[None]:
-        """A model that is made within the ``with`` block has room for these alone."""
+        """Return a context in which a new model has room only for this rank's tensors."""
 
     def install(self, module: PreTrainedModel) -> object:
-        """Let a model that was made so compute with what the other ranks have."""
+        """Connect a model that was made in ``made_small`` with the other ranks."""
 
 
 MakeShare = Callable[[type[PreTrainedModel], PretrainedConfig], Share]
-"""Raises ModelLoadError for a model that cannot be shared."""
+"""Function that makes a rank's share. Raises ModelLoadError for a model that cannot be shared."""
 
 
 def load_share(
@@ -60,7 +62,7 @@ def load_share(
     dtype: torch.dtype,
     attention: str,
 ) -> Any:
-    """The model with its share of the weights, and what transformers tells of them."""
+    """Return the model with its share of the weights, and transformers' loading report."""
     with share.made_small():
         return model_class.from_pretrained(
             None,
@@ -73,21 +75,28 @@ def load_share(
 
 
 _PROGRESS_INTERVAL = 1.0
-"""Seconds between two progress lines."""
+"""Seconds between progress lines."""
 
 
 Keeps = Callable[[Scheme], bool]
 
 
 def keep_none(scheme: Scheme) -> bool:  # noqa: ARG001 - a ``Keeps``
-    """Dequantize all weights."""
+    """Return False, so that all weights are dequantized."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, computing in ``dtype``. ``precision``: of its products' inputs, where a device
-    may round these. Lengths in tokens; ``max_len`` is the longest sequence it allows.
+    """Model in evaluation mode on its device.
+
+    Attributes:
+        module: The model.
+        dtype: The dtype of the computation.
+        precision: The dtype to which inputs of products may be rounded.
+        max_len: Tokens of the longest sequence that the model allows.
+        vocab_size: Number of logits.
+        eos_token_ids: Tokens that end an output.
     """
 
     module: PreTrainedModel
@@ -97,13 +106,13 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """Of an fp8 cache, by the names of attention layers, where the checkpoint has some."""
+    """Scales of an fp8 KV cache by attention layer name, if the checkpoint has them."""
     encoder: MediaEncoder | None = None
-    """The checkpoint's towers; None for a model that reads text alone."""
+    """Media encoders of the checkpoint, or None for a model that reads only text."""
 
     @property
     def hidden_size(self) -> int:
-        """Length of what the embedding layer gives for a token."""
+        """Elements of the embedding layer's output for a token."""
         embedding: Any = self.module.get_input_embeddings()
         return int(embedding.weight.shape[1])
 
@@ -120,11 +129,18 @@ def load_model(
     widen: bool = False,
     with_towers: bool = False,
 ) -> LoadedModel:
-    """Read configuration and weights of ``config.path``, straight to ``device``; where ``split`` leaves a part of the model, by
-    way of the host. ``keep``: whether linear layers keep weights that are quantized so. ``on_host``: leave the model there, in
-    the dtype that it has on ``device``. ``make_share``: of what this rank reads. ``widen``: on a CPU, compute in float32 with
-    weights that stay as narrow as they are stored, see ``narrow_weight``. ``with_towers``: what turns images and sound into
-    embeddings is loaded too, where the checkpoint has it. Raises ModelLoadError.
+    """Read configuration and weights of ``config.path`` to ``device``. Raises ModelLoadError.
+
+    Args:
+        config: Settings of the model.
+        device: The device that computes.
+        progress: Gets progress lines.
+        keep: Returns whether linear layers keep weights of a quantization scheme.
+        split: Removes the parts of the model that are not needed. The weights are then read to the host first.
+        on_host: Leave the model on the host, in the dtype for ``device``.
+        make_share: Makes the share of the model that this rank reads.
+        widen: On a CPU, compute in float32 with weights as stored; see ``NarrowWeight``.
+        with_towers: Also load the encoders of images and audio, if the checkpoint has them.
     """
     hf_config = read_config(config)
     composite = Composite.of(hf_config, with_towers=with_towers)
@@ -133,8 +149,10 @@ def load_model(
     check_supported(text_config, model_class)
     scheme = quantization_of(hf_config)
     if composite is not None and make_share is not None:
-        raise ModelLoadError(f"{hf_config.model_type} has towers; experts of such models are not shared by ranks yet")
-    widen = widen and (scheme is None or not keep(scheme))  # what is kept quantized is multiplied as it is
+        raise ModelLoadError(
+            f"{hf_config.model_type} has media encoders; experts of such models cannot be shared between ranks yet"
+        )
+    widen = widen and (scheme is None or not keep(scheme))  # kernels multiply weights that stay quantized as they are
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(text_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
@@ -166,7 +184,7 @@ def load_model(
 
 
 def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
-    """Make a decoder's tokens independent of their place in the flat batch, and see that they are. Raises ModelLoadError."""
+    """Make a decoder's tokens independent of their place in the flat batch, and check it. Raises ModelLoadError."""
     install_query_scales(module)
     freeze_rotary(module, max_model_len)
     check_positions(module, device)
@@ -181,7 +199,7 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """The checkpoint's configuration. Raises ModelLoadError."""
+    """Return the checkpoint's configuration. Raises ModelLoadError."""
     if problem := checkpoint.problem(
         config.path,
         trust_remote_code=config.trust_remote_code,
@@ -199,7 +217,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
 def _model_class(
     hf_config: PretrainedConfig, config: ModelConfig, auto_class: Any = AutoModelForCausalLM
 ) -> type[PreTrainedModel]:
-    """What transformers' ``auto_class`` makes of a configuration. Raises ModelLoadError."""
+    """Return the class that transformers' ``auto_class`` selects for a configuration. Raises ModelLoadError."""
     named = ", ".join(hf_config.architectures or ()) or hf_config.model_type
     if type(hf_config) not in auto_class._model_mapping:
         if config.trust_remote_code and auto_class.__name__ in getattr(hf_config, "auto_map", {}):
@@ -212,7 +230,7 @@ def _model_class(
 
 
 def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
-    """Longest sequence in tokens, by the configurations. Raises ModelLoadError."""
+    """Return the longest sequence in tokens, by the configurations. Raises ModelLoadError."""
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
         raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
@@ -231,13 +249,27 @@ def load_weights(
     *,
     pools: bool = False,
 ) -> PreTrainedModel:
-    """The model with its weights, as transformers' ``auto_class`` makes it, on ``device``: those of its files, quantized ones on
-    the host, or random ones. ``optional``: prefixes of weights that may be missing. ``keep``: whether linear layers keep weights
-    that are quantized so. ``share``: what to read of the files. ``pools``: see ``check_weights``. Raises ModelLoadError.
+    """Return the model of transformers' ``auto_class`` with its weights, on ``device``, or on the host if they are
+    quantized.
+
+    Args:
+        config: Settings of the model.
+        dtypes: Dtypes of the model.
+        device: The device.
+        progress: Gets progress lines.
+        auto_class: One of transformers' auto classes.
+        optional: Prefixes of weights that may be missing.
+        keep: Returns whether linear layers keep weights of a quantization scheme.
+        share: The part of the files to read, or None for all.
+        pools: See ``check_weights``.
+
+    Raises:
+        ModelLoadError: The weights cannot be read or do not match the model.
     """
     if config.load_format == "dummy" and share is not None:
         raise ModelLoadError(
-            "model.load_format is 'dummy': ranks that share experts have random weights each; use 'auto'"
+            "model.load_format is 'dummy', but ranks that share experts would each have different random "
+            "weights; use 'auto'"
         )
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
@@ -247,7 +279,7 @@ def load_weights(
 
 
 def _random_weights(config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any) -> PreTrainedModel:
-    """As the model's own class begins its training, from seed 0."""
+    """Return the model with the random weights of its class, from seed 0."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         module = auto_class.from_config(
@@ -272,7 +304,7 @@ def _read_weights(
     *,
     pools: bool,
 ) -> PreTrainedModel:
-    """Those of the checkpoint's files."""
+    """Return the model with the weights of the checkpoint's files."""
     try:
         with as_stored(dtypes.weights) if dtypes.widens else nullcontext():
             loaded = _from_files(config, dtypes, device, auto_class, keep, share)
@@ -290,13 +322,15 @@ def _read_weights(
 def _from_files(
     config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any, keep: Keeps, share: Share | None
 ) -> Any:
-    """The model, and what transformers tells of its weights."""
+    """Return the model and transformers' loading report."""
     hf_config = read_config(config)
     attention, directory = attention_hook.ATTENTION_NAME, weight_files(config)
     dtype, scheme = dtypes.computed, quantization_of(hf_config)
     if share is not None:
         if scheme is not None:
-            raise ModelLoadError(f"model.path {config.path!r}: {scheme.name} experts are not shared by ranks yet")
+            raise ModelLoadError(
+                f"model.path {config.path!r}: {scheme.name} experts cannot be shared between ranks yet"
+            )
         with open_tensors(directory) as stored:
             model_class = _model_class(hf_config, config, auto_class)
             return load_share(share, model_class, hf_config, stored, dtype, attention)
@@ -311,20 +345,20 @@ def _from_files(
                 dtype=dtype,
                 attn_implementation=attention,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # ``check_weights`` raises
+                ignore_mismatched_sizes=True,  # ``check_weights`` raises an error for these
             )
     found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, directory, scheme)
     return load_quantized(found, dtypes.dense, keep=keep(scheme), dtype=dtype, attn_implementation=attention)
 
 
 def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the tensors in the files, as ``dtype``."""
+    """Return the bytes of the tensors in the files, as ``dtype``."""
     with open_tensors(weight_files(config)) as stored:
         return sum(math.prod(tensor.get_shape()) for tensor in stored.values()) * dtype.itemsize
 
 
 def _kv_scales(config: ModelConfig, hf_config: PretrainedConfig) -> Mapping[str, KVScales]:
-    """Those of the files of a checkpoint that is quantized. Raises ModelLoadError."""
+    """Return the KV cache scales in the files of a quantized checkpoint. Raises ModelLoadError."""
     if config.load_format == "dummy" or quantization_of(hf_config) is None:
         return NO_SCALES
     with open_tensors(weight_files(config)) as stored:
@@ -340,7 +374,7 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
 
 
 def weights_size(path: str) -> str:
-    """``" of 1.2 GiB in 3 files"`` for a local checkpoint, ``""`` for one that is elsewhere."""
+    """Return text like ``" of 1.2 GiB in 3 files"`` for a local checkpoint, or ``""`` otherwise."""
     files = list(Path(path).expanduser().glob(WEIGHT_FILES[0]))
     size = sum(file.stat().st_size for file in files)
     return f" of {in_units(size)} in {len(files)} file{'s' * (len(files) > 1)}" if files else ""
@@ -348,7 +382,9 @@ def weights_size(path: str) -> str:
 
 @contextmanager
 def weights_progress(progress: Callable[[str], None], size: str) -> Iterator[None]:
-    """Report the tensors that transformers loads inside the ``with`` block, through its own hook for progress bars."""
+    """Return a context that reports the tensors that transformers loads inside it, through transformers' hook for
+    progress bars.
+    """
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("desc") != "Loading weights":
@@ -374,5 +410,5 @@ def _reporting(items: Iterable[Any], progress: Callable[[str], None], size: str)
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, shortly."""
+    """Return the first line of an error message."""
     return str(error).strip().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""Brings a model to its device, or says why it does not fit."""
+"""Moves a model to its device, and reports models that do not fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,9 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 
 def place(module: torch.nn.Module, path: str, device: torch.device) -> None:
-    """Move ``module``, the model of ``path``, to ``device``, in evaluation mode and without gradients. Raises ModelLoadError,
-    with the numbers, when the device has too little memory.
+    """Move ``module``, the model of ``path``, to ``device``, in evaluation mode and without gradients.
+
+    Raises ModelLoadError, with the sizes, if the device has too little memory.
     """
     if device.type == "cuda":
         _check_module_fits(module, path, device)
@@ -22,10 +23,10 @@ def place(module: torch.nn.Module, path: str, device: torch.device) -> None:
 
 @contextmanager
 def read_to(device: torch.device) -> Iterator[None]:
-    """Have ``from_pretrained`` read weights to ``device``, each as it comes from its file, within the ``with`` block.
+    """Return a context in which ``from_pretrained`` reads weights to ``device``, each as it comes from its file.
 
-    transformers does that with accelerate installed, of which a single device needs nothing, and whose import every start would
-    wait for.
+    transformers can do this if accelerate is installed. A single device needs nothing else of accelerate, and importing
+    it would slow down every start.
     """
     if device.type == "cpu":
         yield
@@ -40,7 +41,7 @@ def read_to(device: torch.device) -> Iterator[None]:
 
 
 def check_weights_fit(num_bytes: int, path: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ModelLoadError, with the numbers, for weights of ``num_bytes`` as ``dtype`` that ``device`` has no room for."""
+    """Raise ModelLoadError, with the sizes, if ``num_bytes`` of weights in ``dtype`` do not fit ``device``."""
     free, total = torch.cuda.mem_get_info(device)
     if num_bytes > free:
         raise ModelLoadError(
@@ -51,7 +52,7 @@ def check_weights_fit(num_bytes: int, path: str, dtype: torch.dtype, device: tor
 
 
 def _check_module_fits(module: torch.nn.Module, path: str, device: torch.device) -> None:
-    """What is on the device already needs no more room."""
+    """Check that the module fits. Tensors that are already on the device need no more memory."""
     tensors = {tensor.data_ptr(): tensor for tensor in (*module.parameters(), *module.buffers())}
     needed = sum(each.numel() * each.element_size() for each in tensors.values() if each.device.type != "cuda")
     check_weights_fit(needed, path, next(module.parameters()).dtype, device)

@@ -1,4 +1,4 @@
-"""Rotary (RoPE) and query scaling by position, tied down when the model is loaded."""
+"""Rotary (RoPE) scaling and query scaling by position, fixed when the model is loaded."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -11,26 +11,26 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock_enginecore.models.errors import ModelLoadError
 
-# Rotary scaling that would look at the whole batch.
+# Rotary scaling that depends on the whole batch.
 #
-# transformers' ``longrope`` and ``dynamic`` pick their frequencies in the forward pass, by the largest position of the
-# batch: a long request would change what its neighbours get, and keys written under one choice would be read under
-# another. Here the length the engine serves chooses once, see docs/adr/0011-rotary-scaling.md:
+# The forward pass of transformers' ``longrope`` and ``dynamic`` chooses frequencies by the largest position of the
+# batch. So a long request would change the results of other requests, and keys written with some frequencies would be
+# read with others. Here the served length chooses the frequencies once, see docs/adr/0011-rotary-scaling.md:
 #
-# - ``longrope``: the short factors where that length is within the one before the extension, else the long factors.
-# - ``dynamic``: the frequencies of that length, which are the unscaled ones up to ``max_position_embeddings``.
+# - ``longrope``: the short factors if the length is within the original one, otherwise the long factors.
+# - ``dynamic``: the frequencies of that length. Up to ``max_position_embeddings`` they are the unscaled ones.
 
 _FROZEN = "frozen"
-"""What modules tied down say they are: transformers updates only kinds it knows."""
+"""Kind that is set on fixed modules. transformers updates only kinds that it knows."""
 _DYNAMIC = "dynamic"
 _BY_BATCH = frozenset({_DYNAMIC, "longrope"})
 
 
 def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | None:
-    """Tokens of the longest sequence that the model allows, None where the configuration does not say.
+    """Return the tokens of the longest sequence that the model allows, or None if the configuration does not tell.
 
-    Dynamic scaling goes ``factor`` times as far when ``requested`` asks for it, and not by itself: frequencies made for
-    the longer sequences are worse for all shorter ones.
+    Dynamic scaling allows sequences ``factor`` times as long, but only if ``requested`` needs them, because the
+    frequencies for longer sequences reduce quality for all shorter ones.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None)
     factors = [float(p["factor"]) for p in _parameters(config) if p.get("rope_type") == _DYNAMIC and "factor" in p]
@@ -40,7 +40,7 @@ def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | N
 
 
 def _parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of the model, or those of each of its layer types."""
+    """Yield the model's rotary parameters, and those of each layer type if they differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     yield parameters
     yield from (p for p in parameters.values() if isinstance(p, Mapping))
@@ -49,7 +49,9 @@ def _parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
 @torch.no_grad()
 def freeze_rotary(model: torch.nn.Module, max_model_len: int) -> None:
     """Fix the frequencies of all rotary modules of ``model``, on its device, for sequences of up to ``max_model_len``
-    tokens. Raises ModelLoadError for a module that is not built as transformers builds them.
+    tokens.
+
+    Raises ModelLoadError for a module with an unknown structure.
     """
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
@@ -82,8 +84,8 @@ def _freeze(name: str, module: torch.nn.Module, kind: str, layer_type: str | Non
 
 
 def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: int) -> None:
-    """Phi-MoE's module computes frequencies in each forward pass, and has one magnitude for short and one for long
-    batches.
+    """Fix the frequencies of Phi-MoE's module. It computes them in each forward pass, with separate magnitudes for
+    short and long batches.
     """
     frozen = (module.inv_freq, module.attention_scaling)
     module.rope_init_fn = lambda _config: frozen
@@ -95,32 +97,33 @@ def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: in
         module.config.rope_parameters.update(long_mscale=mscale, short_mscale=mscale)
 
 
-# Queries that grow with their position, where the model's own code counts positions from the start of the batch.
+# Scaling of queries by position, for models whose own code counts positions from the start of the batch.
 #
 # Llama 4 scales the queries of its layers without rotary positions by ``1 + attn_scale * log(1 + floor((p + 1) /
 # floor_scale))`` (https://arxiv.org/abs/2501.19399), with p counted along the tensor. In a flat batch that is not the
-# position, so the module is told not to, and attention scales with the positions of the step.
+# position. So the module's own scaling is turned off, and the attention function scales by the positions of the step.
 
 _ATTRIBUTE = "penstock_query_scale"
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """The two numbers of the formula in the module's docstring; ``floor_scale`` in tokens."""
+    """Parameters of the formula above. ``floor_scale`` is in tokens."""
 
     attn_scale: float
     floor_scale: float
 
     def apply(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``query`` ``[tokens, num_heads, head_size]`` scaled by int64 ``positions`` ``[tokens]``, in its dtype."""
+        """Return ``query`` ``[tokens, num_heads, head_size]`` scaled by int64 ``positions`` ``[tokens]``, in its dtype."""
         steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
         scales = torch.log1p(steps) * self.attn_scale + 1.0
         return (query * scales[:, None, None]).to(query.dtype)
 
 
 def install_query_scales(model: torch.nn.Module) -> None:
-    """Take the scaling of queries over from the attention modules of ``model`` that do it themselves. Raises
-    ModelLoadError for one that does not do it as Llama 4 does.
+    """Take over query scaling from the attention modules of ``model`` that do it themselves.
+
+    Raises ModelLoadError for a module that does not use Llama 4's formula.
     """
     for name, module in model.named_modules():
         if not getattr(module, "attn_temperature_tuning", False):
@@ -136,6 +139,6 @@ def install_query_scales(model: torch.nn.Module) -> None:
 
 
 def query_scale(module: torch.nn.Module) -> QueryScale | None:
-    """What ``install_query_scales`` left at an attention module."""
+    """Return the scaling that ``install_query_scales`` stored on an attention module, or None."""
     scale = getattr(module, _ATTRIBUTE, None)
     return scale if isinstance(scale, QueryScale) else None

@@ -1,9 +1,9 @@
-"""Which architectures can be served. Everything else is refused by name: a wrong answer would not be noticed.
+"""Checks for supported architectures. All others are rejected by name, because wrong output would not be noticed.
 
-The checks come in three stages. ``check_supported`` looks at the configuration and the class before any weight is read.
-``check_positions`` finds models whose tokens depend on their place in the flat batch. ``layer_specs`` looks at the
-attention calls that one probe forward really made, so that a model whose layers bypass the attention interface, or ask
-it for something we do not do, is found out whatever it declares.
+There are three stages. ``check_supported`` checks the configuration and the class before weights are read.
+``check_positions`` finds models whose results depend on the place of a token in the flat batch. ``layer_specs`` checks
+the attention calls of a probe. So it finds models whose layers bypass the attention interface or request unsupported
+features, whatever their configuration declares.
 """
 
 import math
@@ -34,15 +34,17 @@ _HARMLESS_EXTRAS = frozenset(
         "use_cache",
     }
 )
-"""Arguments of an attention call that do not change what it must compute, or that are checked on their own."""
+"""Arguments of an attention call that do not change the result, or that have separate checks."""
 
 _PROBE_TOKENS = 8
 _TOLERANCE = 0.05
-"""Difference, as a share of a vector's length, that rounding in half precision does not make."""
+"""Relative difference of two vectors that is larger than rounding in half precision."""
 
 
 def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Raise ModelLoadError, naming the class, unless ``model_class`` can be served by our attention function."""
+    """Raise ModelLoadError, with the class name, unless ``model_class`` can be served with this project's attention
+    function.
+    """
     if reason := _unsupported(config, model_class):
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers all use "
@@ -56,7 +58,7 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
 
 
 def quantization_of(config: PretrainedConfig) -> Scheme | None:
-    """How the checkpoint's weights are quantized, None where they are not. ModelLoadError for a way that is not served."""
+    """Return the quantization of the checkpoint's weights, or None. Raises ModelLoadError if it is not supported."""
     quantization = getattr(config, "quantization_config", None)
     return None if quantization is None else recognise(quantization)
 
@@ -78,10 +80,10 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
-    """The KV cache demand of every attention module, by module name in execution order.
+    """Return the KV cache requirements of every attention module, by module name in execution order.
 
     ``calls`` are those of a forward pass over one token. Raises ModelLoadError if they show that the model would be
-    served wrongly.
+    served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
     if len(calls) < config.num_hidden_layers:
@@ -113,10 +115,12 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
 
 
 def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | EllipsisType | None]:
-    """The sliding window each attention module should ask for; Ellipsis where the configuration does not say."""
+    """Return the sliding window that each attention module should request, or Ellipsis if the configuration does not
+    tell.
+    """
     window = getattr(config, "sliding_window", None)
     if window is None or window >= (getattr(config, "max_position_embeddings", None) or math.inf):
-        return [...] * num_calls  # no window, or one that no sequence leaves
+        return [...] * num_calls  # there is no window, or it is longer than every sequence
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window if getattr(config, "use_sliding_window", True) else None] * num_calls
@@ -126,7 +130,7 @@ def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | El
 
 
 def _expected_chunks(config: PretrainedConfig, num_calls: int) -> list[int | None]:
-    """The chunk each attention module should keep to, of the configuration's size."""
+    """Return the chunk size that each attention module should use, from the configuration."""
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None) or ["chunked_attention"] * num_calls
     if chunk is None or len(types) != num_calls:
@@ -152,12 +156,12 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, ch
 
 @torch.inference_mode()
 def check_positions(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise ModelLoadError if what a token brings to attention depends on anything but the token and its position.
+    """Raise ModelLoadError if a token's query, key or value depends on anything except the token and its position.
 
-    Two forward passes see the same tokens at the same positions in opposite order, as a flat batch mixes requests.
-    Attention gives zeros in both, so each query, key and value must be the same again. A model that counts positions
-    itself, mixes neighbouring tokens or keeps state between them differs for most tokens already in one layer; rounding,
-    and experts chosen by a hair, do so for few.
+    Two forward passes get the same tokens at the same positions in opposite order, like requests in a flat batch.
+    Attention returns zeros in both, so queries, keys and values must be equal. In a model that counts positions, mixes
+    neighbouring tokens or keeps state between tokens, most tokens differ after one layer. Rounding, and near ties in
+    expert routing, change only a few tokens.
     """
     tokens = torch.arange(_PROBE_TOKENS, device=device)
     positions = tokens * 2 % _PROBE_TOKENS
@@ -184,19 +188,19 @@ def _probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor
 
 
 def _most_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether more than half of the tokens ``[tokens, heads, head size]`` are another vector."""
+    """Return whether the vectors of more than half of the tokens ``[tokens, heads, head size]`` differ."""
     one, other = one.flatten(1).float(), other.flatten(1).float()
     differ = (one - other).norm(dim=1) > _TOLERANCE * one.norm(dim=1)
     return bool(differ.sum() * 2 > len(one))
 
 
 class ProbeContext:
-    """An ``AttentionContext`` that notes the calls and returns zeros."""
+    """``AttentionContext`` that records the calls and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Zeros ``[tokens, num_heads, head_size_v]``."""
+        """Record the call and return zeros ``[tokens, num_heads, head_size_v]``."""
         self.calls.append(call)
         return call.query.new_zeros(call.query.shape[0], call.query.shape[1], call.value.shape[2])

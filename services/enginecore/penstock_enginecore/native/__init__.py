@@ -1,1 +1,1 @@
-"""Compute on CPUs with kernels of our own, compiled when the package is built: see csrc/ and docs/adr/0018."""
+"""CPU computation with the project's own kernels, which are compiled when the package is built; see csrc/ and docs/adr/0018."""

@@ -147,7 +147,7 @@ def test_random_and_quantized_weights_are_refused(tmp_path: Path, monkeypatch: p
         name = "fp8"
 
     monkeypatch.setattr(loader_module, "quantization_of", lambda config: Scheme())
-    with pytest.raises(ModelLoadError, match="fp8 experts are not shared by ranks yet"):
+    with pytest.raises(ModelLoadError, match="fp8 experts cannot be shared between ranks yet"):
         load(tmp_path, SharedModel(config()))
 
 

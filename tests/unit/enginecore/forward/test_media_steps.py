@@ -303,9 +303,9 @@ def test_steps_with_media_are_not_replayed_and_those_of_text_are(family: str) ->
 
 def test_the_fused_decoder_leaves_models_to_the_modules_whose_media_it_would_not_heed() -> None:
     for family, told in (
-        ("qwen2_vl", "positions in sections"),
-        ("qwen3_vl", "positions in sections and rows that are added behind its first layers"),
-        ("gemma3", "images that attend both ways"),
+        ("qwen2_vl", "rotary positions in sections"),
+        ("qwen3_vl", "rotary positions in sections and embeddings added after the first layers"),
+        ("gemma3", "images with bidirectional attention"),
     ):
         probed = replace(probe_model(make(family)[0], CPU, BLOCK), device=torch.device("cuda"))
         [candidate] = fused_candidates(probed, KernelsConfig(), "auto")
@@ -316,7 +316,7 @@ def test_the_fused_decoder_leaves_models_to_the_modules_whose_media_it_would_not
 def test_stages_refuse_rows_between_their_layers() -> None:
     links: Any = SimpleNamespace(num_stages=2, stage=0)
     with pytest.raises(
-        ModelLoadError, match=r"executor.pipeline_parallel_size is 2; .* not served in stages.*use 1, or"
+        ModelLoadError, match=r"executor.pipeline_parallel_size is 2, but .* cannot be split into stages.*use 1, or"
     ):
         cut(probe_model(make("qwen3_vl")[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
 
@@ -371,7 +371,7 @@ def test_a_chain_refuses_media(field: str) -> None:
     if field == "deepstack":
         batch = replace(batch, rope_positions=None)
     draws = ChainedDraws(np.array([2]), np.zeros(1, dtype=np.float32), np.zeros((2, 1)), VOCAB)
-    with pytest.raises(ValueError, match="a chain has no media"):
+    with pytest.raises(ValueError, match="chained steps do not support media"):
         forward.chain(batch, draws)
 
 
@@ -382,20 +382,26 @@ def test_rows_that_the_kernels_would_read_beyond_are_refused(shape: tuple[int, .
     prompt = prompts(2)[0]
     forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
     batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), deepstack=torch.zeros(shape))
-    with pytest.raises(ValueError, match="do not go behind the first of 3 layers"):
+    with pytest.raises(ValueError, match="do not fit 3 layers"):
         forward.run(batch, np.array([49]))
 
 
 @pytest.mark.parametrize(
     ("encoder", "reason"),
     [
-        (FakeEncoder(has_sections=True, num_deepstack=0, both_ways=False), "rotary embedding has no sections"),
-        (FakeEncoder(has_sections=False, num_deepstack=1, both_ways=False), "nothing is added behind its layers"),
+        (
+            FakeEncoder(has_sections=True, num_deepstack=0, both_ways=False),
+            "rotary embedding does not support sections",
+        ),
+        (
+            FakeEncoder(has_sections=False, num_deepstack=1, both_ways=False),
+            "its layers do not add deepstack embeddings",
+        ),
     ],
 )
 def test_a_model_that_would_take_media_for_something_else_is_refused(encoder: Any, reason: str) -> None:
     model, _ = make("llama")
-    with pytest.raises(ModelLoadError, match=f"LlamaModel is not served with media: .*{reason}"):
+    with pytest.raises(ModelLoadError, match=f"cannot serve LlamaModel with media: .*{reason}"):
         build_forward(replace(model, encoder=encoder), ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), 1, BLOCK))
 
 

@@ -73,4 +73,4 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: forward(self, x) + (self.out_features == 48))
     native = kernels()
     assert pack_towers(encoder, native) > 0
-    assert "2 of 14 linear layers of towers stay torch's" in caplog.text
+    assert "2 of 14 linear layers of media encoders use PyTorch instead of native kernels" in caplog.text

@@ -240,7 +240,7 @@ def test_heads_that_the_kernels_do_not_know_run_by_their_modules(
 def test_target_tokens_beyond_the_embeddings_are_refused(model: LoadedModel) -> None:
     of = drafter(model, HEADS["eagle3"])
     of._target_tokens = np.append(cast("IntArray", of._target_tokens)[:-1], VOCAB_SIZE)
-    with pytest.raises(IndexError, match=f"no embeddings of {VOCAB_SIZE + 1} tokens"):
+    with pytest.raises(IndexError, match=f"cannot look up embeddings of {VOCAB_SIZE + 1} tokens"):
         drafts(of)
 
 

@@ -1,7 +1,9 @@
-"""Adapters of a model on a GPU: in host memory as many as there are, in slots of device memory those of the steps.
+"""LoRA adapters of a model on a GPU. All adapters are in host memory; adapters of current steps are in slots of device
+memory.
 
-A step's rows are laid out in tiles of one adapter, in tensors that never move where the step is of a padded shape. An adapter
-that is in no slot when its step comes is copied on a stream of its own; that step waits for it on the device, others do not.
+A step's rows are arranged in tiles of one adapter each. The tile tensors never move for steps of padded shapes. An
+adapter without a slot is copied on a separate stream. Its step waits for the copy on the device; other steps do not
+wait.
 """
 
 import logging
@@ -45,12 +47,14 @@ from penstock_enginecore.lora.device_slots import (
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 
 class StepTiles:
-    """Tiles of a step's tokens, and of its rows that get logits, up to ``max_shape``, and what kernels need between them."""
+    """Tiles of a step's tokens and of its rows that get logits, for steps up to ``max_shape``, and the kernels' scratch
+    memory.
+    """
 
     def __init__(self, max_shape: StepShape, memory: SlotMemory, max_loras: int, device: torch.device) -> None:
         self.max_shape = max_shape
@@ -64,7 +68,7 @@ class StepTiles:
         self._views = self._layout.views(self._flat)
 
     def of(self, shape: StepShape) -> tuple[RowTiles, RowTiles]:
-        """Those of tokens and of rows in a step of ``shape``: the same memory each time."""
+        """Return the tiles of tokens and of rows for a step of ``shape``. The memory is the same each time."""
         counts = [most_tiles(rows, self._max_loras) for rows in (shape.tokens, shape.requests)]
         slots, rows = self._views[::2], self._views[1::2]
         of_tokens, of_rows = (
@@ -74,7 +78,7 @@ class StepTiles:
         return of_tokens, of_rows
 
     def load(self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], slots: DeviceSlots) -> None:
-        """Bring those of a step to the device. Begins the copy, and does not wait for it."""
+        """Start copying a step's tiles to the device. Does not wait for the copy."""
         host = self._host.take(self._layout.num_bytes)
         views = [view.numpy() for view in self._layout.views(host.memory)]
         for own, tile_slots, tile_rows in zip((segments, of_rows), views[::2], views[1::2], strict=True):
@@ -84,8 +88,17 @@ class StepTiles:
 
 
 class DeviceAdapters:
-    """Those of a model whose products are ``places``. Steps run one at a time; the methods are called between them, but for
-    ``prepare``. ``copies``: to the device.
+    """Adapters of a model, in host memory and in device slots.
+
+    Steps run one at a time. Methods other than ``prepare`` may be called only between steps.
+
+    Args:
+        places: The matrix products that adapters may update.
+        limits: Limits on slots and ranks.
+        dtype: The model's dtype.
+        device: The device.
+        kernels: The Triton kernels.
+        copies: Copies adapters to the device. Defaults to a side stream on GPUs.
     """
 
     def __init__(
@@ -113,44 +126,54 @@ class DeviceAdapters:
         return digest in self._images
 
     def allocate(self) -> None:
-        """Take the memory of slots, and of steps of padded shapes, if it is not there. Raises ModelLoadError."""
+        """Allocate memory for slots and for steps of padded shapes, if needed. Raises ModelLoadError."""
         if self._captured is None:
             self.memory.allocate()
             self._captured = StepTiles(CAPTURED, self.memory, self._limits.max_loras, self._device)
 
     def release(self) -> None:
-        """Let go of the device's memory. Adapters stay in host memory, and get into slots again."""
+        """Free the device memory. Adapters stay in host memory and are copied to slots again when needed."""
         self._captured = self._large = None
         self._slots.clear()
         self._coming.clear()
         self.memory.release()
 
     def reserve(self, shape: StepShape) -> None:
-        """Have what a step of ``shape`` would need if it had adapters."""
+        """Allocate the memory that a step of ``shape`` would need if it had adapters."""
         self._tiles_for(shape)
 
     def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
-        """Have its matrices as slots do, on any thread, and return what takes it, between steps. Raises ValueError for what is no
-        update of the places' layers.
+        """Convert an adapter to the layout of the slots and return the function that adds it, to call between steps.
+        Thread-safe.
+
+        Raises ValueError if an update does not match a layer of the places.
         """
         return partial(self._add, adapter.digest, self.memory.image(adapter))
 
     def _add(self, digest: bytes, image: Image) -> None:
-        """It is copied ahead of its first step, where a slot is to spare."""
+        """Add an adapter. If a slot is free, its copy starts before its first step."""
         self._images[digest] = image
         if self._captured is not None and (slot := self._slots.offer(digest)) is not None:
             self._begin_copy(digest, slot)
 
     def remove(self, digest: bytes) -> None:
-        """KeyError where it is not there."""
+        """Remove an adapter. Raises KeyError if it is not loaded."""
         del self._images[digest]
         self._slots.remove(digest)
         self._coming.pop(digest, None)
 
     @contextmanager
     def step(self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], shape: StepShape) -> Iterator[None]:
-        """Within, ``add_to`` adds what the adapters of ``segments``, and of the rows that get logits, add in a step of ``shape``.
-        Raises LookupError for an adapter that is not there, ValueError for more than there are slots.
+        """Return a context in which ``add_to`` adds the adapters' outputs for a step of ``shape``.
+
+        Args:
+            segments: Tokens with adapters.
+            of_rows: Rows that get logits, with adapters.
+            shape: Shape of the step.
+
+        Raises:
+            LookupError: An adapter is not loaded.
+            ValueError: The step has more adapters than slots.
         """
         segments, of_rows = ([each for each in own if each.digest != BLANK] for own in (segments, of_rows))
         expect_known([*segments, *of_rows], self._images)
@@ -167,11 +190,13 @@ class DeviceAdapters:
             self._step = None
 
     def updates(self, place: int) -> bool:
-        """Whether an adapter that is here has an update in the place of this number."""
+        """Return whether a loaded adapter updates the place of this number."""
         return any(image.updates[place] for image in self._images.values())
 
     def add_to(self, place: int, x: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-        """Add to what the product of the place of this number has made of ``x``; nothing outside of a step with adapters."""
+        """Add the adapters' output for ``x`` to the output of a place's product. Does nothing in steps without
+        adapters.
+        """
         if self._step is None:
             return
         tiles, of_tokens, of_rows = self._step
@@ -182,9 +207,11 @@ class DeviceAdapters:
         self._coming[digest] = self._copies.begin(partial(self.memory.copy, self._images[digest], slot))
 
     def _tiles_for(self, shape: StepShape) -> StepTiles:
-        """Those of padded shapes never move; others are allocated when a step first needs so many."""
+        """Return the tiles for a step. Tiles of padded shapes never move; larger ones are allocated when a step first
+        needs them.
+        """
         if self._captured is None:
-            raise RuntimeError("allocate must come before the first step")
+            raise RuntimeError("allocate must be called before the first step")
         if not shape.is_large:
             return self._captured
         held = StepShape(0, 0) if self._large is None else self._large.max_shape
@@ -195,15 +222,23 @@ class DeviceAdapters:
         return self._large
 
 
-# Adapters in slots of device memory, on a model's own modules.
+# Adapters in slots of device memory, applied to a model's own modules.
 
 
 class SlotModules:
-    """What adapters add to linear ``layers`` of ``module``, ``(out, in)`` features by name, behind their bias. ``head``: the name
-    of the layer that gets rows whose logits are wanted, empty where there is none.
+    """Adds adapters to linear layers of ``module``, after their bias, from device slots.
 
-    Layers have hooks in steps with adapters alone: others compute as without. As ``AdaptedModules``, with memory that is taken
-    by ``allocate`` and does not grow.
+    Layers have hooks only in steps with adapters, so other steps compute as without this class. The interface is that
+    of ``AdaptedModules``, but ``allocate`` takes the memory, which never grows.
+
+    Args:
+        module: The model.
+        layers: ``(out, in)`` features of the linear layers, by name.
+        head: Name of the layer that gets only rows whose logits are wanted, or empty if there is none.
+        limits: Limits on slots and ranks.
+        dtype: The model's dtype.
+        device: The device.
+        kernels: The Triton kernels.
     """
 
     def __init__(
@@ -223,7 +258,7 @@ class SlotModules:
         self._adapters = DeviceAdapters(places, limits, dtype, device, kernels)
         self._expected: tuple[int, int] = (0, 0)
         self._odd: set[str] = set()
-        """Layers that get other rows than those of the step."""
+        """Layers whose input rows are not the step's rows."""
         self.allocate, self.release = self._adapters.allocate, self._adapters.release
 
     def __contains__(self, digest: bytes) -> bool:
@@ -231,21 +266,32 @@ class SlotModules:
 
     def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
         if odd := self._odd & adapter.updates.keys():
-            raise ValueError(f"{min(odd)} computes other rows than a step's tokens, and takes no update on this device")
+            raise ValueError(
+                f"{min(odd)} computes rows other than a step's tokens, so adapters cannot update it on this device"
+            )
         return self._adapters.prepare(adapter)
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Between steps. Raises ValueError for an update whose layer is not there or has other features."""
+        """Add an adapter. Call it only between steps. Raises ValueError if an update's layer does not exist or has
+        other features.
+        """
         self.prepare(adapter)()
 
     def remove(self, digest: bytes) -> None:
-        """Between steps. KeyError where it is not there."""
+        """Remove an adapter. Call it only between steps. Raises KeyError if it is not loaded."""
         self._adapters.remove(digest)
 
     @contextmanager
     def step(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> Iterator[None]:
-        """What the model computes within is a step of ``segments``, and ``rows`` int64 are those of its ``num_tokens`` tokens
-        whose logits are wanted; without tokens the head alone. Raises LookupError for an adapter that is not there.
+        """Return a context in which the model computes a step with adapters.
+
+        Args:
+            segments: Tokens with adapters.
+            rows: int64, the rows whose logits are wanted.
+            num_tokens: Tokens of the step, or 0 to compute only the head.
+
+        Raises:
+            LookupError: An adapter is not loaded.
         """
         shape = StepShape(num_tokens, len(rows))
         if not segments:
@@ -258,7 +304,9 @@ class SlotModules:
 
     @contextmanager
     def tiles(self, segments: Sequence[LoraSegment], rows: IntArray, shape: StepShape) -> Iterator[None]:
-        """As ``step``, of what runs or replays work that was launched within ``hooked``, in a step padded to ``shape``."""
+        """Return a context like ``step``, for running or replaying work that was launched inside ``hooked``, padded to
+        ``shape``.
+        """
         self._expected = shape.tokens, shape.requests
         of_tokens = segments if shape.tokens else ()
         with self._adapters.step(of_tokens, segments_of_rows(segments, rows), shape):
@@ -266,7 +314,7 @@ class SlotModules:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Layers have their hooks."""
+        """Return a context in which the layers have their hooks."""
         with ExitStack() as hooks:
             for place, name in enumerate(self._names):
                 layer = self._module.get_submodule(name)
@@ -274,33 +322,34 @@ class SlotModules:
             yield
 
     def _add(self, place: int, name: str, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
-        """A forward hook."""
+        """Add the adapters' output to a layer's output, as a forward hook."""
         x, out = args[0].reshape(-1, args[0].shape[-1]).contiguous(), output.view(-1, output.shape[-1])
         expected = self._expected[name == self._head]
         if name == self._head and not expected:
-            return  # a pooler within the layers, whose output nobody reads
+            return  # a pooler inside the layers; its output is not used
         if len(x) != expected:
             self._odd.add(name)
             if self._adapters.updates(place):
-                raise ValueError(f"{name} gets {len(x)} rows of a step with {expected}, and an adapter has it")
+                raise ValueError(f"{name} gets {len(x)} rows in a step with {expected}, but an adapter updates it")
             return
         self._adapters.add_to(place, x, 1.0, out)
 
 
-# Products of the fused decoder to which adapters add.
+# Products of the fused decoder to which adapters are added.
 
 Adapt = Callable[[Sequence[Linear], Product], Product]
-"""What computes in place of a product of linear layers."""
+"""Function that returns the replacement for a product of linear layers."""
 
 
 def unadapted(linears: Sequence[Linear], product: Product) -> Product:  # noqa: ARG001 - an ``Adapt``
-    """The product itself."""
+    """Return the product unchanged."""
     return product
 
 
 class AdaptedProduct(Held):
-    """A ``Product``. In a step with adapters it adds theirs behind the product with its bias and scale: a row that has none keeps
-    its bits.
+    """``Product`` that adds adapters' outputs after the product with its bias and scale.
+
+    Rows without an adapter are bit-identical to those of the plain product.
     """
 
     def __init__(self, product: Product, add_to: Callable[[torch.Tensor, float, torch.Tensor], None]) -> None:
@@ -309,22 +358,22 @@ class AdaptedProduct(Held):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """That of the product."""
+        """Bias of the product."""
         return self._product.bias
 
     @property
     def out_features(self) -> int:
-        """Those of the product."""
+        """Output features of the product."""
         return self._product.out_features
 
     @property
     def in_features(self) -> int:
-        """Those of the product."""
+        """Input features of the product."""
         return self._product.in_features
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of the product."""
+        """Tensors of the product."""
         return self._product.tensors
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -341,7 +390,7 @@ class AdaptedProduct(Held):
 
 
 class ProductAdapters:
-    """Adapters of the products of a decoder of ``module``, which are named to ``adapt`` and ``adapt_head`` while it is built."""
+    """Collects the products of a decoder of ``module`` while it is built, so that adapters can be added to them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(part): name for name, part in module.named_modules()}
@@ -349,17 +398,17 @@ class ProductAdapters:
         self._adapters: DeviceAdapters | None = None
 
     def adapt(self, linears: Sequence[Linear], product: Product) -> Product:
-        """An ``Adapt``."""
+        """Return a product that adds adapters. Used as an ``Adapt``."""
         return self._adapted(linears, product, of_rows=False)
 
     def adapt_head(self, head: Linear, product: Product) -> Product:
-        """As ``adapt``, of the head."""
+        """Return the head's product that adds adapters."""
         return self._adapted([head], product, of_rows=True)
 
     def open(
         self, limits: SlotLimits, dtype: torch.dtype, device: torch.device, kernels: "TritonKernels"
     ) -> DeviceAdapters:
-        """All of them, once the decoder is built."""
+        """Return the adapters of all products, after the decoder is built."""
         self._adapters = DeviceAdapters(self._places, limits, dtype, device, kernels)
         return self._adapters
 
@@ -375,7 +424,7 @@ class ProductAdapters:
         return AdaptedProduct(product, add_to)
 
 
-# The kernels of adapters: proved on their device before they serve, and on a model's modules where they do.
+# Kernels for adapters: comparison with PyTorch on their device, and use on a model's modules.
 
 logger = logging.getLogger(__name__)
 
@@ -385,23 +434,27 @@ _ROWS = 21
 
 
 def why_not(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -> str:
-    """Why ``kernels`` do not add for adapters of a model in ``dtype`` on ``device``; empty where they are proved: they add to
-    some rows what plain torch does, and leave others as they were.
+    """Return why ``kernels`` cannot compute adapters of a model in ``dtype`` on ``device``, or an empty text if they
+    can.
+
+    The check compares rows with adapters with PyTorch, and requires that other rows stay unchanged.
     """
     try:
         difference, untouched = _prove(kernels, dtype, device)
-    except Exception as e:  # of a compiler, or of a driver
-        return f"its kernels for adapters fail: {type(e).__name__}: {e}"
+    except Exception as e:  # for example from a compiler or driver
+        return f"its adapter kernels fail: {type(e).__name__}: {e}"
     if not untouched:
-        return "its kernels for adapters change rows without one"
+        return "its adapter kernels change rows without an adapter"
     if difference <= TOLERANCES[dtype]:
         return ""
-    return f"what its kernels add for adapters differs by {difference:.3g}"
+    return f"the output of its adapter kernels differs by {difference:.3g}"
 
 
 @torch.inference_mode()
 def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
-    """How far what two adapters add is from plain torch, and whether rows between theirs are what they were."""
+    """Return how far the output of two adapters differs from PyTorch, and whether rows without adapters stayed
+    unchanged.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -432,9 +485,10 @@ def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -
 def slot_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits | None
 ) -> SlotModules | None:
-    """Slots for adapters of the linear layers of a model in ``dtype`` that runs by its own modules. None where there are no
-    ``limits`` or the device is no GPU, and where kernels cannot be had or fail their proof: plain torch adds for adapters
-    there, which is slow.
+    """Return slots for adapters of the linear layers of a model that runs on its own modules.
+
+    Returns None without ``limits``, on a device that is not a GPU, or if the kernels are missing or fail their check.
+    PyTorch then computes the adapters, which is slow.
     """
     if device.type != "cuda" or limits is None:
         return None
@@ -445,15 +499,16 @@ def slot_modules(
     else:
         if not (reason := why_not(kernels, dtype, device)):
             return adapted_modules(module, dtype, device, limits, kernels)
-    logger.warning("adapters are added by plain torch, which is slower: %s", reason)
+    logger.warning("adapters are computed by PyTorch, which is slower: %s", reason)
     return None
 
 
 def adapted_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: "TritonKernels"
 ) -> SlotModules:
-    """Slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype, as quantized ones will
-    once they are dequantized.
+    """Return slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype.
+
+    Quantized layers count, because they will be dequantized to that dtype.
     """
     named = dict(module.named_modules())
     last = head_of(module) or pooling_layer(module)
@@ -468,7 +523,7 @@ def adapted_modules(
 
 
 def _kernels() -> "TritonKernels":
-    # Triton is imported where there is a device for its kernels.
+    # Triton is imported only if there is a device for its kernels.
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
     return TritonKernels()

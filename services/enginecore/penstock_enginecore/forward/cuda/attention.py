@@ -1,4 +1,4 @@
-"""Attention over the arena by the kernels of the fused decoder, for models that run by transformers' own modules."""
+"""Paged attention by the fused decoder's kernels, for models that run on transformers' own modules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,27 +20,29 @@ from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SI
 from penstock_enginecore.forward.equivalence_check import Candidate
 from penstock_enginecore.models.errors import UnsuitableError
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 _COLUMNS = 16
-"""Block tables are widened to a multiple of so many blocks: kernels are compiled anew for widths that are none."""
+"""Block tables are padded to a multiple of this many blocks, because kernels are compiled again for other widths."""
 
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNKNOWN = AttentionMetadata(_NONE, _NONE, np.zeros((0, 0), dtype=np.int32), _NONE, 0)
-"""Of steps that the device alone knows."""
+"""Metadata of steps whose metadata is only on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PagedPlan(StepPlan):
-    """What kernels read of a step's metadata, on the device. ``padded``: rows behind the tokens are to be zeros."""
+    """Kernel inputs of a step, on the device. With ``padded``, rows after the tokens are set to zero."""
 
     group: GroupInputs
     padded: bool = False
 
 
 class TritonAttention(AttentionBackend):
-    """Layers lie in a ``KVArena``. Takes every head size, block size and dtype that ``why_not`` does not name."""
+    """Attention backend with Triton kernels. Layers are in a ``KVArena``. ``why_not`` gives the unsupported sizes and
+    dtypes.
+    """
 
     keeps_float8 = True
 
@@ -48,7 +50,7 @@ class TritonAttention(AttentionBackend):
         self._kernels = kernels
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all
-        """``HEADS``."""
+        """Return ``HEADS``."""
         return HEADS
 
     def memory(
@@ -58,11 +60,11 @@ class TritonAttention(AttentionBackend):
         device: torch.device,
         scales: Mapping[str, KVScales] = NO_SCALES,
     ) -> KVArena:
-        """One arena for all layers."""
+        """Return one arena for all layers."""
         return KVArena(specs, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> PagedPlan:
-        """All of it crosses to the device in one copy, which is not waited for."""
+        """Copy the metadata to the device at once, without waiting for the copy."""
         requests, blocks = metadata.block_table.shape
         width = -(-blocks // _COLUMNS) * _COLUMNS
         table = np.zeros((requests, width), dtype=np.int32)
@@ -75,13 +77,13 @@ class TritonAttention(AttentionBackend):
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 
     def padded_plan(self, group: GroupInputs, positions: torch.Tensor) -> PagedPlan:
-        """Of a step of padded shape, whose metadata is on the device alone. ``positions`` int64 ``[tokens]``."""
+        """Return the plan of a padded step, whose metadata is only on the device. ``positions`` is int64 ``[tokens]``."""
         return PagedPlan(
             _UNKNOWN, positions.device, _slot_mapping=group.slots, _positions=positions, group=group, padded=True
         )
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One launch. TypeError for a plan of another backend."""
+        """Write keys and values in one launch. Raises TypeError for a plan of another backend."""
         keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
         self._kernels.write(keys, values, _group(plan).slots, cache.keys, cache.values, cache.scales)
 
@@ -94,7 +96,7 @@ class TritonAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """The launches of the kernels. TypeError for a plan of another backend."""
+        """Launch the attention kernels. Raises TypeError for a plan of another backend."""
         padded = isinstance(plan, PagedPlan) and plan.padded
         shape = query.shape[0], query.shape[1], value.shape[2]
         out = query.new_zeros(shape) if padded else query.new_empty(shape)
@@ -103,8 +105,8 @@ class TritonAttention(AttentionBackend):
 
 
 def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
-    """The first layer of ``specs`` that the kernels do not take, with the reason; empty where they take all. ``dtype``: that of
-    queries.
+    """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text. ``dtype``
+    is the queries'.
     """
     return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
 
@@ -114,10 +116,10 @@ def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
         return f"its numbers are {dtype}"
     if block_size < MIN_BLOCK_SIZE:
-        return f"its blocks are of {block_size} tokens, and {MIN_BLOCK_SIZE} are the fewest"
+        return f"its blocks have {block_size} tokens, but at least {MIN_BLOCK_SIZE} are needed"
     for width in (spec.key_width, spec.value_width):
-        if block_size * width % 16:  # or copies would not be pipelined
-            return f"its blocks take {block_size} times {width} numbers, which is no multiple of 16"
+        if block_size * width % 16:  # otherwise the kernels cannot pipeline copies
+            return f"its blocks have {block_size} times {width} elements, which is not a multiple of 16"
     try:
         attention_tiles(1 << (largest - 1).bit_length(), spec.dtype_size)
     except ValueError as e:
@@ -131,17 +133,22 @@ def _group(plan: StepPlan) -> GroupInputs:
     return plan.group
 
 
-# The Triton kernels as a candidate for the attention of models that run by transformers' own modules.
+# Triton kernels as a candidate for the attention of models that run on transformers' own modules.
 
 T = TypeVar("T")
 Replay = Callable[[TritonAttention, StepGraphs], tuple[T, Callable[[], str]]]
-"""Makes what replays steps, and tells why it does not; empty while it does."""
+"""Function that makes a pass that replays steps, and a function that returns why it does not replay, or an empty text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Attended(Generic[T]):
-    """A ``Replacement``: ``serves`` runs the model's modules with another attention, ``run`` makes it compute the probe.
-    ``failure``: why it computes otherwise than it was to, after that.
+    """``Replacement`` that runs the model's modules with another attention backend.
+
+    Attributes:
+        serves: The pass or backbone.
+        run: Returns its result for the probe.
+        failure: Returns why the last run did not use graphs, or an empty text.
     """
 
     serves: T
@@ -149,28 +156,35 @@ class Attended(Generic[T]):
     failure: Callable[[], str] = str
 
     def probe(self) -> torch.Tensor:
-        """What ``run`` gives. RuntimeError where there is a ``failure``."""
+        """Return the result of ``run``. Raises RuntimeError if there is a ``failure``."""
         result = self.run(self.serves)
         if failure := self.failure():
             raise RuntimeError(failure)
         return result
 
     def where(self) -> str:
-        """Nothing: all layers attend alike."""
+        """Return an empty text: all layers use the same attention."""
         return ""
 
     def take_over(self) -> T:
-        """The modules keep their weights."""
+        """Return the pass. The modules keep their weights."""
         return self.serves
 
     def undo(self) -> None:
-        """Nothing of the model was changed."""
+        """Do nothing: the model was not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attending(Generic[T]):
-    """What attends in a model: layers of ``specs``, numbers of ``dtype``. ``serve``: makes what runs the model with a backend.
-    ``run``: what that makes of the probe. ``replay``: as ``serve``, with whole steps replayed; None where they cannot be.
+    """Model for which attention candidates are built.
+
+    Attributes:
+        device: The device.
+        specs: KV cache specs of its attention layers.
+        dtype: The dtype of queries.
+        serve: Makes a pass with an attention backend.
+        run: Returns a pass's result for the probe.
+        replay: Makes a pass that replays whole steps, or None if steps cannot be replayed.
     """
 
     device: torch.device
@@ -182,8 +196,10 @@ class Attending(Generic[T]):
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
-    """The model's modules with ``TritonAttention``, steps replayed or launched; none for a model that keeps no keys, nor where
-    neither the device nor ``attention_backend`` asks for it.
+    """Return candidates with ``TritonAttention`` for the model's modules, first replayed, then launched.
+
+    Returns none for a model without a KV cache, or if neither the device nor ``attention_backend`` selects this
+    backend.
     """
     best = attention_backend == "auto" and model.device.type == "cuda" and uses.attention
     if not model.specs or not (best or attention_backend == TRITON):
@@ -210,7 +226,7 @@ def _attention(model: Attending[T]) -> TritonAttention:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether a device replays what it was told once."""
+    """Return whether the device can capture and replay work."""
     return device.type == "cuda"
 
 
@@ -218,7 +234,7 @@ make_graphs = cuda_graphs
 
 
 def _kernels() -> "TritonKernels":
-    # Triton is imported where there is a device for its kernels.
+    # Triton is imported only if there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:

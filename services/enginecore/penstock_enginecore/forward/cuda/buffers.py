@@ -1,7 +1,7 @@
-"""Device tensors of the fused decoder that keep their addresses, and how a step's inputs get into them.
+"""Device tensors of the fused decoder that keep their addresses, and the copy of a step's inputs into them.
 
-A step's inputs are laid out in page-locked host memory and cross to the device in one copy; there they are spread to the tensors
-that kernels read. There are two host slots: one is written while the copy out of the other may still be under way.
+A step's inputs are arranged in page-locked host memory and copied to the device at once. There they are distributed to
+the tensors that kernels read. There are two host slots, so one can be written while the other is still being copied.
 """
 
 import math
@@ -19,41 +19,48 @@ from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs
 from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512
-"""Steps of up to so many tokens, padding included, run on tensors that never move."""
+"""Largest step, in tokens including padding, that runs on tensors that never move."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
-"""Requests that a step with more tokens than requests is padded to."""
+"""Padded request counts of steps with more tokens than requests."""
 DRAW_DTYPES = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
-"""Those of the fields of ``Draws``, in their order."""
+"""Dtypes of the fields of ``Draws``, in order."""
 _GREEDY = (0.0, 0, 0, math.inf, 0, 1.0)
-"""By field of ``Draws``, what rows have that are not drawn."""
+"""Values of the fields of ``Draws`` for rows without sampling."""
 _NUM_DRAWS = len(DRAW_DTYPES)
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNDRAWN = (_NONE,) * _NUM_DRAWS
 ALIGNMENT = 256
-"""Bytes at a multiple of which each tensor begins: what CUDA's own allocations do, and vector loads rely on."""
+"""Alignment of each tensor in bytes. CUDA's own allocations have it, and vector loads need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sizes of a step's tensors: ``tokens``, and ``requests``, which is also how many rows get logits."""
+    """Sizes of a step's tensors.
+
+    Attributes:
+        tokens: Number of tokens.
+        requests: Number of requests, which is also the number of rows that get logits.
+    """
 
     tokens: int
     requests: int
 
     @property
     def is_large(self) -> bool:
-        """Whether it is beyond those that are padded and captured."""
+        """Whether the shape is larger than those that are padded and captured."""
         return max(self.tokens, self.requests) > MAX_CAPTURED_TOKENS
 
 
 CAPTURED = StepShape(MAX_CAPTURED_TOKENS, MAX_CAPTURED_TOKENS)
-"""The largest padded shape."""
+"""Largest padded shape."""
 
 
 def padded_shape(tokens: int, requests: int) -> StepShape:
-    """The shape that a step runs in. Tokens are padded to the next power of two up to 16, then to the next multiple of 16, beyond
-    256 of 32; requests to as many where each has one token, else to one of a few numbers, so that steps which mix prompts and
-    decodes have few shapes as well. Steps larger than ``MAX_CAPTURED_TOKENS`` are not padded.
+    """Return the shape in which a step runs.
+
+    Tokens are padded to a power of two up to 16, then to a multiple of 16, and above 256 to a multiple of 32. Requests
+    are padded in the same way if each has one token. Otherwise they are padded to one of a few sizes, so that mixed
+    steps also have few shapes. Steps larger than ``MAX_CAPTURED_TOKENS`` are not padded.
     """
     if (exact := StepShape(tokens, requests)).is_large:
         return exact
@@ -64,7 +71,7 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Tokens of the padded shapes of steps that have up to ``most`` requests of one token each, in ascending order."""
+    """Return the token counts of padded decode steps with up to ``most`` requests, in ascending order."""
     return sorted({_padded(count) for count in range(1, min(most, MAX_CAPTURED_TOKENS) + 1)})
 
 
@@ -77,8 +84,12 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FedInputs:
-    """Tokens that the device knows, ``[tokens]`` each: ``known`` bool, the ``rows`` int64 whose newest they are; ``ids`` int32 is
-    room for them.
+    """Inputs for tokens that the device has sampled, ``[tokens]`` each.
+
+    Attributes:
+        known: bool, whether the device has the token.
+        rows: int64, the request row whose newest token it is.
+        ids: int32, memory for the token ids.
     """
 
     known: torch.Tensor
@@ -88,9 +99,16 @@ class FedInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What kernels read of a step, on the device: ``token_ids`` and ``positions`` int32 ``[tokens]``, ``rows`` int32
-    ``[requests]``, which tokens get logits; ``groups``: one per KV cache group. ``draws``: how the rows' tokens are chosen, and
-    ``kept_rows`` int64 ``[requests]`` whose newest these become.
+    """Kernel inputs of a step, on the device.
+
+    Attributes:
+        token_ids: int32 ``[tokens]``.
+        positions: int32 ``[tokens]``.
+        rows: int32 ``[requests]``, tokens that get logits.
+        groups: One entry per KV cache group.
+        fed: Tokens that the device has sampled.
+        draws: Sampling parameters of the rows.
+        kept_rows: int64 ``[requests]``, request rows that receive the sampled tokens.
     """
 
     token_ids: torch.Tensor
@@ -103,8 +121,14 @@ class StepInputs:
 
 
 class InputBuffers:
-    """Inputs of steps of up to ``max_shape``, whose sequences fill ``max_blocks`` blocks at most in each of ``num_groups`` KV
-    cache groups. ``slots``: what they are laid out in on their way.
+    """Input tensors of steps up to ``max_shape``.
+
+    Args:
+        max_shape: Largest step.
+        num_groups: Number of KV cache groups.
+        max_blocks: Most blocks of a sequence in each group.
+        slots: Host memory for the copies.
+        device: The device.
     """
 
     def __init__(
@@ -123,7 +147,7 @@ class InputBuffers:
         self._tables = [torch.zeros(requests, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
 
     def of(self, shape: StepShape) -> StepInputs:
-        """The tensors of a step of ``shape``: the same memory each time."""
+        """Return the tensors of a step of ``shape``. The memory is the same each time."""
         tokens, requests = shape.tokens, shape.requests
         token_ids, positions, rows, starts, seq_lens, known, fed_rows, *others = self._views
         draws, kept_rows, slots = others[:_NUM_DRAWS], others[_NUM_DRAWS], others[_NUM_DRAWS + 1 :]
@@ -141,8 +165,9 @@ class InputBuffers:
         )
 
     def load(self, batch: ForwardBatch, rows: IntArray, shape: StepShape, nobody: int = 0) -> None:
-        """Bring a step to the device, padded to ``shape``. Begins the copies, and does not wait for them. ``nobody``: the row
-        whose newest token nobody reads.
+        """Start copying a step to the device, padded to ``shape``. Does not wait for the copies.
+
+        ``nobody`` is the request row for tokens of padding rows, which belongs to no request.
         """
         attention, first = batch.attention, batch.attention[0]
         tables = [np.ascontiguousarray(metadata.block_table, dtype=np.int32) for metadata in attention]
@@ -176,27 +201,31 @@ class InputBuffers:
 
 
 class HostSlots:
-    """Two slots in turn, and the device memory that they are copied to."""
+    """Two host slots that are used alternately, and the device memory to which they are copied."""
 
     def __init__(self, slots: tuple["HostSlot", "HostSlot"]) -> None:
         self._next, self._last = slots
 
     @classmethod
     def on(cls, device: torch.device) -> "HostSlots":
-        """For copies to ``device``."""
+        """Return slots for copies to ``device``."""
         make_event = torch.cuda.Event if device.type == "cuda" else None
         return cls((HostSlot(device, make_event), HostSlot(device, make_event)))
 
     def take(self, num_bytes: int) -> "HostSlot":
-        """The slot whose turn it is, with room for ``num_bytes``. Waits until what it held before has left it."""
+        """Return the next slot, with at least ``num_bytes``. Waits until its last copy has finished."""
         self._next, self._last = self._last, self._next
         self._last.reserve(num_bytes)
         return self._last
 
 
 class HostSlot:
-    """``memory``: uint8 on the host. ``make_event``: makes what tells the end of a copy, where copies go on after the call that
-    begins them; the memory is page-locked there, or they would not.
+    """Host memory for one copy, and its device memory.
+
+    Args:
+        device: The device.
+        make_event: Makes an event that marks the end of a copy, or None if copies are synchronous. With events the memory is
+            page-locked, because copies from pageable memory are synchronous.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Any] | None) -> None:
@@ -206,7 +235,7 @@ class HostSlot:
         self._arrived = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait for the copy that was begun last, and have room."""
+        """Wait for the last copy and make the slot at least ``num_bytes`` large."""
         if self._event is not None:
             self._event.synchronize()
         if len(self.memory) < num_bytes:
@@ -215,7 +244,7 @@ class HostSlot:
             self._arrived = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def send(self, num_bytes: int) -> torch.Tensor:
-        """Begin the copy of the first ``num_bytes``: uint8 on the device, valid for what follows on the stream."""
+        """Start copying the first ``num_bytes``. Returns uint8 on the device, valid for later work on the stream."""
         self._arrived[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -223,7 +252,7 @@ class HostSlot:
 
 
 class VectorLayout:
-    """Vectors in one piece of memory, given by their lengths and dtypes."""
+    """Layout of vectors in one piece of memory, given their lengths and dtypes."""
 
     def __init__(self, vectors: Sequence[tuple[int, torch.dtype]]) -> None:
         self._parts: list[tuple[int, int, torch.dtype]] = []
@@ -235,12 +264,12 @@ class VectorLayout:
         self.num_bytes = start
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The vectors in ``memory``, uint8 of at least ``num_bytes``."""
+        """Return the vectors in ``memory``, uint8 of at least ``num_bytes``."""
         return [memory[start:end].view(dtype) for start, end, dtype in self._parts]
 
 
 def to_device(vectors: Sequence[tuple[npt.NDArray[Any], torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Vectors in these dtypes on ``device``, all in one copy, which is not waited for."""
+    """Return vectors in these dtypes on ``device``, through one copy that is not waited for."""
     layout = VectorLayout([(len(vector), dtype) for vector, dtype in vectors])
     host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, (vector, _) in zip(layout.views(host), vectors, strict=True):
@@ -249,7 +278,7 @@ def to_device(vectors: Sequence[tuple[npt.NDArray[Any], torch.dtype]], device: t
 
 
 def draw_values(draws: PlainDraws) -> tuple[npt.NDArray[Any], ...]:
-    """What ``Draws`` are on the device, in its order, and in ``DRAW_DTYPES``."""
+    """Return the values of ``Draws`` on the host, in the order of ``DRAW_DTYPES``."""
     return (
         draws.temperature,
         draws.seeds.view(np.int64),
@@ -270,19 +299,27 @@ def _lay_out_fed(views: Sequence[Any], fed: FedTokens | None, shape: StepShape) 
 
 
 def _fill(view: Any, values: npt.NDArray[Any], length: int, padding: float) -> None:
-    """``values`` and then ``padding`` in the first ``length`` numbers of ``view``."""
+    """Write ``values``, followed by ``padding``, to the first ``length`` elements of ``view``."""
     view[: len(values)] = values
     view[len(values) : length] = padding
 
 
-# Memory of what flows through the layers of the fused decoder.
+# Activation memory of the fused decoder's layers.
 #
-# What attention needs and what the MLP needs are never there at once, so they share memory.
+# Attention and MLP never need their buffers at the same time, so they share memory.
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Numbers of a token: ``attended`` are all query heads, ``qkv`` with keys and values, ``intermediate`` the MLP's."""
+    """Elements per token of the activations.
+
+    Attributes:
+        hidden: Hidden states.
+        qkv: Query heads with keys and values.
+        attended: All query heads.
+        intermediate: The MLP's activations.
+        vocab: Logits.
+    """
 
     hidden: int
     qkv: int
@@ -293,8 +330,9 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Of a step, each ``[tokens, width]``; ``chosen`` and ``logits`` ``[requests, width]``. ``x`` and ``normed`` may change
-    their parts. ``query`` and ``attended`` share memory with ``gate_up`` and ``gated``.
+    """Activations of a step, each ``[tokens, width]``. ``chosen`` and ``logits`` are ``[requests, width]``.
+
+    ``x`` and ``normed`` may swap roles. ``query`` and ``attended`` share memory with ``gate_up`` and ``gated``.
     """
 
     residual: torch.Tensor
@@ -310,7 +348,9 @@ class Activations:
 
 
 class ActivationBuffers:
-    """For steps of up to ``max_shape``. Zeros at first; later rows of padding hold what was there before, which nobody reads."""
+    """Activation memory of steps up to ``max_shape``. It starts as zeros. Padding rows later hold old values that are
+    never used.
+    """
 
     def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
         tokens, requests = max_shape.tokens, max_shape.requests
@@ -333,7 +373,7 @@ class ActivationBuffers:
         self._logits = zeros(requests * widths.vocab)
 
     def of(self, shape: StepShape) -> Activations:
-        """The tensors of a step of ``shape``: the same memory each time."""
+        """Return the tensors of a step of ``shape``. The memory is the same each time."""
         tokens, requests, widths = shape.tokens, shape.requests, self._widths
 
         def rows(flat: torch.Tensor, count: int, width: int) -> torch.Tensor:
@@ -360,12 +400,17 @@ def _parts(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-# What steps of the fused decoder run on: tensors for their inputs, and for what flows through the layers.
+# Memory of the fused decoder's steps: input tensors and activations.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What of a KV cache the inputs depend on: its groups, and the most blocks that a sequence fills in one of them."""
+    """Properties of a KV cache that the inputs depend on.
+
+    Attributes:
+        num_groups: Number of KV cache groups.
+        max_blocks: Most blocks of a sequence in one group.
+    """
 
     num_groups: int
     max_blocks: int
@@ -373,7 +418,9 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tensors of steps of ``shape``: the same memory for each of them, where they are padded. ``buffers`` brings inputs."""
+    """Tensors of steps of ``shape``. Padded steps of a shape use the same memory each time. ``buffers`` loads the
+    inputs.
+    """
 
     shape: StepShape
     buffers: InputBuffers
@@ -382,8 +429,9 @@ class Step:
 
 
 class StepMemory:
-    """Tensors of steps: those of padded shapes are allocated once and never move, those of larger ones when a step first needs so
-    much.
+    """Tensors of steps.
+
+    Those of padded shapes are allocated once and never move. Larger ones are allocated when a step first needs them.
     """
 
     def __init__(self, cache: CacheShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
@@ -397,7 +445,7 @@ class StepMemory:
         self._steps: dict[StepShape, Step] = {}
 
     def step(self, shape: StepShape) -> Step:
-        """For a step of ``shape``."""
+        """Return the tensors of a step of ``shape``."""
         if shape.is_large:
             return _step(shape, *self._room_for(shape))
         if shape not in self._steps:
@@ -405,7 +453,9 @@ class StepMemory:
         return self._steps[shape]
 
     def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
-        """That of earlier large steps, if it is enough. What is too small is freed before more is taken."""
+        """Return the memory for a large step, reused if large enough. Memory that is too small is freed before the new
+        allocation.
+        """
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
             self._large = None
@@ -424,15 +474,15 @@ def _step(shape: StepShape, inputs: InputBuffers, activations: ActivationBuffers
 
 
 def _whole(count: int) -> int:
-    """The next multiple of the largest padded size, so that steps of slowly growing sizes do not allocate each time."""
+    """Return the next multiple of the largest padded size, so that slowly growing steps do not allocate each time."""
     return -(-count // MAX_CAPTURED_TOKENS) * MAX_CAPTURED_TOKENS
 
 
-# Hidden states that steps give beside their logits, in memory that never moves where steps are replayed.
+# Hidden states that steps return with their logits. The memory never moves for steps that are replayed.
 
 
 class KeptHidden:
-    """Those of ``layers``, as ``ForwardPass.keep_hidden`` counts them, ``[tokens, layers * width]``."""
+    """Hidden states of ``layers``, ``[tokens, layers * width]``. Layers are numbered as in ``ForwardPass.keep_hidden``."""
 
     def __init__(self, layers: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = tuple(layers)
@@ -442,23 +492,23 @@ class KeptHidden:
         self._rows = self._captured
 
     def begin(self, num_tokens: int) -> None:
-        """A step of so many tokens, padding included: those of padded shapes have the same memory each time."""
+        """Start a step of ``num_tokens``, including padding. Steps of padded shapes use the same memory each time."""
         fits = num_tokens <= len(self._captured)
         self._rows = (
             self._captured[:num_tokens] if fits else self._captured.new_empty(num_tokens, len(self._captured[0]))
         )
 
     def put(self, layer: int, states: torch.Tensor) -> None:
-        """What comes into ``layer``: ``[tokens, width]``."""
+        """Store the input of ``layer``, ``[tokens, width]``."""
         for place, kept in enumerate(self.layers):
             if kept == layer:
                 self._rows[:, place * self._width : (place + 1) * self._width].copy_(states)
 
     def put_all(self, states: torch.Tensor) -> None:
-        """Those of all layers, side by side."""
+        """Store the hidden states of all layers, side by side."""
         self._rows.copy_(states)
 
     def of(self, num_tokens: int) -> torch.Tensor:
-        """Of the first tokens of the step that ran last, in memory of their own."""
+        """Return a copy of the hidden states of the last step's first ``num_tokens`` tokens."""
         rows = self._rows if num_tokens > len(self._captured) else self._captured
         return rows[:num_tokens].clone()

@@ -1,7 +1,8 @@
-"""The forward pass of a model on a GPU by kernels and products of our own, in buffers that never move.
+"""Forward pass of a model on a GPU with the project's own kernels and matrix products, in buffers that never move.
 
-A step is brought to the device in one copy and padded to one of few shapes; from there on it launches the same work as every step
-of its shape, reads nothing on the host and allocates nothing. What is taken over is read from transformers' own modules.
+A step's inputs reach the device in one copy and are padded to one of a few shapes. From there, every step of a shape
+launches the same work, without reading from the device or allocating memory. The layers are read from transformers' own
+modules.
 """
 
 import functools
@@ -46,19 +47,19 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# Which layer of a fused decoder computes something else than the model's own.
+# Comparison of a fused decoder's layers with the model's own.
 
 Trace = list[torch.Tensor]
-"""What the first layer gets, and what each layer puts out: ``[tokens, hidden size]`` each."""
+"""Input of the first layer and output of each layer, each ``[tokens, hidden size]``."""
 
 
 @contextmanager
 def traced(layers: Sequence[torch.nn.Module]) -> Iterator[Trace]:
-    """The trace of the forward pass of transformers' modules in the ``with`` block."""
+    """Return a context that records the trace of a forward pass of transformers' modules inside it."""
     trace: Trace = []
 
     def before(module: torch.nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -78,27 +79,32 @@ def traced(layers: Sequence[torch.nn.Module]) -> Iterator[Trace]:
 
 
 def first_difference(found: Trace, expected: Trace, names: Sequence[str]) -> str:
-    """Words that say where ``found`` parts from ``expected``; ``names``: of the layers."""
+    """Return text about the first difference between ``found`` and ``expected``. ``names`` are the layers' names."""
     differences = [distance(one, other) for one, other in zip(found, expected, strict=True)]
     limit = TOLERANCES[expected[0].dtype]
     if not differences[0] <= limit:
         return f": the embedding differs by {differences[0]:.3g}"
     for name, (before, after) in zip(names, itertools.pairwise(differences), strict=True):
         if not after <= limit:
-            return f": {name} puts out what differs by {after:.3g}, of what differs by {before:.3g}"
-    return f": its layers agree to {max(differences):.3g}, so that its last norm or head differs"
+            return f": the output of {name} differs by {after:.3g}, and its input by {before:.3g}"
+    return f": its layers differ by at most {max(differences):.3g}, so its last norm or head differs"
 
 
 @dataclass(frozen=True, slots=True)
 class FusedStates:
-    """For ``FusedForward.head``: what the last norm puts out ``[tokens, hidden size]``, and which tokens have adapters."""
+    """States for ``FusedForward.head``.
+
+    Attributes:
+        hidden: Output of the last norm, ``[tokens, hidden size]``.
+        segments: The tokens with LoRA adapters.
+    """
 
     hidden: torch.Tensor
     segments: Sequence[LoraSegment]
 
 
 def fused_plan(probed: ProbedModel) -> ModelPlan:
-    """The plan of a loaded model. Raises UnsuitableError for what the kernels do not compute, beside what ``Layers`` refuses."""
+    """Return the plan of a loaded model. Raises UnsuitableError for unsupported models; ``Layers`` checks more."""
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
         raise UnsuitableError("it has positions in sections, or layers without positions")
@@ -114,9 +120,15 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
 
 
 class FusedForward:
-    """A ``ForwardPass`` of embedding, layers and head, built beside the modules, whose weights it merges. Logits are in a buffer
-    that the next run overwrites. ``graphs``: replay steps of padded shapes; None launches each. ``lora``: it is an
-    ``AdaptedForward`` with slots for adapters. Raises UnsuitableError.
+    """``ForwardPass`` of embedding, layers and head. It merges the weights of the model's modules.
+
+    Logits are in a buffer that the next run overwrites. Raises UnsuitableError if the kernels do not support the model.
+
+    Args:
+        probed: The model.
+        kernels: The Triton kernels.
+        graphs: Captures and replays steps of padded shapes, or None to launch each step.
+        lora: Limits for adapter slots, which make this pass an ``AdaptedForward``, or None for no adapters.
     """
 
     separate_head = True
@@ -157,7 +169,7 @@ class FusedForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of what the modules still hold, embeddings and norms, and of the products."""
+        """Bytes of the embeddings and norms that the modules still hold, and of the products."""
         held = self._layers.held
         if not (isinstance(self._head, Dense) and self._head.weight is self._plan.embedding):
             held.append(self._head)
@@ -170,16 +182,17 @@ class FusedForward:
 
     @property
     def replays_adapters(self) -> bool:
-        """Whether steps with adapters are, too."""
+        """Whether steps with adapters are captured too."""
         return self.replays and self._adapters is not None
 
     def graph_stats(self) -> GraphStats:
-        """Steps that were replayed. Any thread may ask."""
+        """Return statistics of replayed steps. Thread-safe."""
         return GraphStats() if self._graphs is None else self._graphs.stats
 
     def bind(self, caches: LayerCaches) -> None:
-        """Layers go by their order of execution. What steps run on stays for another cache of the same shape; what was captured
-        on another cache is forgotten.
+        """Use ``caches``. Layers are in order of execution.
+
+        Step buffers are kept if the new cache has the same shape. Captured graphs are dropped.
         """
         self._caches = [caches[name] for name in self.specs] if caches else []
         self._forget_graphs()
@@ -193,25 +206,28 @@ class FusedForward:
                 self._memory = StepMemory(shape, self._layers.widths, self._probed.model.dtype, self.device)
 
     def choose_by(self, kernels: "TokenSampler") -> None:
-        """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
+        """Sample the tokens of steps of padded shapes with ``kernels``, inside the replayed graphs."""
         self._forget_graphs()
         self._feedback = TokenFeedback(self.device, kernels)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Rows of the embedding in the model's dtype, scaled as the model does."""
+        """Return rows of the embedding in the model's dtype, scaled as in the model."""
         weight = self._plan.embedding
         out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype, device=self.device)
         self._layers.embed(torch.from_numpy(token_ids).to(self.device), out)
         return out
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """In the model's dtype."""
+        """Return hidden states from the next run on, in the model's dtype."""
         self._forget_graphs()
         width, dtype = self._layers.widths.hidden, self._probed.model.dtype
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """States are ``FusedStates``. RuntimeError without a KV cache. LookupError for an adapter that was not added."""
+        """Compute a step. States are ``FusedStates``.
+
+        Raises RuntimeError without a KV cache, and LookupError for an adapter that is not loaded.
+        """
         if self._memory is None or not self._caches:
             raise RuntimeError("bind must come before the first step")
         num_tokens, first = len(batch.token_ids), batch.attention[0]
@@ -228,7 +244,7 @@ class FusedForward:
         return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape), kept)
 
     def head(self, states: FusedStates, rows: torch.Tensor) -> torch.Tensor:
-        """The head alone: a new tensor."""
+        """Compute only the head. Returns a new tensor."""
         logits = states.hidden.new_empty(len(rows), self._head.out_features)
         of = rows.cpu().numpy() if states.segments else NO_ROWS
         with self._adapted((), segments_of_rows(states.segments, of), StepShape(1, len(rows))):
@@ -236,21 +252,23 @@ class FusedForward:
         return logits
 
     def prepare_adapter(self, adapter: LoraAdapter) -> Callable[[], None]:
-        """In host memory, as slots of the device hold it, on any thread. Returns what takes it, between steps. Raises
-        ValueError.
+        """Convert an adapter, in host memory, to the layout of the device slots. Thread-safe.
+
+        Returns the function that adds the adapter, to call between steps. Raises ValueError if the adapter does not fit
+        the model.
         """
         return self._own_adapters().prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare and take it."""
+        """Prepare and add an adapter. Call it only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """From host memory, and from its slot."""
+        """Remove an adapter from host memory and from its slot."""
         self._own_adapters().remove(digest)
 
     def to(self, device: torch.device) -> None:
-        """Moves the weights. What steps run on is freed, and allocated again when a KV cache is bound."""
+        """Move the weights. Step buffers are freed, and allocated again when a KV cache is bound."""
         self._forget_graphs()
         self._memory = None
         if self._adapters is not None:
@@ -260,22 +278,22 @@ class FusedForward:
         self._head.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """What the modules still hold, and the products."""
+        """Return the tensors that the modules still hold, and those of the products."""
         held = [*self._layers.held, self._head]
         return [*module_tensors(self._module), *(tensor for each in held for tensor in each.tensors)]
 
     def read(self, model: LoadedModel) -> None:
-        """Builds a decoder of ``model`` on the host, with products merged and packed as these are."""
+        """Copy the weights of ``model``, after merging and packing them on the host in the same way."""
         block_size = next(iter(self.specs.values())).block_size
         fresh = FusedForward(probe_model(model, torch.device("cpu"), block_size), self._kernels).take_over()
         copy_weights(fresh.weights(), self.weights())
 
     def probe(self) -> torch.Tensor:
-        """Logits of a few tokens, computed in several steps."""
+        """Return the logits of a short prompt, computed in several steps."""
         return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), CUTS)
 
     def where(self) -> str:
-        """Compares what comes out of each layer with what comes out of the model's own."""
+        """Compare the output of each layer with that of the model's own layer, and return the first difference as text."""
         probe = Probe.prompt(self._probed.model.vocab_size)
         modules = ModulesForward(self._probed, create_backend("reference", self.device))
         with traced([layer.module for layer in self._plan.layers]) as expected:
@@ -284,15 +302,19 @@ class FusedForward:
         return first_difference(found, expected, [layer.name for layer in self._plan.layers])
 
     def take_over(self) -> "FusedForward":
-        """Frees what the modules hold of the weights of products. Rows of q, k and v follow one another in one product, those of
-        gate and up in another: an adapter's part of a product goes where the projection's rows are.
+        """Free the modules' weights of products.
+
+        The product of q, k and v has their rows one after the other, and so has the product of gate and up. The output
+        of an adapter for a projection is added at the rows of that projection.
         """
         for module in (*self._plan.linears, *self._plan.stacks, self._plan.own_head):
             empty(module)
         return self
 
     def undo(self) -> None:
-        """The modules compute what they did: some of their weights are parts of larger ones, and stay so."""
+        """Free the buffers. The modules still compute correct results, although some weights are now views of merged
+        ones.
+        """
         self._forget_graphs()
         self._memory = None
         if self._adapters is not None:
@@ -300,24 +322,30 @@ class FusedForward:
 
     def _own_adapters(self) -> DeviceAdapters:
         if self._adapters is None:
-            raise ValueError("this decoder was built without slots for adapters")
+            raise ValueError("this decoder was built without adapter slots")
         return self._adapters
 
     def _adapted(
         self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], shape: StepShape
     ) -> AbstractContextManager[None]:
-        """A ``with`` block in which products add what the adapters of a step's tokens, and of its rows that get logits, add."""
+        """Return a context in which products add the adapters' outputs, for the step's tokens and for the rows that get
+        logits.
+        """
         if self._adapters is None or not (segments or of_rows):
             if self._adapters is not None and shape.is_large:
-                self._adapters.reserve(shape)  # so that memory for the KV cache is what such a step leaves
+                self._adapters.reserve(
+                    shape
+                )  # so that memory profiling counts this memory before the KV cache is sized
             return nullcontext()
         return self._adapters.step(segments, of_rows, shape)
 
     def _compute(
         self, step: Step, embedded: torch.Tensor | None, padded: Padded, *, adapted: bool = False
     ) -> torch.Tensor:
-        """What the last norm puts out, in a buffer, logits being in theirs. Replays what it can: steps with and without adapters
-        have graphs of their own.
+        """Compute the logits in their buffer and return the output of the last norm in another. Replays a graph if
+        possible.
+
+        Steps with and without adapters have separate graphs.
         """
         replayed = embedded is None and not step.shape.is_large and self._after_layer is None
         if self._graphs is not None and replayed:
@@ -331,13 +359,13 @@ class FusedForward:
         return self._launch_all(step)
 
     def _launch_all(self, step: Step) -> torch.Tensor:
-        """All work of a step from its token ids on."""
+        """Launch all work of a step, from its token ids on."""
         self._feedback.feed(step.inputs)
         self._layers.embed(step.inputs.token_ids, step.activations.residual)
         return self._launch(step)
 
     def _launch(self, step: Step) -> torch.Tensor:
-        """The layers, the head and the choice of tokens, for what the first layer gets."""
+        """Launch the layers, the head and the sampling, from the first layer's input on."""
         activations, kept = step.activations, self._kept
         after_layer = self._after_layer
         if kept is not None and after_layer is None:
@@ -356,7 +384,7 @@ class FusedForward:
             self._graphs.clear()
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Of each row of ``hidden``, soft cap included."""
+        """Compute logits of each row of ``hidden``, including the soft cap."""
         self._adapted_head.affine(hidden, out)
         if self._plan.logits_divisor != 1.0:
             out.div_(self._plan.logits_divisor)
@@ -364,7 +392,7 @@ class FusedForward:
             out.div_(cap).tanh_().mul_(cap)
 
     def _trace(self, probe: Probe) -> Trace:
-        """What the first layer gets and each layer puts out."""
+        """Return the trace of the probe's prompt."""
         count = len(probe.token_ids)
         trace: Trace = []
         self._after_layer = lambda _, hidden: trace.append(hidden[:count].clone())
@@ -375,7 +403,7 @@ class FusedForward:
         return trace
 
 
-# The fused decoder as a candidate for models on GPUs, and the choice of tokens there.
+# Fused decoder as a candidate for models on GPUs, and sampling on the GPU.
 
 logger = logging.getLogger(__name__)
 
@@ -385,8 +413,10 @@ _PROVED_ROWS = 128
 def fused_candidates(
     probed: ProbedModel, uses: KernelsConfig, attention_backend: str, lora: SlotLimits | None = None
 ) -> list[Candidate[ForwardPass]]:
-    """The whole model by kernels of our own, its steps replayed; none where the device is no GPU, where this use of kernels is
-    turned off, or where another ``attention_backend`` than the best was asked for. ``lora``: steps may have adapters.
+    """Return the candidate that computes the whole model with the project's own kernels and replays its steps.
+
+    Returns no candidate if the device is not a GPU, if the settings disable it, or if ``attention_backend`` is not
+    "auto". With ``lora``, steps may have adapters.
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []
@@ -394,7 +424,9 @@ def fused_candidates(
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
-    """Which quantized weights linear layers keep, for the fused decoder's products: none where it is not tried."""
+    """Return a function that tells which quantized weights the fused decoder needs unchanged. None are if the decoder
+    is not tried.
+    """
     return keeps if _is_offered(device, uses, attention_backend) else lambda scheme: False  # noqa: ARG005
 
 
@@ -405,8 +437,9 @@ def _is_offered(device: torch.device, uses: KernelsConfig, attention_backend: st
 def device_launcher(
     device: torch.device, uses: KernelsConfig, sampler: Sampler, vocab: int, dtype: torch.dtype
 ) -> DeviceLauncher | None:
-    """What chooses tokens on a GPU, once it is proved. None where the device is none, where this use of kernels is turned off,
-    and where the proof fails.
+    """Return the GPU's sampler, if its results match those of ``sampler``.
+
+    Returns None if the device is not a GPU, if the settings disable it, or if the comparison fails.
     """
     if device.type != "cuda" or not uses.sampler:
         return None
@@ -416,17 +449,19 @@ def device_launcher(
 def proved_launcher(
     device: torch.device, sampler: Sampler, vocab: int, dtype: torch.dtype, make: MakeSampling
 ) -> DeviceLauncher | None:
-    """By the kernels that ``make`` makes, if they choose the tokens that ``sampler`` does; where they do not, the log says so."""
+    """Return a launcher with the kernels from ``make`` if it samples the same tokens as ``sampler``. Otherwise log a
+    warning.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(_PROVED_ROWS, vocab, generator=generator)).to(device=device, dtype=dtype)
     try:
         launcher = DeviceLauncher(vocab, device, make)
         reason = difference(launcher, sampler, logits)
-    except Exception as e:  # of a compiler, or of a driver
+    except Exception as e:  # for example from a compiler or driver
         reason = f"{type(e).__name__}: {e}"
     if not reason:
         return launcher
-    logger.warning("tokens are waited for, which is slower: choosing them on the device failed its proof: %s", reason)
+    logger.warning("tokens are sampled on the host, which is slower: device sampling failed its check: %s", reason)
     return None
 
 
@@ -439,7 +474,7 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "Token
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
     if demands := probed.demands:
         raise UnsuitableError(f"its media have {demands}")
-    # Triton is imported where there is a device for its kernels.
+    # Triton is imported only if there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:

@@ -1,7 +1,7 @@
-"""Steps that were captured once and are replayed: one launch for all of a step's.
+"""Steps that are captured once and then replayed with a single launch.
 
-The first step of a shape is launched one by one, which also compiles what it needs, and is captured behind that. Later ones are
-replays: they read their inputs from, and leave their results in, the tensors that the first one used.
+The first step of a shape is launched kernel by kernel, which also compiles the kernels, and is then captured. Later
+steps of the shape are replays. They use the same input and result tensors as the first step.
 """
 
 import logging
@@ -18,17 +18,19 @@ from penstock_enginecore.core.worker_stats import GraphStats
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[], torch.Tensor]
-"""Launches the work of a step and returns the tensor that its results will be in."""
+"""Function that launches the work of a step and returns the tensor for its results."""
 
 
 class Graph(Protocol):
-    """The work of a step."""
+    """Captured work of a step."""
 
     def capture(self, launch: Launch) -> torch.Tensor:
-        """Keep what ``launch`` launches, and return what it returns. RuntimeError where something of it cannot be captured."""
+        """Capture the work that ``launch`` launches, and return its result. Raises RuntimeError if part of it cannot be
+        captured.
+        """
 
     def replay(self) -> None:
-        """Launch it again."""
+        """Launch the captured work again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,13 @@ class _Captured:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """What a step computes: ``tokens``, ``padding_tokens`` among them, and ``padding_rows`` among the rows that get logits."""
+    """Size of a padded step.
+
+    Attributes:
+        tokens: Number of tokens, including padding.
+        padding_tokens: Number of padding tokens.
+        padding_rows: Number of padding rows among the rows that get logits.
+    """
 
     tokens: int = 0
     padding_tokens: int = 0
@@ -50,25 +58,25 @@ UNPADDED = Padded()
 
 
 class StepGraphs:
-    """Graphs by the shape of a step. ``make_graph`` makes an empty one. ``renew`` is called when the last of them has gone, and
-    with it what they shared.
-    """
+    """Graphs by step shape. ``make_graph`` makes an empty graph. ``renew`` is called after all graphs were dropped."""
 
     def __init__(self, make_graph: Callable[[], Graph], renew: Callable[[], None] = lambda: None) -> None:
         self._make_graph = make_graph
         self._renew = renew
         self._captured: dict[Hashable, _Captured] = {}
         self.failure = ""
-        """Why steps are not captured any more; empty while they are."""
+        """Why steps are no longer captured, or empty while they are."""
         self._counts = GraphStats()
 
     @property
     def stats(self) -> GraphStats:
-        """Any thread may ask."""
+        """Statistics of all steps. Thread-safe."""
         return replace(self._counts, captured=len(self._captured))
 
     def run(self, shape: Hashable, launch: Launch, padded: Padded = UNPADDED) -> torch.Tensor:
-        """The results of a step of ``shape``, whose inputs have been brought. ``padded``: how much of it nobody asked for."""
+        """Return the results of a step of ``shape``, whose inputs are already on the device. ``padded`` is counted in
+        the statistics.
+        """
         known = self._captured.get(shape)
         if known is not None:
             known.graph.replay()
@@ -88,11 +96,11 @@ class StepGraphs:
         return result
 
     def count_launched(self) -> None:
-        """A step that is launched piece by piece."""
+        """Count a step that is launched without a graph."""
         self._counts = replace(self._counts, launched=self._counts.launched + 1)
 
     def clear(self) -> None:
-        """Forget all of them: the tensors that they read or write are going."""
+        """Drop all graphs, because the tensors that they use will be freed."""
         if self._captured:
             self._captured.clear()
             self._renew()
@@ -103,12 +111,14 @@ class StepGraphs:
             self._captured[shape] = _Captured(graph, graph.capture(launch))
         except RuntimeError as e:
             self.failure = str(e)
-            logger.warning("steps are launched one by one from now on, which is slower: capturing %s: %s", shape, e)
+            logger.warning(
+                "steps are launched without graphs from now on, which is slower: capturing %s failed: %s", shape, e
+            )
 
 
 class CudaGraph:
-    """A ``Graph`` by CUDA, captured on ``stream``. Graphs of one ``pool`` share what memory of their own they need, and so must
-    not run at once.
+    """CUDA graph, captured on ``stream``. Graphs of one ``pool`` share their internal memory, so they must not run at
+    once.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
@@ -117,37 +127,37 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, launch: Launch) -> torch.Tensor:
-        """Other threads may go on calling CUDA meanwhile."""
+        """Capture the work. Other threads may call CUDA meanwhile."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = launch()
             except BaseException:
-                with suppress(RuntimeError):  # that says no more than that something went wrong before
+                with suppress(RuntimeError):  # it only reports that an earlier call failed
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
             return result
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Launch the graph on the current stream."""
         self._graph.replay()
 
 
 class _SharedPool:
-    """The pool of graphs that live together. PyTorch gives it up with the last of them, and refuses to capture into it then."""
+    """Memory pool of the graphs. PyTorch frees the pool with its last graph and then refuses to capture into it."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Take another one."""
+        """Take a new pool."""
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 
 def cuda_graphs() -> StepGraphs:
-    """Graphs of the current device."""
+    """Return graphs for the current device."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     pool = _SharedPool()
     return StepGraphs(lambda: CudaGraph(stream, pool.handle), pool.renew)

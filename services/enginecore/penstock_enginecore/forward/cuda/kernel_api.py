@@ -1,6 +1,7 @@
-"""What kernels are given: weights that stay quantized, norms, rotary tables, where a step's tokens stand, and how rows are drawn.
+"""Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, and
+sampling parameters.
 
-``triton_kernels.py`` has the kernels. Tests have the same calls in plain torch.
+The kernels are in ``triton_kernels.py``. The tests have the same functions in plain torch.
 """
 
 from dataclasses import dataclass
@@ -11,16 +12,20 @@ import torch
 from penstock_enginecore.models.decoder_plan import Activation as Activation
 from penstock_enginecore.models.decoder_plan import Norm as Norm
 
-# Weights that stay quantized, as kernels read them: matrices, or those of experts, with the experts along a first dimension.
+# Weights that stay quantized, in the kernels' layout. Experts' weights have an additional first dimension.
 
 Kind = Literal["float8", "int4", "mxfp4"]
-"""What tiles are chosen by."""
+"""Weight format, by which tiles are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """``numbers`` e4m3 ``[out_features, in_features]``, of which those of a row and a block of ``width`` columns are multiplied
-    by one of ``scales`` float32 ``[blocks, out_features]``.
+    """Weight in 8-bit floats.
+
+    Attributes:
+        numbers: e4m3 ``[out_features, in_features]``.
+        scales: float32 ``[blocks, out_features]``, a factor for each row and block of ``width`` columns.
+        width: Columns of a block.
     """
 
     numbers: torch.Tensor
@@ -30,24 +35,30 @@ class Float8Weight:
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row."""
+        """Elements of an input row."""
         return self.numbers.shape[-1]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Numbers, scales."""
+        """The elements and scales."""
         return self.numbers, self.scales
 
     def to(self, device: torch.device) -> "Float8Weight":
-        """The same on ``device``."""
+        """Return the weight on ``device``."""
         return Float8Weight(self.numbers.to(device), self.scales.to(device), self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Levels of 4 bits, two in a byte of ``numbers`` uint8 ``[out_features, in_features / 2]``: of each ``2 * half`` columns
-    those of the first half in the lower bits. In a row and a block of ``width`` columns the level less one of ``zeros`` uint8,
-    times one of ``scales``, both ``[blocks, out_features]``, is the weight.
+    """Weight in 4-bit levels. An element is its level minus its zero, times its scale.
+
+    Attributes:
+        numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. Of each ``2 * half`` columns, the first half is
+            in the lower bits.
+        zeros: uint8 ``[blocks, out_features]``, for each row and block of ``width`` columns.
+        scales: ``[blocks, out_features]``, likewise.
+        width: Columns of a block.
+        half: Distance of the two columns in a byte.
     """
 
     numbers: torch.Tensor
@@ -59,25 +70,28 @@ class Int4Weight:
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row."""
+        """Elements of an input row."""
         return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Numbers, zeros, scales."""
+        """The levels, zeros and scales."""
         return self.numbers, self.zeros, self.scales
 
     def to(self, device: torch.device) -> "Int4Weight":
-        """The same on ``device``."""
+        """Return the weight on ``device``."""
         numbers, zeros, scales = (tensor.to(device) for tensor in self.tensors)
         return Int4Weight(numbers, zeros, scales, self.width, self.half)
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """4-bit floats (e2m1), two in a byte of ``numbers`` uint8 ``[experts, out_features, in_features / 2]`` as the levels of
-    ``Int4Weight`` are; in a row and a block of 32 columns times 2 to the power of one of ``exponents`` uint8 ``[experts,
-    in_features / 32, out_features]``, less 127.
+    """Experts' weight in 4-bit floats (e2m1), with one exponent per row and block of 32 columns.
+
+    Attributes:
+        numbers: uint8 ``[experts, out_features, in_features / 2]``, two elements per byte, arranged as in ``Int4Weight``.
+        exponents: uint8 ``[experts, in_features / 32, out_features]``. The factor is 2 to the power of the exponent minus 127.
+        half: Distance of the two columns in a byte.
     """
 
     numbers: torch.Tensor
@@ -88,46 +102,53 @@ class Mxfp4Weight:
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row."""
+        """Elements of an input row."""
         return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Numbers, exponents."""
+        """The elements and exponents."""
         return self.numbers, self.exponents
 
     def to(self, device: torch.device) -> "Mxfp4Weight":
-        """The same on ``device``."""
+        """Return the weight on ``device``."""
         return Mxfp4Weight(self.numbers.to(device), self.exponents.to(device), self.half)
 
 
 QuantizedWeight = Float8Weight | Int4Weight
-"""Of a linear layer."""
+"""Weight of a linear layer."""
 StackedWeight = Float8Weight | Int4Weight | Mxfp4Weight
-"""Of experts."""
+"""Weight of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Cosines and sines of all positions, float32 ``[max_len, rotary size / 2]``, scaling included. Number i of a head turns with
-    number ``i + rotary size / 2``; numbers from the rotary size on are left alone.
+    """Cosines and sines of all positions, float32 ``[max_len, rotary size / 2]``, including scaling.
+
+    Element i of a head is rotated with element ``i + rotary size / 2``. Elements from the rotary size on are unchanged.
     """
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
     def to(self, device: torch.device) -> "RotaryTable":
-        """The same on ``device``."""
+        """Return the table on ``device``."""
         return RotaryTable(self.cosines.to(device), self.sines.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """Where the tokens of a step stand in the blocks of one KV cache group, on the device. Padded: requests that are not there
-    have a ``seq_lens`` of 0 and no tokens, tokens behind ``query_start_loc[-1]`` a slot of -1.
+    """Positions of a step's tokens in one KV cache group, on the device.
 
-    ``block_table`` int32 ``[requests, blocks]``, ``query_start_loc`` int32 ``[requests + 1]``, ``seq_lens`` int32 ``[requests]``,
-    ``slots`` int64 ``[tokens]``. ``key_ends`` int32 ``[tokens]``: see ``AttentionMetadata``; None in steps that are captured.
+    Padding requests have no tokens and a ``seq_lens`` of 0. Padding tokens, after ``query_start_loc[-1]``, have slot
+    -1.
+
+    Attributes:
+        block_table: int32 ``[requests, blocks]``.
+        query_start_loc: int32 ``[requests + 1]``.
+        seq_lens: int32 ``[requests]``.
+        slots: int64 ``[tokens]``.
+        key_ends: int32 ``[tokens]``, see ``AttentionMetadata``. None in captured steps.
     """
 
     block_table: torch.Tensor
@@ -139,9 +160,15 @@ class GroupInputs:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What rows are drawn by, on the device, each ``[rows]``. ``temperature`` float32, 0 is greedy, others from 1e-30 to 1e30;
-    ``seeds`` int64, the bits of a 64-bit seed; ``output_indices`` int64; ``max_distance`` float32 is ``-log(min_p)``, infinity
-    where that is off; ``top_k`` int32, 0 is off; ``top_p`` float64, 1 is off.
+    """Sampling parameters of rows, on the device, each ``[rows]``.
+
+    Attributes:
+        temperature: float32, 0 for greedy, otherwise from 1e-30 to 1e30.
+        seeds: int64, the bits of a 64-bit seed.
+        output_indices: int64, the index of the token in the output.
+        max_distance: float32, ``-log(min_p)``, or infinity for no limit.
+        top_k: int32, 0 for no limit.
+        top_p: float64, 1 for no limit.
     """
 
     temperature: torch.Tensor

@@ -1,7 +1,8 @@
-"""The layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and products are launched.
+"""Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and products are
+launched.
 
-Norms begin with the add before them, biases of queries, keys and values are left to the prologue: a layer is four products and
-five to seven launches.
+A norm kernel includes the addition before the norm. The prologue kernel adds the biases of queries, keys and values. So
+a layer has four products and five to seven launches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +23,29 @@ from penstock_enginecore.models.decoder_plan import AttentionPlan, LatentPlan, L
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# Tables of rotary positions, made by the model's own modules.
+# Rotary tables, computed by the model's own modules.
 
 
 def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str, twice: bool = True) -> RotaryTable:
-    """Of positions up to ``max_len``, in float32 whatever the model's dtype. ``variant``: what ``module`` is told besides the
-    positions, for Gemma 3 the kind of layer. ``twice``: whether it gives each number twice, for both halves of a head; complex
-    numbers stand for a cosine and a sine. UnsuitableError where they are not the same.
+    """Return cosines and sines of positions up to ``max_len``, in float32 for every model dtype.
+
+    Args:
+        module: The rotary embedding. It may return complex numbers, which hold a cosine and a sine.
+        max_len: Number of positions.
+        device: The device.
+        variant: Further arguments of ``module``, for example the kind of layer for Gemma 3.
+        twice: Whether ``module`` returns each number twice, for both halves of a head.
+
+    Raises:
+        UnsuitableError: The two halves are not equal.
     """
     like = torch.empty(0, dtype=torch.float32, device=device)
     tables = []
     made = module(like, torch.arange(max_len, device=device)[None], *variant)
-    if isinstance(made, torch.Tensor) and made.is_complex():  # a number for each pair, of both
+    if isinstance(made, torch.Tensor) and made.is_complex():  # one complex number for each pair of elements
         made, twice = (made.real, made.imag), False
     for table in made:
         half = table.shape[-1] // 2 if twice else table.shape[-1]
@@ -48,19 +57,19 @@ def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str,
 
 
 class Attention(Protocol):
-    """Part of a layer."""
+    """Attention of a layer, with its projections."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """What it holds of the model's weights."""
+        """Objects that hold the model's weights."""
 
     @property
     def first(self) -> Product:
-        """The product whose output is ``Activations.qkv``."""
+        """Product whose output is ``Activations.qkv``."""
 
     @property
     def output(self) -> Product:
-        """The last product: of ``Activations.attended``."""
+        """Last product, whose input is ``Activations.attended``."""
 
     def run(
         self,
@@ -72,12 +81,14 @@ class Attention(Protocol):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """From ``x`` into ``out``, both ``[tokens, hidden size]``, times ``scale``. Writes new tokens into ``cache``."""
+        """Compute ``out`` from ``x``, both ``[tokens, hidden size]``, multiplied by ``scale``. Writes new tokens into
+        ``cache``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
-    """Queries, keys and values of one product; keys and values of each head are cached."""
+    """Attention with one product for queries, keys and values. The cache holds keys and values of each head."""
 
     plan: AttentionPlan
     first: Product
@@ -86,13 +97,13 @@ class HeadsAttention:
 
     @classmethod
     def of(cls, plan: AttentionPlan, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "HeadsAttention":
-        """Merges the weights that ``plan`` names."""
+        """Return the attention, with the weights of ``plan`` merged."""
         first = adapt(plan.qkv, merged(plan.qkv, kernels))
         return cls(plan, first, adapt([plan.output], merged([plan.output], kernels)), kernels)
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Two products."""
+        """Both products."""
         return self.first, self.output
 
     def run(
@@ -105,7 +116,7 @@ class HeadsAttention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """Within ``activations``."""
+        """Compute attention in the buffers of ``activations``."""
         plan = self.plan
         group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
         heads = (-1, plan.num_heads, plan.head_size)
@@ -127,15 +138,16 @@ class HeadsAttention:
         self.output.affine(activations.attended, out, scale)
 
 
-# The attention of a layer over a latent (MLA), by absorbed projections: queries are brought to the latent's space and attend
-# there, and what they have seen leaves it for the heads' values. So a token of the cache is one vector for all heads.
+# Attention of a layer over a latent (MLA) by absorbed projections.
 #
-# What flows between is allocated, of sizes that the step's shape says.
+# Queries are projected to the latent's space and attend there. The result is then projected to the heads' values. So
+# the cache holds one vector per token for all heads. Intermediate tensors are allocated, with sizes that depend only on
+# the step's shape.
 
 
 def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """``specs`` of the layers' caches, by their names in order: of those that attend over a latent one vector per token, of one
-    head, without values.
+    """Return ``specs`` by layer name, in order. Latent attention layers get one vector per token, as one head without
+    values.
     """
     found = dict(specs)
     for name, layer in zip(specs, plan.layers, strict=True):
@@ -146,7 +158,9 @@ def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str,
 
 
 class HeadWeights(Held):
-    """A matrix for each head: ``weight`` ``[heads, in_features, out_features]``, ``transposed`` with the last two exchanged."""
+    """One matrix per head, ``[heads, in_features, out_features]``. If ``transposed``, the last two dimensions of
+    ``weight`` are swapped.
+    """
 
     def __init__(self, weight: torch.Tensor, kernels: "TritonKernels", *, transposed: bool) -> None:
         self._weight = weight
@@ -155,16 +169,17 @@ class HeadWeights(Held):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """It."""
+        """The matrices."""
         return [self._weight]
 
     def to(self, device: torch.device) -> None:
-        """Move it."""
+        """Move the matrices."""
         self._weight = self._weight.to(device)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Each head's rows of ``x`` ``[tokens, heads, in_features]`` times its matrix into ``out`` ``[tokens, heads,
-        out_features]``, in both of which tokens and heads may lie apart.
+        """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by its matrix.
+
+        The result goes into ``out`` ``[tokens, heads, out_features]``. Both tensors may be strided in tokens and heads.
         """
         heads = len(self._weight)
         if not self._kernels.batch_invariant:
@@ -180,8 +195,16 @@ class HeadWeights(Held):
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """``first``: of what queries are made of, the latent and what turns; ``up``: from queries of low rank. ``absorb`` brings
-    queries to the latent's space, ``expand`` leaves it.
+    """Latent attention (MLA).
+
+    Attributes:
+        plan: The layer's plan.
+        first: Product of the queries' input, the latent and the rotated part.
+        up: Product of the queries from their low-rank input, or None.
+        absorb: Projects queries to the latent's space.
+        expand: Projects from the latent's space to values.
+        output: The output product.
+        kernels: The kernels.
     """
 
     plan: LatentPlan
@@ -196,8 +219,9 @@ class LatentAttention:
     def of(
         cls, plan: LatentPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt = unadapted
     ) -> "LatentAttention":
-        """Merges the weights that ``plan`` names, and copies those that stand between the latent and heads in ``dtype``: an
-        adapter adds nothing to these.
+        """Return the attention, with the weights of ``plan`` merged.
+
+        The weights between latent and heads are copied in ``dtype``. Adapters cannot update them.
         """
         absorb, expand = _by_head(plan, dtype)
         return cls(
@@ -212,7 +236,7 @@ class LatentAttention:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Products and matrices of heads."""
+        """Products and the heads' matrices."""
         return self.first, *(() if self.up is None else (self.up,)), self.absorb, self.expand, self.output
 
     def run(
@@ -225,7 +249,7 @@ class LatentAttention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """As of ``Attention``."""
+        """Compute attention; see ``Attention.run``."""
         plan, kernels = self.plan, self.kernels
         group, latents, tokens = inputs.groups[cache.group], cache.cache.keys, len(x)
         product, size = activations.qkv, plan.plain_size + plan.rotary_size
@@ -259,7 +283,7 @@ class LatentAttention:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the expansion, the rows that make keys and those that make values: ``[heads, rows, latent]`` each."""
+    """Split the expansion's weights into the rows for keys and those for values, ``[heads, rows, latent]`` each."""
     linear: Linear = plan.expansion
     weight = linear.dense(dtype).weight if isinstance(linear, QuantizedLinear) else linear.weight
     by_head = weight.detach().view(plan.num_heads, plan.plain_size + plan.value_size, plan.latent)
@@ -268,7 +292,7 @@ def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 AfterLayer = Callable[[int, torch.Tensor], None]
-"""Gets the number of a layer and what it put out, ``[tokens, hidden size]``; -1 and what the first one gets."""
+"""Function that gets a layer's number and its output ``[tokens, hidden size]``, or -1 and the first layer's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +318,16 @@ def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels",
 
 
 class Layers:
-    """From token ids to what the last norm puts out. Merges the weights of the layers that ``plan`` names. Positions go up to
-    ``max_len``. ``widths``: of what flows through. ``adapt``: products that adapters add to. Raises UnsuitableError.
+    """Layers of ``plan`` from token ids to the output of the last norm. Merges the layers' weights.
+
+    Raises UnsuitableError if the kernels do not support the plan. ``widths`` has the sizes of the activations.
+
+    Args:
+        plan: The model's plan.
+        max_len: Number of positions.
+        kernels: The kernels.
+        device: The device.
+        adapt: Makes products to which adapters can be added.
     """
 
     def __init__(
@@ -316,23 +348,23 @@ class Layers:
 
     @property
     def held(self) -> list[Held]:
-        """What products hold of the model's weights."""
+        """Products that hold the model's weights."""
         return [held for layer in self._layers for held in layer.held]
 
     def to(self, device: torch.device) -> None:
-        """Move the products' weights, and the tables of positions."""
+        """Move the products' weights and the rotary tables."""
         for held in self.held:
             held.to(device)
         self._rotary = [table.to(device) for table in self._rotary]
 
     def embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """What the first layer gets for ``token_ids`` ``[tokens]`` into ``out`` ``[tokens, hidden size]``."""
+        """Write the first layer's input for ``token_ids`` ``[tokens]`` to ``out`` ``[tokens, hidden size]``."""
         torch.index_select(self._plan.embedding, 0, token_ids, out=out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
 
     def scale_input(self, x: torch.Tensor) -> None:
-        """What the first layer gets, ``[tokens, hidden size]``, in place, whether it came of tokens or not."""
+        """Scale the first layer's input ``[tokens, hidden size]`` in place, for tokens and embeddings."""
         if self._plan.input_scale != 1.0:
             x.mul_(self._plan.input_scale)
 
@@ -343,7 +375,9 @@ class Layers:
         caches: Sequence[LayerCache],
         after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """From what stands in ``activations.residual``: what the last norm puts out, ``[tokens, hidden size]``."""
+        """Compute the layers from ``activations.residual``. Returns the output of the last norm, ``[tokens, hidden
+        size]``.
+        """
         kernels, residual = self._kernels, activations.residual
         self.scale_input(residual)
         if after_layer is not None:
@@ -365,8 +399,9 @@ class Layers:
     def _add_norm(
         self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x``, normed by ``after`` where there is one, is added to ``residual``, and the sum normed by ``before``. Returns the
-        norm, and what may be overwritten.
+        """Add ``x`` to ``residual`` and norm the sum by ``before``. If ``after`` is given, ``x`` is normed by it first.
+
+        Returns the normed sum, and a tensor that may be overwritten.
         """
         if after is not None:
             self._kernels.add_rms_norm(x, None, after, spare)
@@ -375,7 +410,7 @@ class Layers:
         return spare, x
 
     def _widths(self) -> Widths:
-        """Of what flows through them. UnsuitableError where layers differ."""
+        """Return the sizes of the activations. Raises UnsuitableError if layers differ."""
         found = {
             (layer.output.out_features, layer.first.out_features, layer.output.in_features)
             for layer in (each.attention for each in self._layers)

@@ -1,6 +1,6 @@
-"""Products of the fused decoder, into buffers of its own, also with weights that stay quantized.
+"""Matrix products of the fused decoder, with dense or quantized weights.
 
-A class per way in which weights are kept; ``merged`` makes one product of several linear layers.
+There is one class per weight format. ``merged`` makes one product of several linear layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,58 +17,61 @@ from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack, Scheme
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 
 class Held(Protocol):
-    """Weights that the decoder holds in place of a module."""
+    """Weights that the decoder holds instead of a module."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, in order."""
+        """All tensors, in order."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def to(self, device: torch.device) -> None:
-        """Move them."""
+        """Move the tensors."""
 
 
 class Product(Held, Protocol):
-    """Rows times a weight that is kept in some way. ``tensors`` are weight and bias, in all their parts."""
+    """Product of rows with a weight in some format. ``tensors`` are all parts of weight and bias."""
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """``[out_features]``."""
+        """Bias ``[out_features]``, or None."""
 
     @property
     def out_features(self) -> int:
-        """Numbers of a row of the product."""
+        """Elements of an output row."""
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row that is multiplied."""
+        """Elements of an input row."""
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``x`` ``[rows, in_features]`` times the weight, without the bias, into ``out`` ``[rows, out_features]``."""
+        """Multiply ``x`` ``[rows, in_features]`` by the weight, without the bias, into ``out`` ``[rows,
+        out_features]``.
+        """
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """As ``product``, with the bias where there is one, times ``scale``."""
+        """Multiply like ``product``, add the bias if there is one, and multiply by ``scale``."""
 
 
-# Products of the fused decoder with weights that stay quantized.
+# Products with weights that stay quantized.
 
 _MIN_WIDTH = 16
-"""Columns that tensor cores multiply at once."""
+"""Columns that tensor cores multiply at a time."""
 _MAX_HALF = 64
 
 
 def keeps(scheme: Scheme) -> bool:
-    """Whether there is a product with weights of ``scheme``, of linear layers and of experts: a tile of its columns must not
-    cross a block of the scales, and columns of a block must follow one another.
+    """Return whether products support weights of ``scheme``, for linear layers and experts.
+
+    A tile of columns must not cross a block of the scales, and the columns of a block must be consecutive.
     """
     if isinstance(scheme, Mxfp4):
         return True
@@ -81,7 +84,7 @@ def keeps(scheme: Scheme) -> bool:
 
 
 class QuantizedProduct(Held):
-    """Quantized weights, by kernels of our own. As ``Dense``, of which it has the methods."""
+    """Product with quantized weights, by the project's kernels. The methods are those of ``Dense``."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self.bias = bias
@@ -98,7 +101,7 @@ class QuantizedProduct(Held):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Numbers, scales, zeros and bias, as far as there are any."""
+        """The quantized elements, and the scales, zeros and bias if present."""
         return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -118,9 +121,11 @@ class QuantizedProduct(Held):
 def quantized_product(
     linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: "TritonKernels"
 ) -> QuantizedProduct:
-    """One product of ``linears``, whose rows follow one another. 8-bit floats are held once: those of the layers become parts of
-    the whole. 4-bit levels are packed in another way, beside the layers' own until these are emptied. UnsuitableError where they
-    are not all quantized in one way that there is a product for.
+    """Return one product of ``linears``, with their rows one after the other.
+
+    8-bit floats are held once: the layers' weights become views of the whole. 4-bit levels are repacked, so a second
+    copy exists until the layers' own tensors are freed. Raises UnsuitableError unless all layers have the same,
+    supported quantization.
     """
     schemes = {linear.scheme for linear in linears}
     scheme = next(iter(schemes))
@@ -130,7 +135,7 @@ def quantized_product(
         if isinstance(scheme, Awq | Gptq | Packed):
             return QuantizedProduct(joined([int4_weight(linear.tensors, scheme) for linear in linears]), bias, kernels)
     named = ", ".join(sorted(each.name for each in schemes))
-    raise UnsuitableError(f"there is no product with weights that are {named}")
+    raise UnsuitableError(f"quantized weights of type {named} are not supported")
 
 
 def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
@@ -146,7 +151,9 @@ def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
 
 
 def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
-    """The levels of ``tensors`` of a weight, two in a byte. UnsuitableError for columns that are not in order or do not fit."""
+    """Return the levels of a weight's ``tensors``, two per byte. Raises UnsuitableError if columns are not in order or
+    do not fit.
+    """
     found = scheme.integers(tensors)
     rows, columns = found.levels.shape
     width = columns if scheme.group_size < 0 else scheme.group_size
@@ -154,7 +161,7 @@ def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed
     in_order = torch.arange(columns, device=found.groups.device) // width
     if columns % (2 * half) or half < _MIN_WIDTH or not torch.equal(found.groups, in_order):
         raise UnsuitableError(
-            f"there is no product with {columns} columns, or columns in another order, of {scheme.name}"
+            f"{scheme.name} weights with {columns} columns, or with reordered columns, are not supported"
         )
     lower, upper = found.levels.view(rows, columns // (2 * half), 2, half).unbind(2)
     numbers = (lower | upper << 4).view(rows, columns // 2)
@@ -162,7 +169,7 @@ def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed
 
 
 def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
-    """Their rows one after the other."""
+    """Return the weights joined by rows."""
     numbers = torch.cat([weight.numbers for weight in weights])
     zeros = torch.cat([weight.zeros for weight in weights], dim=1)
     scales = torch.cat([weight.scales for weight in weights], dim=1)
@@ -170,14 +177,22 @@ def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
 
 
 def _half(width: int) -> int:
-    """Half of the columns that two levels of a byte are taken from: the largest power of two whose double divides ``width``."""
+    """Return the distance of the two columns in a byte: the largest power of two whose double divides ``width``, at
+    most 64.
+    """
     return min(_MAX_HALF, (width & -width) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(Held):
-    """``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]`` as they are in the checkpoint, by torch's own
-    product (cuBLAS on a GPU, which chooses an order of sums by the number of rows), or by batch-invariant ``kernels``.
+    """Product with unquantized weights, by torch or by batch-invariant ``kernels``.
+
+    On a GPU, torch uses cuBLAS, which chooses the order of sums by the number of rows.
+
+    Attributes:
+        weight: ``[out_features, in_features]``, as in the checkpoint.
+        bias: ``[out_features]``, or None.
+        kernels: Batch-invariant kernels, or None to use torch.
     """
 
     weight: torch.Tensor
@@ -194,7 +209,7 @@ class Dense(Held):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The weight, and the bias where there is one."""
+        """The weight, and the bias if there is one."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -219,16 +234,17 @@ class Dense(Held):
 
 
 def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
-    """One product of ``linears``, whose rows follow one another. Weights are held once: those of the layers become parts of the
-    whole, and the layers go on computing what they did. UnsuitableError where some have a bias and some have none, where they
-    are quantized in several ways, and for a way that there is no product for.
+    """Return one product of ``linears``, with their rows one after the other.
+
+    Weights are held once: the layers' weights become views of the whole, so the layers still compute the same. Raises
+    UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not supported.
     """
     biased = {linear._parameters["bias"] is not None for linear in linears}
     if len(biased) > 1:
-        raise UnsuitableError("some of the linear layers of one product have a bias, and some have none")
+        raise UnsuitableError("only some of the linear layers of one product have a bias")
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     if 0 < len(quantized) < len(linears):
-        raise UnsuitableError("some of the linear layers of one product are quantized, and some are not")
+        raise UnsuitableError("only some of the linear layers of one product are quantized")
     bias = _whole(linears, "bias") if biased.pop() else None
     if quantized:
         return quantized_product(quantized, bias, kernels)
@@ -236,7 +252,7 @@ def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
 
 
 def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
-    """Parameters of one layer as they are, of several as parts of one."""
+    """Return the parameter of a single layer unchanged, or the joined parameters of several layers."""
     first: torch.nn.Parameter = linears[0].get_parameter(name)
     return first if len(linears) == 1 else _joined(linears, name)
 
@@ -244,7 +260,7 @@ def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
-    """Parameters one after the other along their first dimension; those of the layers are then views of their places."""
+    """Return the parameters joined along their first dimension. The layers' parameters become views of the result."""
     whole = torch.cat([getattr(linear, name) for linear in linears])
     start = 0
     for linear in linears:
@@ -255,6 +271,6 @@ def _joined(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
 
 
 def empty(module: Linear | QuantizedStack) -> None:
-    """Let go of the weights of a module that a product stands for. Its name and sizes stay, which adapters go by."""
+    """Free the weights of a module that a product replaces. Name and sizes stay, because adapters need them."""
     for name, parameter in list(module.named_parameters()):
         setattr(module, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))

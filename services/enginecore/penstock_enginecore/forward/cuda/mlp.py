@@ -1,8 +1,8 @@
-"""What stands behind a layer's second norm: a gated MLP, or experts of which each token takes some.
+"""Part of a layer after its second norm: a gated MLP, or a mixture of experts.
 
-Experts compute by grouped products: tokens in the order of their experts, and on the device where each expert's end. So nothing
-is read on the host, and a step with experts can be captured; what it needs in between is allocated. Batch-invariant kernels have
-sums of their own, as torch's go by how many tokens there are.
+Experts use grouped products. Tokens are sorted by expert, and each expert's end is kept on the device. So a step with
+experts reads nothing on the host and can be captured. Intermediate tensors are allocated. Batch-invariant kernels
+compute the sums themselves, because the order of torch's sums depends on the number of tokens.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,24 @@ from penstock_enginecore.models.quantization.float8 import Float8
 from penstock_enginecore.models.quantization.layers import QuantizedStack
 from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# DeepSeek's choice of experts: the best of the best groups, by scores that a correction balances in DeepSeek-V3.
+# DeepSeek's routing: it takes the best experts of the best groups. DeepSeek-V3 adds a correction to the scores for load
+# balance.
 
 _COUNTED = 2
-"""Scores of a group that are summed up."""
+"""Number of a group's best scores that are summed."""
 
 
 def grouped_route(
     x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: "TritonKernels"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32, times ``scale``, and experts of each token of ``x``: ``[tokens, top_k]`` each. Weights for
-    batch-invariant kernels are neither scaled nor made to sum to 1 yet. Of equal ones the first is taken, however many tokens
-    there are.
+    """Return the weights, float32 and multiplied by ``scale``, and the experts of each token of ``x``, each ``[tokens,
+    top_k]``.
+
+    For batch-invariant kernels the weights are neither scaled nor normalized yet. Ties go to the first expert, for any
+    number of tokens.
     """
     logits = _logits(x.float(), plan.router.float(), kernels)
     if how.correction is None:
@@ -59,7 +62,7 @@ def grouped_route(
 
 
 def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
-    """Of all experts, as the model computes them in float32."""
+    """Return float32 logits of all experts."""
     if not kernels.batch_invariant:
         return torch.nn.functional.linear(x, router)
     logits = x.new_empty(len(x), len(router))
@@ -67,28 +70,36 @@ def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> 
     return logits
 
 
-# Products of experts: each one's rows times its part of a weight, into tensors that are allocated for them.
+# Products of experts: each expert's rows times its part of a weight. The outputs are newly allocated.
 
 _MXFP4_HALF = 32
 
 
 class GroupedProduct(Protocol):
-    """A product of a weight of all experts."""
+    """Product with a weight of all experts."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Its weight, where no module of the model has it."""
+        """Objects that hold the weight, if no module of the model does."""
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Each expert's ``rows`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part of
-        the weight, with its bias: ``[rows, out_features]``. ``owners`` ``[rows]``: whose the rows are. Rows of nobody are not
-        computed.
+        """Return each expert's rows times its part of the weight, with its bias: ``[rows, out_features]``.
+
+        Args:
+            rows: ``[rows, in_features]``, sorted by expert.
+            ends: int32 ``[experts]``, where the rows of each expert end.
+            owners: ``[rows]``, the expert of each row. Rows after the last end belong to no expert and are not computed.
         """
 
 
 class DenseGroups:
-    """``weight`` ``[experts, out_features, in_features]``, or ``transposed`` the last two the other way round, as the model's
-    module has it, and ``bias`` ``[experts, out_features]``: by torch's own product, or by batch-invariant ``kernels``.
+    """Product with dense weights, by torch or by batch-invariant ``kernels``.
+
+    Args:
+        weight: ``[experts, out_features, in_features]``, as in the model's module.
+        bias: ``[experts, out_features]``, or None.
+        kernels: The Triton kernels.
+        transposed: The last two dimensions of ``weight`` are swapped.
     """
 
     held: tuple[Held, ...] = ()
@@ -102,7 +113,7 @@ class DenseGroups:
         self._transposed = transposed
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """As of a ``GroupedProduct``."""
+        """Return the product; see ``GroupedProduct.run``."""
         weight, transposed = self._weight, self._transposed
         if self._kernels.batch_invariant:
             product = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
@@ -115,7 +126,9 @@ class DenseGroups:
 
 
 class QuantizedGroups(Held):
-    """A weight that stays quantized, by kernels of our own. ``bias`` as of ``DenseGroups``, kept by the model's module."""
+    """Product with a weight that stays quantized, by the project's kernels. ``bias`` stays in the model's module; see
+    ``DenseGroups``.
+    """
 
     def __init__(self, weight: StackedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self._weight = weight
@@ -124,12 +137,12 @@ class QuantizedGroups(Held):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Itself."""
+        """This object."""
         return (self,)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Numbers, zeros and scales, as far as there are any."""
+        """The quantized elements, and the zeros and scales if present."""
         return list(self._weight.tensors)
 
     def to(self, device: torch.device) -> None:
@@ -137,7 +150,7 @@ class QuantizedGroups(Held):
         self._weight = self._weight.to(device)
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """As of a ``GroupedProduct``."""
+        """Return the product; see ``GroupedProduct.run``."""
         product = rows.new_empty(len(rows), self._weight.numbers.shape[1])
         self._kernels.quantized_grouped_product(rows, self._weight, self._bias, ends, product)
         return product
@@ -150,7 +163,7 @@ def grouped(
     *,
     transposed: bool,
 ) -> GroupedProduct:
-    """The product of ``weight``. UnsuitableError where it is quantized in a way that there is no product for."""
+    """Return the product with ``weight``. Raises UnsuitableError for an unsupported quantization."""
     if isinstance(weight, QuantizedStack):
         return QuantizedGroups(_stacked(weight), bias, kernels)
     return DenseGroups(weight, bias, kernels, transposed=transposed)
@@ -159,8 +172,10 @@ def grouped(
 @torch.inference_mode(False)
 @torch.no_grad()
 def _stacked(stack: QuantizedStack) -> StackedWeight:
-    """8-bit floats are held once: those of projections become parts of the whole. Numbers of 4 bits are packed in another way,
-    beside the stack's own until these are emptied.
+    """Return the weight of all experts in the kernels' layout.
+
+    8-bit floats are held once: the projections' weights become views of the whole. 4-bit elements are repacked, so a
+    second copy exists until the stack's own tensors are freed.
     """
     scheme = stack.scheme
     if keeps(scheme) and stack.merged == isinstance(scheme, Mxfp4):
@@ -172,7 +187,7 @@ def _stacked(stack: QuantizedStack) -> StackedWeight:
             count = len(next(iter(stack.projections[0].values())))
             weights = (joined([int4_weight(each, scheme) for each in stack.of_expert(i)]) for i in range(count))
             return _int4(list(weights))
-    raise UnsuitableError(f"there is no product with experts' weights that are {scheme.name}")
+    raise UnsuitableError(f"quantized experts' weights of type {scheme.name} are not supported")
 
 
 def _float8(stack: QuantizedStack, scheme: Float8) -> Float8Weight:
@@ -193,7 +208,7 @@ def _float8(stack: QuantizedStack, scheme: Float8) -> Float8Weight:
 
 
 def _int4(weights: list[Int4Weight]) -> Int4Weight:
-    """Those of all experts."""
+    """Return the weight that combines the experts' ``weights``."""
     numbers, zeros, scales = (torch.stack(parts) for parts in zip(*(each.tensors for each in weights), strict=True))
     return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
 
@@ -210,21 +225,21 @@ def _mxfp4(tensors: dict[str, torch.Tensor]) -> Mxfp4Weight:
 
 
 class MLP(Protocol):
-    """Part of a layer."""
+    """MLP of a layer."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """What it holds of the model's weights."""
+        """Objects that hold the model's weights."""
 
     def run(
         self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
-        """From ``x`` into ``out``, both ``[tokens, hidden size]``."""
+        """Compute ``out`` from ``x``, both ``[tokens, hidden size]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """An activation of one product times another. What it puts out is multiplied by ``scale``."""
+    """Gated MLP: the activation of one product, times another. Its output is multiplied by ``scale``."""
 
     plan: MLPPlan
     gate_up: Product
@@ -233,13 +248,13 @@ class GatedMLP:
 
     @classmethod
     def of(cls, plan: MLPPlan, scale: float, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "GatedMLP":
-        """Merges the weights that ``plan`` names."""
+        """Return the MLP, with the weights of ``plan`` merged."""
         gate_up = adapt(plan.gate_up, merged(plan.gate_up, kernels))
         return cls(plan, gate_up, adapt([plan.down], merged([plan.down], kernels)), scale)
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Two products."""
+        """Both products."""
         return self.gate_up, self.down
 
     def run(
@@ -250,13 +265,13 @@ class GatedMLP:
         kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
-        """Within ``activations``."""
+        """Compute the MLP in the buffers of ``activations``."""
         self.compute(x, activations.gate_up, activations.gated, kernels, out)
 
     def compute(
         self, x: torch.Tensor, gate_up: torch.Tensor, gated: torch.Tensor, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
-        """As ``run``. ``gate_up`` and ``gated``: room for what flows through."""
+        """Compute the MLP like ``run``, with the given buffers for its activations."""
         self.gate_up.affine(x, gate_up)
         kernels.gated(gate_up, self.plan.activation, gated)
         self.down.affine(gated, out, self.scale)
@@ -264,7 +279,9 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts chosen by a router. Dense weights stay in the model's modules, which keep them as they are needed here."""
+    """Mixture of experts with a router. Dense weights stay in the model's modules, which already have the required
+    layout.
+    """
 
     plan: ExpertsPlan
     gate_up: GroupedProduct
@@ -274,7 +291,7 @@ class Experts:
 
     @classmethod
     def of(cls, plan: ExpertsPlan, scale: float, kernels: "TritonKernels") -> "Experts":
-        """With the products of the weights that ``plan`` names."""
+        """Return the mixture with the products of the weights of ``plan``."""
         transposed = isinstance(plan.activation, ClampedGate)
         _, gate_up, down = plan.biases or (None, None, None)
         return cls(
@@ -287,7 +304,7 @@ class Experts:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Quantized weights, and those of shared experts."""
+        """Objects that hold quantized weights and the weights of shared experts."""
         shared = () if self.shared is None else self.shared.held
         return *self.gate_up.held, *self.down.held, *shared
 
@@ -299,7 +316,7 @@ class Experts:
         kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
-        """Tokens of padding have no expert, and what stands in their rows of ``out`` then is of no meaning."""
+        """Compute ``out`` from ``x``. Padding tokens have no expert; their rows of ``out`` are undefined."""
         plan = self.plan
         weights, chosen = self._route(x, kernels)
         count = inputs.groups[0].query_start_loc[-1]
@@ -337,14 +354,16 @@ class Experts:
         return gated
 
     def _route(self, x: torch.Tensor, kernels: "TritonKernels") -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and experts of each token ``[tokens, top_k]``. Batch-invariant ones are scaled later."""
+        """Return weights, float32, and experts of each token, each ``[tokens, top_k]``. Batch-invariant weights are
+        scaled later.
+        """
         if self.plan.grouped is not None:
             return grouped_route(x, self.plan, self.plan.grouped, self.scale, kernels)
         bias = None if self.plan.biases is None else self.plan.biases[0]
         if kernels.batch_invariant:
             logits = x.new_empty(len(x), self.plan.num_experts)
             kernels.product(x, self.plan.router, bias, 1.0, logits)
-            # Stable: of experts that are as likely the first is taken, however many rows are sorted.
+            # A stable sort breaks ties by the first expert, for any number of rows.
             ranked, order = torch.softmax(logits, dim=-1, dtype=torch.float32).sort(
                 dim=-1, descending=True, stable=True
             )
@@ -360,8 +379,10 @@ class Experts:
 def mlp_of(
     plan: MLPPlan | ExpertsPlan | OtherMixture, scale: float, kernels: "TritonKernels", adapt: Adapt = unadapted
 ) -> MLP:
-    """What computes ``plan``. ``scale``: of what is added to the residual. ``adapt``: products, but those beside experts. Raises
-    UnsuitableError.
+    """Return the MLP that computes ``plan``. Raises UnsuitableError for unsupported plans.
+
+    ``scale`` multiplies the output before it is added to the residual. ``adapt`` makes products to which adapters can
+    be added, except those of experts.
     """
     if isinstance(plan, OtherMixture):
         raise UnsuitableError(plan.reason)

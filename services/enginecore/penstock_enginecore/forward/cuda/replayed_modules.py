@@ -1,4 +1,4 @@
-"""The forward pass by transformers' own modules, whole steps of which are replayed."""
+"""Forward pass by transformers' own modules that replays whole steps as CUDA graphs."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,15 +37,17 @@ from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.loader import LoadedModel, first_line
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 
 class ReplayedModules:
-    """A ``ForwardPass``. Steps of padded shapes read their inputs from, and write their results to, tensors that never move, and
-    are captured by ``graphs`` at their first run; what is larger, has media, vectors for tokens or states to keep is run as by
-    ``ModulesForward``. So are all once a step could not be captured: ``failure`` says in which module. ``adapted``: adds for
-    adapters, in graphs of their own; None: steps with adapters are run as by ``ModulesForward``.
+    """``ForwardPass`` that captures and replays steps of the model's modules.
+
+    Steps of padded shapes use tensors that never move, and ``graphs`` captures them at their first run.
+    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. It runs all steps
+    once a capture has failed; ``failure`` then names the module. With ``adapted``, steps with adapters have separate
+    graphs; if it is None, ``ModulesForward`` runs these steps too.
     """
 
     replays = True
@@ -73,30 +75,30 @@ class ReplayedModules:
 
     @property
     def replays_adapters(self) -> bool:
-        """Whether steps with adapters are replayed, too."""
+        """Whether steps with adapters are replayed too."""
         return self._adapted is not None
 
     @property
     def failure(self) -> str:
-        """Why steps are not replayed; empty where they are."""
+        """Why steps are not replayed, or empty if they are."""
         return self._graphs.failure
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the modules."""
+        """Bytes of the modules' weights."""
         return self._modules.weight_bytes
 
     def graph_stats(self) -> GraphStats:
-        """Steps that were replayed. Any thread may ask."""
+        """Return statistics of replayed steps. Thread-safe."""
         return self._graphs.stats
 
     def choose_by(self, kernels: "TokenSampler") -> None:
-        """Choose the tokens of steps of padded shapes, by ``kernels``, within what is replayed."""
+        """Sample the tokens of steps of padded shapes with ``kernels``, inside the replayed graphs."""
         self._graphs.clear()
         self._feedback = TokenFeedback(self.device, kernels)
 
     def bind(self, caches: LayerCaches) -> None:
-        """What was captured on another cache is forgotten."""
+        """Use ``caches`` and drop the graphs that were captured on another cache."""
         self._graphs.clear()
         self._modules.bind(caches)
         self._caches = caches_by_module(self._module, caches)
@@ -110,18 +112,20 @@ class ReplayedModules:
             self._buffers = self._allocate(shape)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """As ``ModulesForward``."""
+        """Return embeddings; see ``ModulesForward.embed``."""
         return self._modules.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """As the model itself puts them out."""
+        """Return hidden states from the next run on, as the model itself outputs them."""
         self._graphs.clear()
         self._modules.keep_hidden(layers)
         width, dtype = self._module.config.hidden_size, self._dtype
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Logits of a step that is replayed are in memory that the next one overwrites. RuntimeError without a KV cache."""
+        """Compute a step. The next step overwrites the logits of a replayed step. Raises RuntimeError without a KV
+        cache.
+        """
         if self._buffers is None or not self._caches:
             raise RuntimeError("bind must come before the first step")
         num_tokens = len(batch.token_ids)
@@ -148,42 +152,42 @@ class ReplayedModules:
         return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape), hidden=kept)
 
     def head(self, states: KeptStates, rows: torch.Tensor) -> torch.Tensor:
-        """As ``ModulesForward``."""
+        """Return logits; see ``ModulesForward.head``."""
         return self._modules.head(states, rows)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """As ``ModulesForward``."""
+        """Prepare an adapter; see ``ModulesForward.prepare_adapter``."""
         return self._modules.prepare_adapter(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """As ``ModulesForward``."""
+        """Add an adapter. Call it only between steps."""
         self._modules.add_adapter(adapter)
 
     def remove_adapter(self, digest: bytes) -> None:
-        """As ``ModulesForward``."""
+        """Remove an adapter."""
         self._modules.remove_adapter(digest)
 
     def to(self, device: torch.device) -> None:
-        """Moves all of the model's modules. What steps run on is freed, and allocated again when a KV cache is bound."""
+        """Move all of the model's modules. Step buffers are freed, and allocated again when a KV cache is bound."""
         self._graphs.clear()
         self._shape = self._buffers = self._logits = None
         self._modules.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """Those of the modules."""
+        """Return the tensors of the modules."""
         return self._modules.weights()
 
     def read(self, model: LoadedModel) -> None:
-        """As ``ModulesForward``."""
+        """Copy the weights of ``model``; see ``ModulesForward.read``."""
         self._modules.read(model)
 
     def _launch_adapted(self, adapted: SlotModules, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
-        """As ``_launch``, with what adapters add."""
+        """Launch a step in which adapters are added."""
         with adapted.hooked():
             return self._launch(inputs, shape)
 
     def _launch(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
-        """All work of a step from its token ids on: logits ``[requests, vocab]``."""
+        """Launch all work of a step, from its token ids on. Returns logits ``[requests, vocab]``."""
         self._feedback.feed(inputs)
         token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
         plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
@@ -194,14 +198,14 @@ class ReplayedModules:
         if self._kept is not None and hidden is not None:
             self._kept.begin(len(hidden))
             self._kept.put_all(hidden)
-        # Held by their graphs, those of all shapes would be there at once.
+        # Copy the logits to one shared buffer. Otherwise each graph would hold its own.
         logits = self._logits_like(computed)[: shape.requests]
         logits.copy_(computed)
         self._feedback.choose(logits, inputs, shape)
         return logits
 
     def _logits_like(self, logits: torch.Tensor) -> torch.Tensor:
-        """Room for those of the largest shape, allocated before anything is captured."""
+        """Return the buffer for logits of the largest shape. It is allocated before the first capture."""
         if self._logits is None:
             with torch.inference_mode(False):
                 self._logits = torch.zeros(CAPTURED.requests, logits.shape[1], dtype=logits.dtype, device=self.device)
@@ -214,7 +218,7 @@ class ReplayedModules:
 
 @contextmanager
 def _failures_named(module: torch.nn.Module) -> Iterator[None]:
-    """RuntimeErrors of the forward pass in the ``with`` block say in which of the modules they arose."""
+    """Return a context in which RuntimeErrors of the forward pass name the module that raised them."""
     running: list[str] = []
     with ExitStack() as hooks:
         for name, part in module.named_modules():
@@ -223,7 +227,7 @@ def _failures_named(module: torch.nn.Module) -> Iterator[None]:
             hooks.callback(part.register_forward_hook(lambda *_: running.pop() and None).remove)
         try:
             yield
-        except torch.OutOfMemoryError:  # which others look for
+        except torch.OutOfMemoryError:  # callers look for this type
             raise
         except RuntimeError as e:
             raise RuntimeError(f"{running[-1] if running else type(module).__name__}: {first_line(e)}") from e

@@ -1,4 +1,4 @@
-"""Tokens chosen on the device, for rows that need nothing of the host: greedy ones, and draws with or without filters."""
+"""Sampling on the device, for rows that need no input from the host: greedy, and random with or without filters."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,16 +18,18 @@ from penstock_enginecore.forward.cuda.buffers import (
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
 
-if TYPE_CHECKING:  # Triton is imported where there is a device for its kernels
+if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
-"""Makes kernels with memory for so many rows of a vocabulary on a device."""
+"""Function that makes sampling kernels, given the maximum rows, the vocabulary size and the device."""
 
 
 class DeviceLauncher:
-    """A ``TokenLauncher``. What it puts out is new with each call; the kernels' memory grows with the rows. ``for_steps``:
-    kernels for the rows of captured steps, whose memory never moves.
+    """``TokenLauncher`` for a device.
+
+    Each call returns new tensors. The kernels' memory grows with the rows. ``for_steps`` are the kernels for captured
+    steps, whose memory never moves.
     """
 
     def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
@@ -38,7 +40,7 @@ class DeviceLauncher:
         self._kernels = self.for_steps = make(self._max_rows, vocab, device)
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
-        """One copy to the device where rows are drawn, none where all are greedy."""
+        """Launch sampling. Random sampling needs one copy to the device; greedy sampling needs none."""
         rows = len(logits)
         if rows > self._max_rows:
             self._max_rows = 1 << (rows - 1).bit_length()
@@ -56,13 +58,16 @@ class DeviceLauncher:
 
 
 def aligned_rows(rows: int) -> int:
-    """To how many results of ``rows`` are padded, so that they begin at multiples of 16 bytes: kernels are compiled for that."""
+    """Return the padded number of results, so that they begin at multiples of 16 bytes. Kernels are compiled for that
+    alignment.
+    """
     return -(-rows // 4) * 4
 
 
 def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor) -> str:
-    """How the tokens that ``launcher`` chooses from ``logits`` ``[rows, vocab]``, with settings of all kinds, differ from those
-    of ``sampler``; empty where they do not.
+    """Return how tokens of ``launcher`` differ from those of ``sampler``, or an empty text if they do not.
+
+    The comparison uses ``logits`` ``[rows, vocab]`` and all kinds of sampling parameters.
     """
     rows = len(logits)
     number = np.arange(rows)
@@ -79,12 +84,14 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     return f"{wrong} of {rows} tokens differ" if wrong else ""
 
 
-# Tokens that stay on the device: those that a step is computed on, and those that it ends with.
+# Tokens that stay on the device: inputs of a step that the device sampled, and the tokens that the step samples.
 
 
 class TokenFeedback:
-    """Part of the work of every step of padded shape, captured with it: it reads nothing on the host, and all rows are chosen,
-    those of padding too, whatever becomes of them. ``kernels``: those that choose, None where tokens are chosen elsewhere.
+    """Input and output of sampled tokens in every step of padded shape, captured with the step.
+
+    Nothing is read on the host. All rows are sampled, including padding; unused tokens are ignored. ``kernels`` do the
+    sampling, or None if another component samples.
     """
 
     def __init__(self, device: torch.device, kernels: "TokenSampler | None" = None) -> None:
@@ -96,12 +103,12 @@ class TokenFeedback:
 
     @property
     def nobody(self) -> int:
-        """The row of ``newest`` that nobody reads."""
+        """Request row for tokens that belong to no request."""
         return len(self._newest) - 1
 
     def moves(self, batch: ForwardBatch) -> bool:
-        """Take the newest tokens from where ``batch`` has them, and keep them there. Whether that is another place than before:
-        what was captured on that one must be forgotten.
+        """Use the tensor of newest tokens of ``batch`` from now on. Returns whether it changed; then captured graphs
+        are invalid.
         """
         newest = (
             batch.choice.newest if batch.choice is not None else batch.fed.newest if batch.fed is not None else None
@@ -112,13 +119,13 @@ class TokenFeedback:
         return True
 
     def feed(self, inputs: StepInputs) -> None:
-        """Put the tokens that the device alone knows into the step's."""
+        """Write tokens that only the device has into the step's input."""
         fed = inputs.fed
         torch.index_select(self._newest, 0, fed.rows, out=fed.ids)
         torch.where(fed.known, fed.ids, inputs.token_ids, out=inputs.token_ids)
 
     def choose(self, logits: torch.Tensor, inputs: StepInputs, shape: StepShape) -> None:
-        """From ``logits`` ``[requests, vocab]`` of a step of padded ``shape``, and keep what is chosen."""
+        """Sample from ``logits`` ``[requests, vocab]`` of a step of padded ``shape``, and store the tokens."""
         if self._kernels is None or shape.is_large:
             return
         token_ids, num_nans = (row[: shape.requests] for row in self._results_of(shape))
@@ -127,7 +134,9 @@ class TokenFeedback:
         self._newest.index_copy_(0, inputs.kept_rows, token_ids)
 
     def launched(self, batch: ForwardBatch, shape: StepShape) -> LaunchedTokens | None:
-        """What was chosen for ``batch``, in memory that the next step overwrites; None if it was not to be."""
+        """Return the tokens sampled for ``batch``, or None if none were requested. The next step overwrites their
+        memory.
+        """
         if batch.choice is None or self._kernels is None or shape.is_large:
             return None
         return LaunchedTokens(self._results_of(shape), len(batch.choice.kept_rows))

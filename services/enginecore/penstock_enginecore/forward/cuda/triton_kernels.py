@@ -1,6 +1,6 @@
-"""The Triton kernels as the fused decoder, attention over the arena and adapters launch them.
+"""Triton kernels for the fused decoder, paged attention and adapters.
 
-The functions that launch kernels describe themselves: this class has them under the names that its users call.
+The launching functions are documented in their modules. This class exposes them under the names that callers use.
 """
 
 from functools import partial
@@ -18,11 +18,13 @@ from penstock_enginecore.lora import triton as lora
 
 
 class TritonKernels:
-    """Launches kernels of one device. Each call launches work for every row it is given, in order, and waits for nothing: no
-    read on the host, and no shape that depends on a number on the device. So a sequence of calls can be captured and replayed.
+    """Launches kernels of one device.
 
-    ``batch_invariant``: a row's results have the same bits whatever is computed beside it, in steps of whatever size. The
-    scratch memory of attention is shared: layers and steps run one after the other.
+    Each call launches work for every given row, in order, and returns without waiting. It reads nothing on the host,
+    and no shape depends on a value on the device. So a sequence of calls can be captured and replayed.
+
+    With ``batch_invariant``, a row's results are bit-identical for every batch and step size. Attention uses shared
+    scratch memory, because layers and steps run one after the other.
     """
 
     prologue = staticmethod(heads.prologue)
@@ -52,19 +54,21 @@ class TritonKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
-        """As ``attention.attend``, with scratch memory."""
+        """Compute attention with shared scratch memory; see ``attention.attend``."""
         scratch = self._scratch_for(len(group.seq_lens), attention.pieces_per_request(keys.shape[1]), out)
         attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 
     def attend_latent(
         self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
     ) -> None:
-        """As ``latent_attention.attend_latent``, with scratch memory."""
+        """Compute latent attention with shared scratch memory; see ``latent_attention.attend_latent``."""
         scratch = self._scratch_for(len(group.seq_lens), latent.latent_pieces(query.shape[1]), out)
         latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 
     def _scratch_for(self, requests: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
-        """For attention into ``out``. Captured steps share one that never moves, larger steps another that grows."""
+        """Return scratch memory for attention into ``out``. Captured steps share one that never moves; larger steps
+        share one that grows.
+        """
         shape = pieces, out.shape[1], out.shape[2]
         key = (*shape, requests > MAX_CAPTURED_TOKENS)
         if key not in self._scratch or len(self._scratch[key].total) < requests:

@@ -1,1 +1,1 @@
-"""Towers that turn images, sound and video into embeddings of a language model."""
+"""Encoders that convert images, audio and video to embeddings of a language model."""

@@ -1,4 +1,4 @@
-"""What a worker asks of a model's towers."""
+"""Interface of a model's media encoders, which a worker calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,13 @@ from penstock_enginecore.core.model_info import MediaInfo
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem:
-    """An item to encode. ``data``: as the model's processor in transformers gives it for this item alone, but that uint8 pixels
-    are still to be rescaled and normalized. ``num_embeds``: rows that must come of it.
+    """Item to encode.
+
+    Attributes:
+        identifier: Id of the item.
+        modality: Kind of the item.
+        num_embeds: Number of embeddings that the item must produce.
+        data: Output of the model's transformers processor for this item, except that uint8 pixels are not rescaled or normalized.
     """
 
     identifier: str
@@ -34,7 +39,7 @@ class EncoderItem:
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """``rows`` ``[num_embeds, width]`` on the device, or the ``failure`` that took their place."""
+    """Encoded item: ``rows`` ``[num_embeds, width]`` on the device, or the ``failure`` if there are none."""
 
     identifier: str
     rows: torch.Tensor | None
@@ -42,53 +47,59 @@ class EncodedItem:
 
 
 class RopePositions(NamedTuple):
-    """``positions`` int64 ``[3, tokens]`` of a prompt; token t behind it stands at ``t + delta`` in all three."""
+    """Rotary positions of a prompt, int64 ``[3, tokens]``. A token t after the prompt has position ``t + delta`` in all
+    three sections.
+    """
 
     positions: IntArray
     delta: int
 
 
 RopeIndex = Callable[[Sequence[int], Sequence[MultiModalFeature]], RopePositions]
-"""Positions of a prompt's token ids, whose features have their small tensors (grids) at least."""
+"""Function that returns positions, given a prompt's token ids and its features with at least their small tensors
+(grids).
+"""
 
 
 class MediaEncoder(Protocol):
-    """The towers of a model on its device, computed in slices between forward passes. One thread calls, with gradients off.
+    """Media encoders of a model on its device, computed in slices between forward passes.
 
-    Rows do not depend on slices, nor on what else is encoded: equal items give equal bits.
+    One thread calls, with gradients off. Embeddings do not depend on the slices or on other items: equal items give
+    identical bits.
     """
 
     media: Sequence[MediaInfo]
     width: int
-    """Numbers in a row: the model's hidden size, times one more than the layers that deepstack feeds."""
+    """Elements of a row: the model's hidden size, times one plus the number of deepstack layers."""
     num_deepstack: int
-    """Layers that get rows of their own, which stand behind the embedding in each row; 0 for most models."""
+    """Number of layers that get separate embeddings, which follow the main embedding in each row. 0 for most models."""
     rope_positions: RopeIndex | None
-    """Of a prompt, where rotary embeddings have sections; None where a token has one position."""
+    """Returns rotary positions of a prompt with sections, or None if tokens have a single position."""
     modules: Sequence[torch.nn.Module]
-    """All that has weights, in an order of the model's: what moves when the engine sleeps."""
+    """All modules with weights, in the model's order. They move when the engine sleeps."""
 
     def start(self, item: EncoderItem) -> None:
-        """Put an item behind those that are to be encoded."""
+        """Add an item to the end of the queue."""
 
     def drop(self, identifier: str) -> None:
-        """Forget an item that is to be encoded, also one whose slices have begun. One that is not there is passed over."""
+        """Remove an item, even if it has been computed in part. Unknown items are ignored."""
 
     def advance(self, budget: int) -> list[EncodedItem]:
-        """Compute at least one block of the first item, and more while the next block costs no more than what is left of
-        ``budget`` (embeddings times blocks), in the order of the items. Returns those that are done. Raises nothing that one
-        item caused.
+        """Compute items in order and return those that are done. Errors of a single item are never raised.
+
+        At least one block of the first item is computed. More follow while the next block costs at most the remaining
+        ``budget``, in embeddings times blocks.
         """
 
     @property
     def has_work(self) -> bool:
-        """Whether an item is to be encoded."""
+        """Whether the queue has items."""
 
     def largest(self, modality: Modality) -> EncoderItem:
-        """An item as large as the model takes, for profiling memory."""
+        """Return an item of the largest size that the model takes, for memory profiling."""
 
 
-# The tensors of an item: those that a family takes, checked, as torch has them.
+# Tensors of an item: checks, and conversion to torch.
 
 FLOATS: tuple[TensorDtype, ...] = ("float32", "float16", "bfloat16")
 PIXELS: tuple[TensorDtype, ...] = ("uint8", *FLOATS)
@@ -97,19 +108,25 @@ MASKS: tuple[TensorDtype, ...] = (*INTEGERS, "bool", "uint8", "int8")
 
 
 class ItemError(Exception):
-    """An item cannot be encoded. The message is for whoever sent it."""
+    """Reports that an item cannot be encoded. The message is shown to the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor must be. ``shape``: None for dimensions of any size but 0. ``wanted``: it may not be left out."""
+    """Requirements on a tensor.
+
+    Attributes:
+        dtypes: Accepted dtypes.
+        shape: Required size of each dimension, or None for any size except 0.
+        wanted: The tensor is required.
+    """
 
     dtypes: tuple[TensorDtype, ...]
     shape: tuple[int | None, ...]
     wanted: bool = True
 
     def check(self, name: str, tensor: TensorData) -> None:
-        """Raise ItemError for a tensor that is not so."""
+        """Raise ItemError if the tensor does not meet the requirements."""
         if tensor.dtype not in self.dtypes:
             raise ItemError(f"{name} is {tensor.dtype}; it must be {' or '.join(self.dtypes)}")
         fits = len(tensor.shape) == len(self.shape) and all(
@@ -122,7 +139,7 @@ class Spec:
 
 
 def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-    """``data`` on the host, in memory of its own. Raises ItemError unless it is what ``specs`` say."""
+    """Return ``data`` as new tensors on the host. Raises ItemError unless it matches ``specs``."""
     if unknown := sorted(data.keys() - specs.keys()):
         raise ItemError(f"a tensor is called {unknown[0]!r}; this model takes {', '.join(specs)}")
     read: dict[str, torch.Tensor] = {}
@@ -139,12 +156,12 @@ def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> d
 
 
 def to_torch(tensor: TensorData) -> torch.Tensor:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 
 def to_data(tensor: torch.Tensor) -> TensorData:
-    """The opposite of ``to_torch``."""
+    """Convert a torch tensor to ``TensorData``, the inverse of ``to_torch``."""
     dtype: TensorDtype = str(tensor.dtype).removeprefix("torch.")  # type: ignore[assignment]
     raw = tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().cpu()[None]
     return TensorData(dtype=dtype, shape=tuple(tensor.shape), data=np.asarray(raw).tobytes())

@@ -1,4 +1,4 @@
-"""Checkpoints with towers: their weights are read once, and their text model is served as any other."""
+"""Checkpoints with media encoders. All weights are read once, and the text model is served like any other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from penstock_enginecore.models.multimodal.families.base import Checkpoint, Fami
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 
-# The families that are served, by the model type of their configuration.
+# Supported families, by model type of the configuration.
 
 _HERE = "penstock_enginecore.models.multimodal.families"
 _PIXTRAL = "pixtral"
@@ -44,21 +44,25 @@ _FAMILIES = {
     "smolvlm": ("tiles", "SmolVLM"),
     "voxtral": ("audio", "Voxtral"),
 }
-"""Module and class."""
+"""Module and class of each family."""
 _REFUSED = {
     "mllama": "its layers see images by cross-attention, which the KV cache does not hold",
-    "paligemma": "tokens of its prompts see those behind them",
+    "paligemma": "tokens of its prompts attend to later tokens",
 }
 
 
 def family_of(config: PretrainedConfig) -> type[Family]:
-    """Of a configuration with a text model's in it. Raises ModelLoadError for one that is not served, with the reason."""
+    """Return the family of a configuration that contains a text model. Raises ModelLoadError, with the reason, if it is
+    unsupported.
+    """
     kind = config.model_type
     tower = getattr(config, "vision_config", None)
     place = _FAMILIES.get(kind)
     if kind == "llava" and tower is not None and tower.model_type == _PIXTRAL:
         place = ("pixtral", "LlavaPixtral")
-    reason = _REFUSED.get(kind, f"its towers are not known; those of {', '.join(sorted(_FAMILIES))} are")
+    reason = _REFUSED.get(
+        kind, f"its media encoders are not supported; supported model types are {', '.join(sorted(_FAMILIES))}"
+    )
     if place is not None:
         family: type[Family] = getattr(import_module(f"{_HERE}.{place[0]}"), place[1])
         reason = family.unsupported(config) or ""
@@ -68,20 +72,22 @@ def family_of(config: PretrainedConfig) -> type[Family]:
     raise ModelLoadError(f"{named} is not supported: {reason}; docs/guides/multimodal.md lists what is")
 
 
-# Causal language models of text models for which transformers has none: they live in models with towers alone.
+# Causal language models of text models for which transformers has no such class, because they are only part of
+# multimodal models.
 
 _OURS = {
     "qwen2_5_vl_text": ("qwen2_5_vl", "Qwen2_5_VL"),
     "qwen2_vl_text": ("qwen2_vl", "Qwen2VL"),
     "qwen3_vl_text": ("qwen3_vl", "Qwen3VL"),
 }
-"""By the model type of their configuration: transformers' package, and what its classes begin with."""
+"""By model type of the configuration: transformers' package and the prefix of its classes."""
 
 
 @cache
 def for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
-    """``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, as transformers' own are. Positions may be
-    ``[3, 1, tokens]``.
+    """Return a class ``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, like transformers' classes.
+
+    Positions may be ``[3, 1, tokens]``.
     """
     modeling: Any = import_module(f"transformers.models.{package}.modeling_{package}")
     pretrained, model_class = (getattr(modeling, f"{prefix}{kind}") for kind in ("PreTrainedModel", "TextModel"))
@@ -112,7 +118,7 @@ def for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
 
 
 def text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Of the configuration of a text model. Raises ModelLoadError where there is none."""
+    """Return the class for a text model's configuration. Raises ModelLoadError if there is none."""
     if ours := _OURS.get(config.model_type):
         return for_causal_lm(*ours)
     mapping: Any = AutoModelForCausalLM._model_mapping
@@ -128,7 +134,9 @@ _TEXT_SECTION = "text_config"
 
 
 class Separated(NamedTuple):
-    """``text``: a causal language model of its own, with the checkpoint's weights. ``towers``: what is left of the whole."""
+    """Parts of a multimodal model. ``text`` is a separate causal language model with the weights; ``towers`` is the
+    rest.
+    """
 
     text: PreTrainedModel
     towers: Any
@@ -136,8 +144,10 @@ class Separated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """A checkpoint whose ``config`` has that of a text model in it. It makes the model as transformers' auto classes do, for the
-    loader: without the towers, unless ``with_towers``.
+    """Checkpoint whose ``config`` contains a text model's configuration.
+
+    The loader uses it like one of transformers' auto classes. The model is made without media encoders unless
+    ``with_towers``.
     """
 
     config: PretrainedConfig
@@ -147,7 +157,9 @@ class Composite:
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, with_towers: bool) -> "Composite | None":
-        """None for a text model. Raises ModelLoadError for what is not served."""
+        """Return the composite of a configuration, or None for a text model. Raises ModelLoadError if it is
+        unsupported.
+        """
         if getattr(config, "is_encoder_decoder", False):
             return None
         text = config.get_text_config()
@@ -159,7 +171,7 @@ class Composite:
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """Of its text model."""
+        """Configuration of the text model."""
         return self.config.get_text_config()
 
     @property
@@ -167,7 +179,7 @@ class Composite:
         return {type(self.config): self._class()}
 
     def from_pretrained(self, **options: Any) -> Any:
-        """As of transformers' auto classes; ``attn_implementation`` is that of the text model."""
+        """Return a model like transformers' auto classes. ``attn_implementation`` applies to the text model."""
         make: Any = self._class()
         return make.from_pretrained(**options)
 
@@ -179,12 +191,12 @@ class Composite:
         trust_remote_code: bool,  # noqa: ARG002 - the classes are transformers' own
         **options: Any,
     ) -> Any:
-        """Likewise."""
+        """Return a model like transformers' auto classes. ``attn_implementation`` applies to the text model."""
         make: Any = self._class()._from_config
         return make(config, attn_implementation=self._sections(attn_implementation), **options)
 
     def separate(self, whole: Any) -> Separated:
-        """Take the text model out of ``whole``."""
+        """Remove the text model from ``whole`` and return both parts."""
         towers, head = whole.model, whole.get_output_embeddings()
         text = towers._modules.pop(self.family.text_name)
         make: Any = self.text_class._from_config
@@ -199,8 +211,10 @@ class Composite:
     def encoder(
         self, towers: Any, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
     ) -> TowerEncoder | None:
-        """What computes with ``towers`` on ``device``, by the processors' files in ``directory``. For them, no weights are kept
-        narrow or quantized. ``max_tokens``: of a prompt. None if there are to be none. Raises ModelLoadError.
+        """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError.
+
+        Their weights are converted to dense weights in the dtype of the computation. ``directory`` has the processors'
+        files, and ``max_tokens`` is the longest prompt.
         """
         if not self.with_towers:
             return None
@@ -211,7 +225,9 @@ class Composite:
         return TowerEncoder(self.family(towers, checkpoint), device, dtypes.computed)
 
     def _class(self) -> type[PreTrainedModel]:
-        """Transformers', but that towers attend in torch's way, or are not there, and no more of the files is read."""
+        """Return transformers' class, changed so that media encoders use torch's attention, or do not exist and are not
+        read.
+        """
         mapping: Any = AutoModelForMultimodalLM._model_mapping
         entry = mapping[type(self.config)]
         found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
@@ -230,7 +246,7 @@ class Composite:
 
 
 def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> dict[str, Any]:
-    """Members of a class whose models have their text model alone."""
+    """Return the members of a class whose models have only their text model."""
 
     def init(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)

@@ -1,4 +1,4 @@
-"""The ``MediaEncoder`` of all families: a queue of items, the first of which is computed block by block."""
+"""``MediaEncoder`` for all families. It has a queue of items and computes the first item block by block."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -27,14 +27,14 @@ from penstock_enginecore.models.multimodal.base import (
 )
 from penstock_enginecore.models.multimodal.families.base import Family
 
-# A tower that is computed a few blocks at a time, between forward passes of the text model.
+# Computation of a media encoder a few blocks at a time, between forward passes of the text model.
 
 
 class SlicedRun:
-    """One run of a tower, that stops behind each block until it is asked for more.
+    """Run of a media encoder that pauses after a given number of blocks.
 
-    The tower's own forward pass runs in a greenlet with contexts of its own, on the thread that calls, which must be the same
-    each time. torch's modes belong to threads: each slice runs in inference mode.
+    The encoder's forward pass runs in a greenlet with separate context variables. The same thread must call each time.
+    torch's modes belong to threads, so each slice enters inference mode.
     """
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:
@@ -42,13 +42,15 @@ class SlicedRun:
 
     @property
     def blocks_left(self) -> int:
-        """Blocks that are still to be computed."""
+        """Number of blocks that are not computed yet."""
         return self._greenlet.blocks_left
 
     @torch.inference_mode()
     def advance(self, num_blocks: int) -> torch.Tensor | None:
-        """Compute up to ``num_blocks`` blocks, and what is in front of them and, with the last one, behind. The result if this
-        was all, else None. Raises what the tower raises.
+        """Compute up to ``num_blocks`` blocks, and return the result after the last block, or None before.
+
+        The first call also computes the parts before the blocks, and the last one those after. Raises the errors of the
+        encoder.
         """
         run = self._greenlet
         run.allowed = num_blocks
@@ -57,13 +59,13 @@ class SlicedRun:
         return found if run.dead else None
 
     def stop(self) -> None:
-        """Give up what is left."""
+        """Abort the run."""
         self._greenlet.parent = getcurrent()
         self._greenlet.throw(GreenletExit)
 
 
 class _BlockGreenlet(greenlet):  # type: ignore[misc]  # it has no types
-    """``allowed``: blocks before it goes back to its parent."""
+    """Greenlet that returns to its parent after ``allowed`` blocks."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:
         super().__init__(compute)
@@ -72,7 +74,7 @@ class _BlockGreenlet(greenlet):  # type: ignore[misc]  # it has no types
         self.allowed = 0
 
     def pass_block(self) -> None:
-        """A block is done."""
+        """Count a computed block, and pause if no more are allowed."""
         self.blocks_left -= 1
         self.allowed -= 1
         if self.allowed <= 0 and self.blocks_left > 0 and self.parent is not None:
@@ -80,7 +82,7 @@ class _BlockGreenlet(greenlet):  # type: ignore[misc]  # it has no types
 
 
 def hook_blocks(blocks: Iterable[torch.nn.Module]) -> None:
-    """Have ``blocks`` tell the run that they are computed in, if there is one."""
+    """Add hooks to ``blocks`` that report each computed block to the current run, if there is one."""
     for block in blocks:
         block.register_forward_hook(_passed)
 
@@ -91,21 +93,23 @@ def _passed(module: torch.nn.Module, inputs: object, output: object) -> None:  #
         current.pass_block()
 
 
-# Hendrycks' quick GELU, ``x * sigmoid(1.702 x)``, as CLIP's towers and Qwen2-VL's have it, in one buffer.
+# Hendrycks' quick GELU, ``x * sigmoid(1.702 x)``, as used by CLIP and Qwen2-VL, with one buffer.
 
 
 class QuickGELU(torch.nn.Module):
-    """The numbers of transformers' module, bit for bit, which fills three buffers of the input's size: of a large image on a CPU
-    the system's pages for those take seven times as long as the arithmetic.
+    """Quick GELU, bit-identical to transformers' module.
+
+    That module fills three buffers of the input's size. For a large image on a CPU, allocating their pages takes seven
+    times as long as the arithmetic.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each number of ``x``, any shape."""
+        """Return the quick GELU of each element of ``x``, of any shape."""
         return (x * 1.702).sigmoid_().mul_(x)
 
 
 def use_quick_gelu(tower: torch.nn.Module) -> None:
-    """Replace transformers' modules in ``tower``."""
+    """Replace transformers' quick GELU modules in ``tower``."""
     for parent in list(tower.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is QuickGELUActivation:
@@ -117,20 +121,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Begun:
-    """An item, a part of whose blocks may be done."""
+    """Item whose computation has started."""
 
     item: EncoderItem
     run: SlicedRun
 
     @property
     def block_cost(self) -> int:
-        """Of each block."""
+        """Cost of one block, in embeddings."""
         return max(self.item.num_embeds, 1)
 
 
 class TowerEncoder:
-    """The towers of ``family``, in slices. Items are computed one at a time, each as if it were alone: in a batch they might come
-    out with other bits, since libraries choose how to multiply by the sizes.
+    """Media encoders of ``family``, computed in slices.
+
+    Items are computed one at a time. In a batch they could give other bits, because libraries choose algorithms by
+    size.
     """
 
     def __init__(self, family: Family, device: torch.device, dtype: torch.dtype) -> None:
@@ -152,11 +158,11 @@ class TowerEncoder:
         return bool(self._waiting)
 
     def start(self, item: EncoderItem) -> None:
-        """Put an item behind those that are to be encoded, once."""
+        """Add an item to the end of the queue, unless it is already in the queue."""
         self._waiting.setdefault(item.identifier, item)
 
     def drop(self, identifier: str) -> None:
-        """Forget an item."""
+        """Remove an item."""
         self._waiting.pop(identifier, None)
         if self._begun is not None and self._begun.item.identifier == identifier:
             self._begun.run.stop()
@@ -183,16 +189,16 @@ class TowerEncoder:
                     break
                 done.append(self._finish(item, self._checked(item, rows)))
             except torch.AcceleratorError:
-                raise  # what is wrong with a device is no item's fault
+                raise  # a device failure is not the fault of an item
             except ItemError as e:
                 done.append(self._fail(item, str(e)))
             except Exception as e:
-                logger.warning("a tower failed at an item of %d embeddings", item.num_embeds, exc_info=True)
-                done.append(self._fail(item, f"the model's tower failed: {type(e).__name__}: {_first_line(e)}"))
+                logger.warning("media encoder failed on an item of %d embeddings", item.num_embeds, exc_info=True)
+                done.append(self._fail(item, f"the model's media encoder failed: {type(e).__name__}: {_first_line(e)}"))
         return done
 
     def largest(self, modality: Modality) -> EncoderItem:
-        """An item as large as the model takes."""
+        """Return an item of the largest size that the model takes."""
         intake = self._family.by_modality[modality]
         tensors = intake.largest_tensors()
         data = {name: to_data(tensor) for name, tensor in tensors.items()}
@@ -202,23 +208,25 @@ class TowerEncoder:
         if self._begun is None:
             intake = self._family.by_modality.get(item.modality)
             if intake is None:
-                raise ItemError(f"the model takes {' and '.join(self._family.by_modality)}, and no {item.modality}")
+                raise ItemError(f"the model takes {' and '.join(self._family.by_modality)}, but not {item.modality}")
             tensors = read_tensors(item.data, intake.specs)
             if (rows := intake.count(tensors)) != item.num_embeds:
-                raise ItemError(f"its tensors make {rows} embeddings, and the prompt has room for {item.num_embeds}")
+                raise ItemError(f"its tensors make {rows} embeddings, but the prompt has room for {item.num_embeds}")
             tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
             run = SlicedRun(lambda: intake.encode(tensors), len(self._family.blocks))
             self._begun = _Begun(item, run)
         return self._begun
 
     def _given(self, item: EncoderItem) -> torch.Tensor:
-        """Rows that came in the place of what they are computed from."""
+        """Return embeddings that the client sent instead of the media."""
         spec = Spec(FLOATS, (item.num_embeds, self.width))
         return read_tensors(item.data, {EMBEDS: spec})[EMBEDS].to(self._device, self._dtype)
 
     def _checked(self, item: EncoderItem, rows: torch.Tensor) -> torch.Tensor:
         if rows.shape != (item.num_embeds, self.width):
-            raise ItemError(f"the model's tower gave {list(rows.shape)}, and not {[item.num_embeds, self.width]}")
+            raise ItemError(
+                f"the model's media encoder returned {list(rows.shape)} instead of {[item.num_embeds, self.width]}"
+            )
         return rows.to(self._dtype)
 
     def _finish(self, item: EncoderItem, rows: torch.Tensor) -> EncodedItem:
@@ -238,29 +246,29 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-# The attention function of towers, in place of torch's where somebody else is to attend.
+# Attention function of media encoders. It replaces torch's if another implementation is registered.
 
 _NAME = "penstock_towers"
 
 
 class Attends(Protocol):
-    """Attention of whole sequences in which every token sees every other."""
+    """Bidirectional attention of whole sequences."""
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether it attends over ``[sequences, heads, tokens, head size]`` of these."""
+        """Return whether tensors ``[sequences, heads, tokens, head size]`` of these kinds are supported."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``[sequences, tokens, heads, value size]``."""
+        """Return the attention output ``[sequences, tokens, heads, value size]``."""
 
 
 _attending: WeakKeyDictionary[torch.nn.Module, Attends] = WeakKeyDictionary()
 
 
 def attend_by(tower: torch.nn.Module, attends: Attends) -> None:
-    """Let ``attends`` do what it takes of the attention of a ``tower``, which is torch's."""
+    """Let ``attends`` compute the attention calls of ``tower`` that it supports. torch computes the others."""
     for module in tower.modules():
         config: Any = getattr(module, "config", None)
-        # A configuration of several sections is that of the text model, too.
+        # A configuration with several sections also belongs to the text model, so leave it unchanged.
         if getattr(config, "sub_configs", True) or config._attn_implementation != "sdpa":
             continue
         config._attn_implementation = _NAME
@@ -279,7 +287,7 @@ def _tower_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' ``AttentionInterface``."""
+    """Compute attention, with the signature of transformers' ``AttentionInterface``."""
     attends = _attending.get(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and not causal and others.get("position_bias") is None and not dropout

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of its processors, and pixels as its processor would have made them."""
+"""Settings of a checkpoint's media processors, and the normalization of pixels that they specify."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,15 @@ _LEVELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """What a processor makes of pixels. ``table`` float32 ``[channels, 256]``: of each value of a pixel."""
+    """Normalization of pixels. ``table`` is float32 ``[channels, 256]``, the normalized value of each pixel value."""
 
     table: torch.Tensor
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Normalization":
-        """By a processor's settings. In the steps of transformers' PIL processors: a product in float64, rounded to float32, from
-        which the mean is taken, and which is divided by the deviation.
+        """Return the normalization for a processor's settings, with the same rounding as transformers' PIL processors.
+
+        These multiply in float64, round to float32, subtract the mean and divide by the standard deviation.
         """
         mean, std = _per_channel(settings["image_mean"]), _per_channel(settings["image_std"])
         levels = np.arange(_LEVELS)
@@ -37,12 +38,13 @@ class Normalization:
         return cls(torch.from_numpy(np.array(table)))
 
     def to(self, device: torch.device) -> "Normalization":
-        """The same on ``device``."""
+        """Return the normalization on ``device``."""
         return Normalization(self.table.to(device))
 
     def apply(self, pixels: torch.Tensor, channels: int) -> torch.Tensor:
-        """float32 in the shape of ``pixels``, whose dimension ``channels`` is that of the colours. Those that are floats already
-        are taken as normalized.
+        """Return normalized pixels, float32, in the same shape. Dimension ``channels`` holds the colours.
+
+        Floating-point pixels count as normalized already.
         """
         if pixels.dtype != torch.uint8:
             return pixels.float()
@@ -64,7 +66,9 @@ _KEYS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_st
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """``processor``: of the whole; the others of its parts, ``{}`` where there is none."""
+    """Settings of a checkpoint's processors. ``processor`` has the common settings, the others are empty if there are
+    none.
+    """
 
     directory: Path
     processor: Mapping[str, Any]
@@ -74,7 +78,7 @@ class ProcessorSettings:
 
     @classmethod
     def read(cls, directory: Path) -> "ProcessorSettings":
-        """Of the files in ``directory``; what is in ``processor_config.json`` goes first, as transformers has it."""
+        """Read the files in ``directory``. As in transformers, ``processor_config.json`` takes precedence."""
         processor = _read(directory / _PROCESSOR_CONFIG)
         main = _read(directory / _CONFIG)
         return cls(
@@ -86,7 +90,7 @@ class ProcessorSettings:
         )
 
     def normalization(self, settings: Mapping[str, Any]) -> Normalization:
-        """Of pixels by ``settings``, which are those of images or video. Raises ModelLoadError."""
+        """Return the normalization of pixels for ``settings`` of images or video. Raises ModelLoadError."""
         known: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         known |= {key: settings[key] for key in _KEYS if settings.get(key) is not None}
         for key in ("image_mean", "image_std"):
@@ -95,7 +99,7 @@ class ProcessorSettings:
         return Normalization.of(known)
 
     def _default(self, key: str) -> Any:
-        """What the class of the checkpoint's image processor has, where its files do not say. It needs Pillow."""
+        """Return the default of the checkpoint's image processor class. Needs Pillow."""
         from transformers import AutoImageProcessor
 
         make: Any = AutoImageProcessor
@@ -103,12 +107,12 @@ class ProcessorSettings:
             return getattr(make.from_pretrained(self.directory, backend="pil"), key)
         except (OSError, ValueError, ImportError, AttributeError) as e:
             raise ModelLoadError(
-                f"{self.directory / _CONFIG} does not name {key}, and its default is not known: {e}"
+                f"{self.directory / _CONFIG} does not set {key}, and its default cannot be determined: {e}"
             ) from e
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """The settings in ``file``; none if it is not there. Raises ModelLoadError."""
+    """Return the settings in ``file``, or none if it does not exist. Raises ModelLoadError."""
     try:
         found = read_json(file)
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Formats of quantized weights: how they are recognised, what their tensors mean, and the modules that keep them."""
+"""Formats of quantized weights: recognition, dequantization, and modules that keep quantized weights."""

@@ -1,4 +1,4 @@
-"""Weights of small integers with a scale and a zero for each group of columns: AWQ, GPTQ and compressed-tensors."""
+"""Weights as small integers with a scale and a zero per group of columns: AWQ, GPTQ and compressed-tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +7,21 @@ import torch
 
 from penstock_enginecore.models.quantization.layers import FLOATS, INT32, Part, Shape, expect, matrix, pieces
 
-# What the formats have in common, once their packing is undone.
+# Common representation of all formats after unpacking.
 
 WORD = 32
-"""Bits of the integers that levels are packed into."""
+"""Bits of the integers into which levels are packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
-    """A weight ``[out_features, in_features]`` of ``(level - zero) * scale``. ``levels`` uint8 of its shape; ``zeros`` int16 and
-    ``scales`` ``[out_features, groups]``; ``groups`` int64 ``[in_features]``: the group of each column.
+    """Weight ``[out_features, in_features]`` with elements ``(level - zero) * scale``.
+
+    Attributes:
+        levels: uint8 ``[out_features, in_features]``.
+        zeros: int16 ``[out_features, groups]``.
+        scales: ``[out_features, groups]``.
+        groups: int64 ``[in_features]``, the group of each column.
     """
 
     levels: torch.Tensor
@@ -25,7 +30,7 @@ class GroupedIntegers:
     groups: torch.Tensor
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``, multiplied in float32."""
+        """Return the weight in ``dtype``, computed in float32."""
         out = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
         for piece in pieces(*self.levels.shape):
             numbers = self.levels[piece].float()
@@ -36,8 +41,9 @@ class GroupedIntegers:
 
 
 def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Levels of ``words`` int32 ``[..., n]``: uint8 ``[..., n * (32 / bits)]``, from the lowest bits up. ``order``: which of a
-    word's levels, counted so, comes at each place.
+    """Return the levels of ``words`` int32 ``[..., n]`` as uint8 ``[..., n * (32 / bits)]``, lowest bits first.
+
+    ``order`` gives for each output place the index of the level in its word.
     """
     places = range(WORD // bits) if order is None else order
     mask = 2**bits - 1
@@ -48,46 +54,48 @@ def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
 
 
 def groups_of(in_features: int, group_size: int, device: torch.device) -> torch.Tensor:
-    """The group of each column where groups follow one another; one group for a ``group_size`` of -1."""
+    """Return the group of each column for consecutive groups. A ``group_size`` of -1 means one group."""
     columns = torch.arange(in_features, device=device)
     return columns.zero_() if group_size < 0 else columns // group_size
 
 
 def num_groups(in_features: int, group_size: int) -> int:
-    """How many there are."""
+    """Return the number of groups."""
     return 1 if group_size < 0 else -(-in_features // group_size)
 
 
-# AWQ's checkpoints, in the packing of its GEMM kernels.
+# AWQ checkpoints, in the packing of AWQ's GEMM kernels.
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight neighbours is, in levels from the lowest bits up."""
+"""Place in a word of each of eight neighbouring levels, lowest bits first."""
 _PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """4-bit levels ``[in_features, out_features / 8]``, zeros and scales by groups of ``group_size`` input features (-1: one)."""
+    """AWQ weight: 4-bit levels ``[in_features, out_features / 8]``, with zeros and scales per ``group_size`` input
+    features (-1: one group).
+    """
 
     group_size: int
 
     @property
     def name(self) -> str:
-        """With the size of groups."""
+        """Name with the group size."""
         return f"AWQ, 4 bits, groups of {self.group_size}" if self.group_size > 0 else "AWQ, 4 bits, by row"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, zeros, scales."""
+        """Levels, zeros and scales."""
         return Part(".qweight", INT32), Part(".qzeros", INT32), Part(".scales", FLOATS)
 
     @property
     def dense(self) -> str:
-        """The weight of a linear layer."""
+        """Suffix of a linear layer's weight."""
         return ".weight"
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """``[out_features, in_features]``."""
+        """Return ``[out_features, in_features]``."""
         in_features, words = matrix(".qweight", shapes[".qweight"])
         groups = num_groups(in_features, self.group_size)
         expect(".qzeros", shapes[".qzeros"], (groups, words))
@@ -95,26 +103,32 @@ class Awq:
         return words * _PER_WORD, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """By way of ``integers``."""
+        """Return the weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """The weight unpacked."""
+        """Return the unpacked weight."""
         levels = unpack(tensors[".qweight"], 4, _PLACES).t().contiguous()
         zeros = unpack(tensors[".qzeros"], 4, _PLACES).t().to(torch.int16)
         groups = groups_of(levels.shape[1], self.group_size, levels.device)
         return GroupedIntegers(levels, zeros, tensors[".scales"].t(), groups)
 
 
-# GPTQ's checkpoints, as AutoGPTQ and GPTQModel write them.
+# GPTQ checkpoints, as written by AutoGPTQ and GPTQModel.
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """Levels of ``bits`` ``[in_features * bits / 32, out_features]``, zeros and scales by groups of ``group_size`` input features
-    (-1: one). ``.g_idx`` has the group of each input feature, which are in no order where features were quantized by the size of
-    their activations, as ``act_order`` says. ``zero_offset``: what is added to the zeros as they are stored, 1 in the first
-    version of the format.
+    """GPTQ weight: levels ``[in_features * bits / 32, out_features]``, with zeros and scales per group of input
+    features.
+
+    ``.g_idx`` has the group of each input feature.
+
+    Attributes:
+        bits: Bits of a level.
+        group_size: Input features of a group, or -1 for one group.
+        zero_offset: Added to stored zeros: 1 in the first version of the format, 0 in the second.
+        act_order: Features were quantized in order of their activations, so groups are not consecutive.
     """
 
     bits: int
@@ -124,13 +138,13 @@ class Gptq:
 
     @property
     def name(self) -> str:
-        """With the size of groups."""
+        """Name with the group size."""
         groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
         return f"GPTQ, {self.bits} bits, {groups}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, zeros, scales, groups."""
+        """Levels, zeros, scales and groups."""
         return (
             Part(".qweight", INT32),
             Part(".qzeros", INT32),
@@ -140,11 +154,11 @@ class Gptq:
 
     @property
     def dense(self) -> str:
-        """The weight of a linear layer."""
+        """Suffix of a linear layer's weight."""
         return ".weight"
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """``[out_features, in_features]``."""
+        """Return ``[out_features, in_features]``."""
         per_word = WORD // self.bits
         words, out_features = matrix(".qweight", shapes[".qweight"])
         in_features = words * per_word
@@ -156,14 +170,14 @@ class Gptq:
         return out_features, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """By way of ``integers``."""
+        """Return the weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """The weight unpacked."""
+        """Return the unpacked weight."""
         levels = unpack(tensors[".qweight"].t(), self.bits)
         zeros = unpack(tensors[".qzeros"], self.bits).t().to(torch.int16) + self.zero_offset
-        zeros.bitwise_and_(2**self.bits - 1)  # a zero of 0, less the offset, was stored as the highest level
+        zeros.bitwise_and_(2**self.bits - 1)  # a zero of 0 minus the offset was stored as the highest level
         return GroupedIntegers(levels, zeros, tensors[".scales"].t(), self._groups(tensors, levels))
 
     def _groups(self, tensors: Mapping[str, torch.Tensor], levels: torch.Tensor) -> torch.Tensor:
@@ -173,22 +187,30 @@ class Gptq:
 
 
 def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
-    """The part ``name``, the group of each column, as int64. ValueError where one is not of ``count`` groups."""
+    """Return the part ``name``, the group of each column, as int64. Raises ValueError if a group is not below
+    ``count``.
+    """
     if groups.min() < 0 or groups.max() >= count:
         raise ValueError(f"{name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}")
     return groups.long()
 
 
-# Integers of compressed-tensors' format ``pack-quantized``.
+# Integers in compressed-tensors' format ``pack-quantized``.
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _GROUP = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Levels of ``bits`` ``[out_features, in_features * bits / 32]`` and scales by groups of ``group_size`` input features (-1:
-    one). Levels and zeros are stored with half of their range added; ``symmetric`` ones have no zeros. ``act_order``: columns
-    of a group do not follow one another.
+    """Packed weight: levels ``[out_features, in_features * bits / 32]``, with scales per group of input features.
+
+    Levels and zeros are stored with half of their range added.
+
+    Attributes:
+        bits: Bits of a level.
+        group_size: Input features of a group, or -1 for one group.
+        symmetric: There are no zeros.
+        act_order: Groups of columns are not consecutive.
     """
 
     bits: int
@@ -198,13 +220,13 @@ class Packed:
 
     @property
     def name(self) -> str:
-        """With the size of groups."""
+        """Name with the group size."""
         groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
         return f"compressed-tensors, {self.bits} bits, {groups}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, scales, the weight's shape, zeros, groups."""
+        """Levels, scales, the weight's shape, zeros and groups."""
         return (
             Part(_PACKED, INT32),
             Part(_SCALE, FLOATS),
@@ -215,11 +237,11 @@ class Packed:
 
     @property
     def dense(self) -> str:
-        """The weight's own name."""
+        """Suffix of the weight's name, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """``[out_features, in_features]``. ValueError where the last word of a row is not full."""
+        """Return ``[out_features, in_features]``. Raises ValueError if the last word of a row is not full."""
         per_word = WORD // self.bits
         out_features, words = matrix(_PACKED, shapes[_PACKED])
         in_features = words * per_word
@@ -232,11 +254,11 @@ class Packed:
         return out_features, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """By way of ``integers``."""
+        """Return the weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """The weight unpacked."""
+        """Return the unpacked weight."""
         levels = unpack(tensors[_PACKED], self.bits)
         if _SHAPE in tensors and tensors[_SHAPE].tolist() != list(levels.shape):
             raise ValueError(f"{_SHAPE} says {tensors[_SHAPE].tolist()}; {_PACKED} holds {list(levels.shape)}")
@@ -245,6 +267,6 @@ class Packed:
         if not self.symmetric:
             zeros = unpack(tensors[_ZERO].t(), self.bits)[:, : len(levels)].t().to(torch.int16)
         groups = groups_of(levels.shape[1], self.group_size, levels.device)
-        if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):  # -1 in all of them stands for groups in order
+        if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):  # if all are -1, groups are consecutive
             groups = checked_groups(_GROUP, tensors[_GROUP], scales.shape[1])
         return GroupedIntegers(levels, zeros, scales, groups)

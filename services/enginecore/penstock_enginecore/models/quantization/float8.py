@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats with a scale for a tensor, a row or a block."""
+"""Weights in 8-bit floats with a scale per tensor, row or block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,14 @@ _SCALES = FLOATS | {"F8_E8M0"}
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """e4m3 ``[..., out_features, in_features]``, which a scale is multiplied by: one for the ``"tensor"``, for each ``"row"`` (an
-    output feature), or for each block of so many rows and columns, the last ones of which may be smaller. DeepSeek-V3's and
-    Qwen3's fine-grained checkpoints, FBGEMM's, and those of compressed-tensors. ``scale``: suffix of its name.
+    """Weight in e4m3 ``[..., out_features, in_features]`` with scales.
+
+    Used by fine-grained checkpoints of DeepSeek-V3 and Qwen3, by FBGEMM and by compressed-tensors.
+
+    Attributes:
+        granularity: One scale per ``"tensor"``, per ``"row"`` (output feature), or per block of (rows, columns). The last blocks
+            may be smaller.
+        scale: Suffix of the scales' name.
     """
 
     granularity: Literal["tensor", "row"] | tuple[int, int]
@@ -23,23 +28,23 @@ class Float8:
 
     @property
     def name(self) -> str:
-        """By what has a scale."""
+        """Name with the granularity."""
         if isinstance(self.granularity, str):
             return f"fp8 by {self.granularity}"
         return "fp8 by blocks of {}x{}".format(*self.granularity)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The weight under its own name, and scales."""
+        """The weight under its own name, and the scales."""
         return Part("", frozenset({"F8_E4M3"})), Part(self.scale, _SCALES)
 
     @property
     def dense(self) -> str:
-        """The weight's own name."""
+        """Suffix of the weight's name, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """That of the quantized weight."""
+        """Return the shape of the quantized weight."""
         shape, scales = shapes[""], shapes[self.scale]
         if len(shape) < 2:
             raise ValueError(f"it is {list(shape)}; it must have rows and columns")
@@ -54,7 +59,7 @@ class Float8:
         return shape
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Numbers times their scales, in float32."""
+        """Return the elements times their scales, computed in float32."""
         weight = tensors[""]
         rows, columns = weight.shape[-2:]
         height, width = self._block(rows, columns)
@@ -70,7 +75,9 @@ class Float8:
         return out.view(weight.shape)
 
     def by_rows(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Scales of a matrix float32 ``[blocks, rows]``, one for each row and block of columns, and how many columns that is."""
+        """Return scales of a matrix, float32 ``[blocks, rows]``, one per row and block of columns, and the columns of a
+        block.
+        """
         rows, columns = tensors[""].shape
         height, width = self._block(rows, columns)
         scales = tensors[self.scale].float().reshape(-(-rows // height), -1)
@@ -82,6 +89,6 @@ class Float8:
         return (1, columns) if self.granularity == "row" else self.granularity
 
     def _scales(self, rows: int, columns: int) -> int:
-        """Of one matrix."""
+        """Return the number of scales of one matrix."""
         height, width = self._block(rows, columns)
         return -(-rows // height) * -(-columns // width)

@@ -1,4 +1,4 @@
-"""Linear layers and experts that keep their quantized weights."""
+"""Linear layers and experts with quantized weights, and the protocol of quantization schemes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,21 +6,27 @@ from typing import Any, Protocol
 
 import torch
 
-# What every way of quantizing weights is described by.
+# Description of a quantization scheme.
 
 Shape = tuple[int, ...]
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
-"""Types of scales, as safetensors calls them."""
+"""Dtypes of scales, by safetensors' names."""
 INT32 = frozenset({"I32"})
 
 _PIECE_NUMBERS = 2**24
-"""Numbers of a weight that are computed in float32 at a time."""
+"""Elements of a weight that are computed in float32 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that stand for a weight. ``suffix`` of its name; ``dtypes`` by their names in safetensors."""
+    """Tensor that is part of a quantized weight.
+
+    Attributes:
+        suffix: Suffix of its name.
+        dtypes: Accepted dtypes, by safetensors' names.
+        required: Whether it must exist.
+    """
 
     suffix: str
     dtypes: frozenset[str]
@@ -28,54 +34,58 @@ class Part:
 
 
 class Scheme(Protocol):
-    """How the weights of a checkpoint are quantized: which tensors stand for one, and which numbers they mean.
+    """Quantization of a checkpoint's weights: the tensors that represent a weight, and their meaning.
 
-    A weight is quantized if its first part is there, by name and type: what a checkpoint leaves as it was, is plain in its files.
-    Tensors of one weight go by the suffixes of their names.
+    A weight is quantized if its first part exists, by name and dtype. Other weights are stored unquantized. Parts of a
+    weight are keyed by the suffixes of their names.
     """
 
     @property
     def name(self) -> str:
-        """For operators."""
+        """Name of the scheme, for operators."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What a weight is stored as, the quantized numbers first."""
+        """Parts of a weight, the quantized elements first."""
 
     @property
     def dense(self) -> str:
-        """Suffix of the name that the weight has where it is not quantized."""
+        """Suffix of the weight's name if it is not quantized."""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Of the weight whose parts have ``shapes``. ValueError where these do not fit each other."""
+        """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if these do not fit together."""
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``: what it means exactly, rounded once. ValueError for numbers that mean nothing."""
+        """Return the exact weight, rounded once to ``dtype``. Raises ValueError for invalid elements."""
 
 
 def pieces(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
-    """Of ``rows`` of ``width`` numbers, as many at a time as shall be computed at once; all but the last a ``multiple``."""
+    """Return slices of ``rows`` of ``width`` elements that are computed at a time. All but the last are a ``multiple``
+    long.
+    """
     step = max(1, _PIECE_NUMBERS // max(1, width * multiple)) * multiple
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def expect(name: str, shape: Shape, *allowed: Shape) -> None:
-    """ValueError unless the part ``name`` has one of the ``allowed`` shapes."""
+    """Raise ValueError unless the part ``name`` has one of the ``allowed`` shapes."""
     if shape not in allowed:
         served = " or ".join(str(list(one)) for one in dict.fromkeys(allowed))
         raise ValueError(f"{name} is {list(shape)}; it must be {served}")
 
 
 def matrix(name: str, shape: Shape) -> tuple[int, int]:
-    """Rows and columns of the part ``name``. ValueError where it has others than these."""
+    """Return rows and columns of the part ``name``. Raises ValueError if it is not a matrix."""
     if len(shape) != 2:
         raise ValueError(f"{name} is {list(shape)}; it must have rows and columns")
     return shape[0], shape[1]
 
 
 class QuantizedLinear(torch.nn.Module):
-    """Stands for a ``torch.nn.Linear``, ``linear``, whose weight is ``tensors`` of ``scheme``, by their suffixes, and is
-    dequantized each time that it computes, to the dtype of what it gets. Its bias is that of ``linear``.
+    """Replacement of ``linear`` that dequantizes its weight in every call, to the dtype of the input. The bias is that
+    of ``linear``.
+
+    ``tensors`` are the weight's parts in ``scheme``, by suffix.
     """
 
     bias: torch.nn.Parameter | None
@@ -91,19 +101,19 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the weight is stored as, by suffix."""
+        """Parts of the weight, by suffix."""
         return {suffix: getattr(self, f"part{i}") for i, suffix in enumerate(self._suffixes)}
 
     def replace(self, suffix: str, tensor: torch.Tensor) -> None:
-        """Keep the part of this ``suffix`` as ``tensor``."""
+        """Replace the part with this ``suffix``."""
         setattr(self, f"part{self._suffixes.index(suffix)}", torch.nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., out_features]`` for ``[..., in_features]``."""
+        """Return ``[..., out_features]`` for ``[..., in_features]``."""
         return torch.nn.functional.linear(x, self.scheme.dequantize(self.tensors, x.dtype), self.bias)
 
     def dense(self, dtype: torch.dtype) -> torch.nn.Linear:
-        """The same layer with its weight in ``dtype``."""
+        """Return the layer with its weight in ``dtype``."""
         linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = torch.nn.Parameter(self.scheme.dequantize(self.tensors, dtype), requires_grad=False)
         linear.register_parameter("bias", self.bias)
@@ -112,12 +122,16 @@ class QuantizedLinear(torch.nn.Module):
 
 Tensors = Mapping[str, torch.Tensor]
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""What transformers' modules of experts call their weights."""
+"""Names of the weights in transformers' modules of experts."""
 
 
 class QuantizedStack(torch.nn.Module):
-    """A weight of all experts. ``projections``: matrices whose rows follow one another in it, each as its tensors of ``scheme``,
-    by their suffixes, with the experts' along a first dimension. ``merged``: there is one, of which ``scheme`` makes all experts.
+    """Quantized weight of all experts.
+
+    Args:
+        scheme: The quantization scheme.
+        projections: Matrices that are joined by rows. Each is given by its parts, by suffix, with the experts as first dimension.
+        merged: There is one projection, and ``scheme`` dequantizes all experts at once.
     """
 
     def __init__(self, scheme: Scheme, projections: Sequence[Tensors], *, merged: bool) -> None:
@@ -131,22 +145,22 @@ class QuantizedStack(torch.nn.Module):
 
     @property
     def projections(self) -> list[dict[str, torch.Tensor]]:
-        """What each is stored as, by suffix: ``[experts, ...]``."""
+        """Parts of each projection, by suffix, each ``[experts, ...]``."""
         return [
             {suffix: getattr(self, self._name(i, suffix)) for suffix in suffixes}
             for i, suffixes in enumerate(self._suffixes)
         ]
 
     def of_expert(self, expert: int) -> list[dict[str, torch.Tensor]]:
-        """What the matrices of one are stored as, where they are not ``merged``."""
+        """Return the parts of one expert's matrices. Only if not ``merged``."""
         return [{suffix: tensor[expert] for suffix, tensor in each.items()} for each in self.projections]
 
     def replace(self, projection: int, suffix: str, tensor: torch.Tensor) -> None:
-        """Keep this part as ``tensor``."""
+        """Replace a part of a projection."""
         setattr(self, self._name(projection, suffix), torch.nn.Parameter(tensor, requires_grad=False))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype`` as the model's own module has it, ``[experts, ...]``."""
+        """Return the weight in ``dtype`` and in the layout of the model's own module, ``[experts, ...]``."""
         if self.merged:
             return self.scheme.dequantize(self.projections[0], dtype)
         count = len(next(iter(self.projections[0].values())))
@@ -166,8 +180,9 @@ class QuantizedStack(torch.nn.Module):
 
 
 class QuantizedExperts(torch.nn.Module):
-    """Stands for ``experts``, a module of transformers, of which it keeps all but the two weights: these are ``gate_up`` and
-    ``down``, and dequantized each time that it computes, to the dtype of what it gets.
+    """Replacement of ``experts``, a module of transformers, with quantized weights ``gate_up`` and ``down``.
+
+    The weights are dequantized in every call, to the dtype of the input. Other parts of the module are kept.
     """
 
     def __init__(self, experts: torch.nn.Module, gate_up: QuantizedStack, down: QuantizedStack) -> None:
@@ -178,12 +193,12 @@ class QuantizedExperts(torch.nn.Module):
             self._set(name, torch.empty(0, dtype=experts.get_parameter(name).dtype))
 
     def forward(self, hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """What the module makes of these."""
+        """Return the module's output for these arguments."""
         weights = {GATE_UP: self.gate_up.dequantize(hidden.dtype), DOWN: self.down.dequantize(hidden.dtype)}
         return torch.func.functional_call(self.experts, weights, (hidden, *args), options)
 
     def dense(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The module with its weights in ``dtype``."""
+        """Return the module with its weights in ``dtype``."""
         for name, stack in ((GATE_UP, self.gate_up), (DOWN, self.down)):
             self._set(name, stack.dequantize(dtype))
         return self.experts

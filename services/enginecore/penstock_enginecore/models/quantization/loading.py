@@ -1,4 +1,4 @@
-"""A model of a quantized checkpoint: its weights dequantized as they are read, or kept in its linear layers and experts."""
+"""Loading of quantized checkpoints. Weights are dequantized while they are read, or kept in linear layers and experts."""
 
 import logging
 import math
@@ -32,41 +32,43 @@ from penstock_enginecore.models.quantization.weights import (
     open_tensors,
 )
 
-# Which modules of a model keep quantized weights, and how they come to do so or cease to.
+# Selection of modules that keep quantized weights, and their replacement.
 
 _WEIGHT = ".weight"
 _MIXTRAL = (".mlp.", ".block_sparse_moe.")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What the matrices of one expert are called in files."""
+"""Names of the matrices of one expert in the files."""
 Named = Mapping[str, DequantizedTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """The weight of the linear layer called ``name``."""
+    """Quantized weight of the linear layer ``name``."""
 
     name: str
     tensor: DequantizedTensor
 
     @property
     def sources(self) -> Named:
-        """Its weight in the files."""
+        """The weight in the files."""
         return {f"{self.name}{_WEIGHT}": self.tensor}
 
     @property
     def placeholders(self) -> dict[str, torch.Tensor]:
-        """In place of the weight, of one number's memory."""
+        """Tensor that replaces the weight during loading and takes the memory of one element."""
         return {f"{self.name}{_WEIGHT}": self.tensor.placeholder()}
 
     def make(self, linear: Any) -> torch.nn.Module:
-        """What keeps the weight in place of ``linear``. Reads it."""
+        """Read the weight and return a module that replaces ``linear``."""
         return QuantizedLinear(linear, self.tensor.scheme, self.tensor.read())
 
 
 @dataclass(frozen=True, slots=True)
 class KeptExperts:
-    """Weights of the experts called ``name``, as their matrices in the files: for ``gate_up`` and ``down`` those of the
-    projections, for each of these one per expert, or one of all that is ``merged``.
+    """Quantized weights of the experts ``name``.
+
+    ``gate_up`` and ``down`` have one entry per projection. An entry has the matrices in the files: one per expert, or a
+    single one for all experts if ``merged``.
     """
 
     name: str
@@ -76,19 +78,19 @@ class KeptExperts:
 
     @property
     def sources(self) -> Named:
-        """Its weights in the files."""
+        """The weights in the files."""
         return {name: tensor for each in (*self.gate_up, *self.down) for name, tensor in each.items()}
 
     @property
     def placeholders(self) -> dict[str, torch.Tensor]:
-        """In place of the weights, of one number's memory each."""
+        """Tensors that replace the weights during loading and take the memory of one element each."""
         return {
             f"{self.name}.{GATE_UP}": self._placeholder(self.gate_up),
             f"{self.name}.{DOWN}": self._placeholder(self.down),
         }
 
     def make(self, experts: Any) -> torch.nn.Module:
-        """What keeps the weights in place of ``experts``. Reads them."""
+        """Read the weights and return a module that replaces ``experts``."""
         return QuantizedExperts(experts, self._stack(self.gate_up), self._stack(self.down))
 
     def _placeholder(self, projections: Sequence[Named]) -> torch.Tensor:
@@ -114,8 +116,9 @@ Kept = KeptLinear | KeptExperts
 
 
 def kept_modules(skeleton: Any, weights: DenseWeights) -> list[Kept]:
-    """What of the quantized ``weights`` the modules of ``skeleton`` can keep: linear layers, its head aside, and experts all of
-    whose matrices are quantized.
+    """Return the quantized ``weights`` that modules of ``skeleton`` can keep.
+
+    These are linear layers except the head, and experts if all of their matrices are quantized.
     """
     quantized = {name: tensor for name, tensor in weights.tensors.items() if isinstance(tensor, DequantizedTensor)}
     head = skeleton.get_output_embeddings()
@@ -129,7 +132,7 @@ def kept_modules(skeleton: Any, weights: DenseWeights) -> list[Kept]:
 
 
 def _experts(name: str, count: int, quantized: Named) -> Iterator[KeptExperts]:
-    """One, or none."""
+    """Yield the experts ``name`` if their weights can be kept."""
     whole = [f"{name}.{GATE_UP}", f"{name}.{DOWN}"]
     if all(each in quantized and isinstance(quantized[each].scheme, Mxfp4) for each in whole):
         first, second = ({each: quantized[each]} for each in whole)
@@ -145,7 +148,7 @@ def _experts(name: str, count: int, quantized: Named) -> Iterator[KeptExperts]:
 
 
 def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
-    """Put ``by`` in place of the module of this ``name`` in ``whole``."""
+    """Replace the module ``name`` in ``whole`` by ``by``."""
     parent, _, leaf = name.rpartition(".")
     setattr(whole.get_submodule(parent), leaf, by)
 
@@ -153,9 +156,7 @@ def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_kept(whole: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Put modules with dense weights in place of all that keep quantized ones, one at a time. Returns how many bytes these
-    weights take.
-    """
+    """Replace all modules with quantized weights by dense ones, one at a time. Returns the bytes of the dense weights."""
     found = [
         (name, module)
         for name, module in whole.named_modules()
@@ -175,25 +176,31 @@ def dequantize_kept(whole: torch.nn.Module, dtype: torch.dtype) -> int:
     return num_bytes
 
 
-# Scales of an fp8 KV cache that a checkpoint brings: those that its author has measured.
+# Scales of an fp8 KV cache in the checkpoint, measured by its author.
 
 _KEY = (".k_proj.k_scale", ".k_scale")
 _VALUE = (".v_proj.v_scale", ".v_scale")
 _BOTH = (".kv_scale",)
 SUFFIXES = (*_KEY, *_VALUE, *_BOTH)
-"""Of the tensors' names, behind that of an attention layer: compressed-tensors', ModelOpt's and AutoFP8's."""
+"""Suffixes of the tensors' names after the attention layer's name, in the formats of compressed-tensors, ModelOpt and
+AutoFP8.
+"""
 _IN_A_WHOLE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
-"""How a text model's names begin in a checkpoint with towers, where it has names of its own."""
+"""Prefix of a text model's names in a multimodal checkpoint, if the text model has a separate prefix."""
 _PLAIN = frozenset({"F16", "BF16", "F32"})
 
 
 def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
-    """By the name of the attention layer. ModelLoadError for a layer that has a scale of its keys or values alone, and for scales
-    that are not one number above 0 each.
+    """Return scales by attention layer name.
+
+    Raises ModelLoadError for a layer with a scale for only keys or only values, and for scales that are not one number
+    above 0.
     """
     keys, values = _found(stored, _KEY + _BOTH), _found(stored, _VALUE + _BOTH)
     if alone := sorted(keys.keys() ^ values.keys()):
-        raise ModelLoadError(f"{alone[0]} has a scale of its keys or of its values in an fp8 KV cache, and not of both")
+        raise ModelLoadError(
+            f"{alone[0]} has an fp8 KV cache scale for only its keys or only its values; both are needed"
+        )
     return {layer: KVScales(keys[layer], values[layer]) for layer in keys}
 
 
@@ -219,13 +226,14 @@ def _number(name: str, tensor: StoredTensor) -> float:
 logger = logging.getLogger(__name__)
 
 _OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale", ".output_scale", ".q_scale", ".prob_scale")
-"""Suffixes of scales that activations were to be divided by: compressed-tensors' and vLLM's, AutoFP8's, transformers'; and those
-of what attention reads and puts out."""
+"""Suffixes of activation scales, in the formats of compressed-tensors and vLLM, AutoFP8 and transformers. Also of
+scales for attention's inputs and outputs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """The files in ``directory``, quantized by ``scheme``, of a model of ``model_class`` and ``config``."""
+    """Files in ``directory``, quantized by ``scheme``, of a model of ``model_class`` and ``config``."""
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
@@ -234,22 +242,31 @@ class QuantizedCheckpoint:
 
 
 def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool, **options: Any) -> Any:
-    """What ``from_pretrained`` of the model's class makes of the files with ``options``, as if these had never been quantized:
-    it reads a weight at a time, and renames, merges and casts as ever. If ``keep``, linear layers and experts keep their weights
-    as they are, and become ``QuantizedLinear`` and ``QuantizedExperts``; others become ``dense``. Warns of the memory that takes.
-    Raises ModelLoadError.
+    """Return the model and loading report of ``from_pretrained``, as if the files were not quantized.
+
+    transformers reads one weight at a time, and renames, merges and casts as usual. A warning reports the memory of
+    dequantized weights.
+
+    Args:
+        found: The checkpoint.
+        dense: The dtype of dequantized weights.
+        keep: Linear layers and experts keep quantized weights and become ``QuantizedLinear`` and ``QuantizedExperts``.
+        options: Arguments of ``from_pretrained``.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be loaded.
     """
     found.config.__dict__.pop("quantization_config", None)
     with open_tensors(found.directory) as every:
         stored = {name: tensor for name, tensor in every.items() if not name.endswith(SUFFIXES + _OF_ACTIVATIONS)}
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
-            logger.info("%d scales of activations are not used: activations are not quantized", unused)
+            logger.info("ignoring %d activation scales: activations are not quantized", unused)
         weights = dense_weights(stored, found.scheme, dense)
         kept = kept_modules(_skeleton(found), weights) if keep else []
         _tell(found.scheme, weights, kept, dense)
         loaded = _make(found, weights, kept, options)
         if not all(_is_placeholder(loaded[0], name) for each in kept for name in each.placeholders):
-            # transformers has weights of this class in another form than the files, into which only dense ones can be brought.
+            # transformers converts this class's weights from the files' format, which needs dense weights.
             kept = []
             _tell(found.scheme, weights, kept, dense)
             loaded = _make(found, weights, kept, options)
@@ -260,7 +277,7 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
 
 
 def _skeleton(found: QuantizedCheckpoint) -> Any:
-    """The model without memory."""
+    """Return the model on the meta device, without memory."""
     make: Any = found.model_class
     with torch.device("meta"):
         return make._from_config(found.config)
@@ -277,7 +294,7 @@ def _make(found: QuantizedCheckpoint, weights: DenseWeights, kept: Sequence[Kept
 
 
 def _is_placeholder(module: Any, name: str) -> bool:
-    """Whether a weight came as it was given."""
+    """Return whether a weight is still the placeholder that was passed."""
     return set(module.get_parameter(name).stride()) == {0}
 
 
@@ -291,7 +308,8 @@ def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: to
         logger.info("%d linear layers%s keep their quantized weights (%s)", linears, experts, scheme.name)
     if stored:
         logger.warning(
-            "the checkpoint's weights are quantized (%s) and are dequantized at load: %s of them take %s of memory as %s",
+            "the checkpoint's weights are quantized (%s) and are dequantized at load: %s in the files become %s "
+            "in memory as %s",
             scheme.name,
             in_units(stored),
             in_units(dense),
@@ -300,6 +318,6 @@ def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: to
 
 
 def _read_generation_config(module: Any, directory: Path) -> None:
-    """Which transformers reads where it has the directory."""
+    """Read the generation config. transformers only does so if it has the directory."""
     if module.can_generate() and (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory)

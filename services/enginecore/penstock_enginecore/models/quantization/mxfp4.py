@@ -1,4 +1,4 @@
-"""MXFP4 as in gpt-oss: experts of 4-bit floats with a power of two for each 32 of them (OCP Microscaling Formats)."""
+"""MXFP4 as in gpt-oss: experts in 4-bit floats with a power of two per 32 elements (OCP Microscaling Formats)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from penstock_enginecore.models.quantization.layers import Part, Shape, expect, pieces
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What each 4 bits mean (e2m1)."""
+"""Value of each 4-bit code (e2m1)."""
 _BLOCK = 32
 _BIAS = 127
 _NAN = 255
@@ -16,28 +16,30 @@ _NAN = 255
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """Blocks uint8 ``[experts, out_features, in_features / 32, 16]``, the lower 4 bits of a byte first, and the exponents of
-    their scales, 127 added. The weight is ``[experts, in_features, out_features]``, as gpt-oss's experts are.
+    """MXFP4 weight of all experts, dequantized to ``[experts, in_features, out_features]`` as in gpt-oss.
+
+    Blocks are uint8 ``[experts, out_features, in_features / 32, 16]``, with the lower 4 bits of a byte first. Scales
+    are exponents plus 127.
     """
 
     @property
     def name(self) -> str:
-        """The format's own."""
+        """Name of the format."""
         return "MXFP4"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Numbers, exponents."""
+        """Elements and exponents."""
         byte = frozenset({"U8"})
         return Part("_blocks", byte), Part("_scales", byte)
 
     @property
     def dense(self) -> str:
-        """The weight's own name."""
+        """Suffix of the weight's name, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """``[experts, in_features, out_features]``."""
+        """Return ``[experts, in_features, out_features]``."""
         blocks = shapes["_blocks"]
         if len(blocks) != 4 or blocks[3] != _BLOCK // 2:
             raise ValueError(f"_blocks is {list(blocks)}; it must be [experts, out_features, blocks, {_BLOCK // 2}]")
@@ -46,10 +48,10 @@ class Mxfp4:
         return experts, count * _BLOCK, out_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Numbers times powers of two, in float32. ValueError for a scale that is no number."""
+        """Return the elements times powers of two, computed in float32. Raises ValueError for a scale of NaN."""
         blocks, scales = tensors["_blocks"], tensors["_scales"]
         if bool((scales == _NAN).any()):
-            raise ValueError(f"_scales holds {_NAN}, which stands for no number")
+            raise ValueError(f"_scales holds {_NAN}, which means NaN")
         experts, out_features, count, _ = blocks.shape
         numbers = torch.tensor(NUMBERS, device=blocks.device)
         out = torch.empty(experts, count * _BLOCK, out_features, dtype=dtype, device=blocks.device)

@@ -1,5 +1,6 @@
-"""From a checkpoint's ``quantization_config`` to how its weights are quantized. What is not served is refused by its field, its
-value, and what is served.
+"""Conversion of a checkpoint's ``quantization_config`` to a quantization scheme.
+
+Errors for unsupported settings name the field, its value and the supported values.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ _ABSENT: tuple[Any, ...] = (None, {}, [], "")
 
 
 def recognise(config: Any) -> Scheme:
-    """How weights are quantized, by the ``quantization_config`` of a config.json. ModelLoadError for what is not served."""
+    """Return the scheme for the ``quantization_config`` of a config.json. Raises ModelLoadError if it is not supported."""
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"quantization_config is {config!r}; it must be an object")
     fields = _Fields("quantization_config", config)
@@ -26,7 +27,7 @@ def recognise(config: Any) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """An object of the configuration, which is at ``path``."""
+    """Object of the configuration at ``path``."""
 
     path: str
     values: Mapping[str, Any]
@@ -76,7 +77,9 @@ def _fp8(fields: _Fields) -> Scheme:
 
 
 def _check_kv_cache(fields: _Fields) -> None:
-    """8-bit floats with a scale per layer are what ``cache.dtype: fp8`` keeps; without it the cache is as exact as the model."""
+    """Check the KV cache scheme. ``cache.dtype: fp8`` uses 8-bit floats with a scale per layer; otherwise the cache has
+    the model's dtype.
+    """
     if fields.values.get("kv_cache_scheme") in (*_ABSENT, "static"):
         return
     scheme = fields.inner("kv_cache_scheme")
@@ -127,14 +130,14 @@ def _compressed_tensors(fields: _Fields) -> Scheme:
     found = {name: _group(groups.inner(name), fields.values.get("format")) for name in groups.values}
     if len(set(found.values())) != 1:
         if not found:
-            raise ModelLoadError(f"{groups.path} has weights of no kind; served: one kind in a checkpoint")
+            raise ModelLoadError(f"{groups.path} describes no weights; served: one kind in a checkpoint")
         kinds = ", ".join(f"{name}: {scheme.name}" for name, scheme in found.items())
         raise ModelLoadError(f"{groups.path} has weights of several kinds ({kinds}); served: one kind in a checkpoint")
     return next(iter(found.values()))
 
 
 def _group(fields: _Fields, whole: Any) -> Scheme:
-    """``whole``: the format of the checkpoint, where the group has none of its own."""
+    """Return the scheme of a group. ``whole`` is the checkpoint's format, used if the group has no format."""
     fields.absent("output_activations")
     if fields.values.get("input_activations") is not None:
         fields.inner("input_activations").one_of("dynamic", (True, False), False)
@@ -171,4 +174,4 @@ _METHODS: Mapping[str, Callable[[_Fields], Scheme]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-"""By ``quant_method``."""
+"""Parsers by ``quant_method``."""

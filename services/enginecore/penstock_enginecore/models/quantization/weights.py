@@ -1,4 +1,4 @@
-"""A quantized checkpoint's tensors as those that it would have if it were not: by their names, dequantized when they are read."""
+"""Tensors of a quantized checkpoint by the names of the dense model. They are dequantized when they are read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,21 +20,21 @@ _PLAIN = "BF16, F16, F32"
 
 
 class StoredTensor(Protocol):
-    """A tensor of a file, read by ``tensor[...]``."""
+    """Tensor of a file, read by ``tensor[...]``."""
 
     def get_shape(self) -> list[int]:
-        """Sizes."""
+        """Return the sizes of the dimensions."""
 
     def get_dtype(self) -> str:
-        """Its type's name in safetensors."""
+        """Return the dtype's name in safetensors."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The tensor, or a part of it."""
+        """Return the tensor, or a part of it."""
 
 
 class DequantizedTensor:
-    """Stands for a quantized weight: reads its parts and dequantizes them, each time it is read. Takes as much memory as the
-    weight while it does, and a little more.
+    """Quantized weight that is read and dequantized in every access. An access takes a little more memory than the
+    dense weight.
     """
 
     def __init__(self, name: str, scheme: Scheme, parts: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
@@ -49,11 +49,11 @@ class DequantizedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Of its parts, in the files."""
+        """Bytes of its parts in the files."""
         return sum(stored_bytes(part) for part in self._parts.values())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The weight, or a part of it, in the model's dtype. Raises ModelLoadError."""
+        """Return the weight, or a part of it, in the model's dtype. Raises ModelLoadError."""
         try:
             whole = self._scheme.dequantize(self.read(), self._dtype)
         except ValueError as e:
@@ -61,26 +61,30 @@ class DequantizedTensor:
         return whole[index]
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Its parts as they are, by suffix."""
+        """Return the stored parts, by suffix."""
         return {suffix: part[...] for suffix, part in self._parts.items()}
 
     @property
     def scheme(self) -> Scheme:
-        """How it is quantized."""
+        """The quantization scheme."""
         return self._scheme
 
     def placeholder(self) -> torch.Tensor:
-        """Of its shape and dtype, and of one number's memory."""
+        """Return a tensor of the weight's shape and dtype that takes the memory of one element."""
         return torch.zeros((), dtype=self._dtype).expand(self.shape)
 
     def _wrong(self, error: ValueError) -> ModelLoadError:
-        return ModelLoadError(f"the weight {self._name} cannot be {self._scheme.name}: {error}")
+        return ModelLoadError(f"the weight {self._name} is not a valid {self._scheme.name} weight: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    """``tensors`` by the names that a model's own class knows. ``quantized_bytes``: of quantized weights in the files;
-    ``dense_bytes``: of the same in memory.
+    """Weights of a checkpoint.
+
+    Attributes:
+        tensors: Tensors by the names of the model's class.
+        quantized_bytes: Bytes of quantized weights in the files.
+        dense_bytes: Bytes of these weights in memory after dequantization.
     """
 
     tensors: dict[str, StoredTensor | DequantizedTensor]
@@ -89,8 +93,10 @@ class DenseWeights:
 
 
 def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: torch.dtype) -> DenseWeights:
-    """What ``stored`` holds, each weight in ``dtype``. Raises ModelLoadError, naming the tensor, where parts are missing or do
-    not fit, and for 8-bit floats that ``scheme`` does not explain.
+    """Return the weights in ``stored``, each in ``dtype``.
+
+    Raises ModelLoadError, with the tensor's name, if parts are missing or do not fit, and for 8-bit floats outside of
+    ``scheme``.
     """
     found = dict(_quantized(stored, scheme, dtype))
     used = {scheme_part for _, names in found.values() for scheme_part in names}
@@ -98,7 +104,7 @@ def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: tor
     for name, tensor in plain.items():
         if tensor.get_dtype().startswith("F8"):
             raise ModelLoadError(
-                f"{name} is {tensor.get_dtype()} and no weight that is {scheme.name}; served: {_PLAIN}"
+                f"{name} is {tensor.get_dtype()}, which {scheme.name} weights do not use; served: {_PLAIN}"
             )
     weights = {name: weight for name, (weight, _) in found.items()}
     return DenseWeights(
@@ -111,7 +117,7 @@ def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: tor
 def _quantized(
     stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: torch.dtype
 ) -> Iterator[tuple[str, tuple[DequantizedTensor, list[str]]]]:
-    """Names that quantized weights would have, the weights, and names of their parts."""
+    """Yield each quantized weight's dense name, the weight, and the names of its parts."""
     first = scheme.parts[0]
     for name, tensor in stored.items():
         if not name.endswith(first.suffix) or tensor.get_dtype() not in first.dtypes:
@@ -129,13 +135,13 @@ def _quantized(
 
 
 def stored_bytes(tensor: StoredTensor) -> int:
-    """Of a tensor in its file."""
+    """Return the bytes of a tensor in its file."""
     return prod(tensor.get_shape()) * _BYTES.get(tensor.get_dtype(), 1)
 
 
 @contextmanager
 def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of the checkpoint in ``directory``, which can be read within the ``with`` block. Raises ModelLoadError."""
+    """Return a context with the readable tensors of the checkpoint in ``directory``. Raises ModelLoadError."""
     with ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {}
         for file in _files(directory):
@@ -145,7 +151,7 @@ def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Those of the index where there is one: other files may hold the weights once more."""
+    """Return the weight files, by the index if there is one. Other files may hold the same weights again."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -158,7 +164,7 @@ def _files(directory: Path) -> list[Path]:
     found = sorted(directory.glob("*.safetensors"))
     if not found:
         raise ModelLoadError(
-            f"{str(directory)!r} has no *.safetensors; quantized weights of other files are not served"
+            f"{str(directory)!r} has no *.safetensors; quantized weights in other formats are not supported"
         )
     return found
 

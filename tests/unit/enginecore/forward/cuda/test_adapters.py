@@ -436,7 +436,7 @@ def test_what_is_no_update_of_the_device_s_layers_is_refused(tmp_path: Path) -> 
         forward.add_adapter(LoraAdapter(b"1", {name: update}))
     without = prove(probed := load_probed(tmp_path), lambda: FusedForward(probed, TorchKernels())).serves
     assert without is not None
-    with pytest.raises(ValueError, match="was built without slots for adapters"):
+    with pytest.raises(ValueError, match="was built without adapter slots"):
         without.add_adapter(random_adapter(module, 2, 1))
 
 
@@ -476,9 +476,9 @@ class Faulty(TorchKernels):
     ("kernels", "said"),
     [
         (TorchKernels(), "^$"),
-        (Faulty("scale"), "what its kernels add for adapters differs by 0.5"),
-        (Faulty("rows"), "its kernels for adapters change rows without one"),
-        (Faulty("compiler"), "its kernels for adapters fail: RuntimeError: no such instruction"),
+        (Faulty("scale"), "the output of its adapter kernels differs by 0.5"),
+        (Faulty("rows"), "its adapter kernels change rows without an adapter"),
+        (Faulty("compiler"), "its adapter kernels fail: RuntimeError: no such instruction"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -497,7 +497,7 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     assert not caplog.messages
     monkeypatch.setattr(adapter_kernels, "_kernels", lambda: Faulty("compiler"))
     assert slot_modules(*model, gpu, LIMITS) is None
-    assert "adapters are added by plain torch, which is slower: its kernels for adapters fail" in caplog.text
+    assert "adapters are computed by PyTorch, which is slower: its adapter kernels fail" in caplog.text
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")
@@ -505,7 +505,7 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     monkeypatch.setattr(adapter_kernels, "_kernels", missing)
     assert slot_modules(*model, gpu, LIMITS) is None
     assert "which is slower: kernels cannot be compiled: No module named 'triton'" in caplog.text
-    monkeypatch.setattr(decoder, "why_not", lambda *_: "its kernels for adapters fail")
-    with pytest.raises(UnsuitableError, match="its kernels for adapters fail"):
+    monkeypatch.setattr(decoder, "why_not", lambda *_: "its adapter kernels fail")
+    with pytest.raises(UnsuitableError, match="its adapter kernels fail"):
         decoder._build(probed, KernelsConfig(graphs=False), LIMITS)
     assert isinstance(decoder._build(probed, KernelsConfig(graphs=False), None), FusedForward)

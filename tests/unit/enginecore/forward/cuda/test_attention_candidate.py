@@ -85,7 +85,7 @@ def test_a_cache_that_it_does_not_take_is_left_to_the_reference(
     built = build(path, block_size=4)
     assert built.computing == "torch"
     assert not isinstance(built.forward.memory, KVArena)
-    reason = "model.layers.0.self_attn: its blocks are of 4 tokens, and 16 are the fewest"
+    reason = "model.layers.0.self_attn: its blocks have 4 tokens, but at least 16 are needed"
     assert f"computing with torch; Triton attention not used: {reason}" in caplog.messages
 
 

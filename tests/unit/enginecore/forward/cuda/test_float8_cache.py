@@ -134,7 +134,9 @@ def test_tokens_are_those_on_a_rounded_cache(
 
 def test_scales_of_a_layer_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     save_scaled(tmp_path, layer="model.layers.{}.mixer")
-    with pytest.raises(ModelLoadError, match=r"has scales for model\.layers\.0\.mixer, which is no attention layer"):
+    with pytest.raises(
+        ModelLoadError, match=r"has scales for model\.layers\.0\.mixer, which is not an attention layer"
+    ):
         probed(tmp_path)
     assert probed(tmp_path, None).cache_scales == {}
 

@@ -85,7 +85,7 @@ def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplo
             assert steps.run(shape, lambda: result) is result
     assert log == ["capture"]
     [line] = caplog.messages
-    assert line.endswith("which is slower: capturing a: operation not permitted when stream is capturing")
+    assert line.endswith("which is slower: capturing a failed: operation not permitted when stream is capturing")
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_why_a_capture_fails_is_told_and_not_that_it_did(
     steps, answers = cuda_graphs(), [torch.zeros(1), None]
     steps.run("a", lambda: answers.pop(0) if len(answers) > 1 else fails("model.layers.3: a read on the host"))
     assert steps.failure == "model.layers.3: a read on the host"
-    assert "capturing a: model.layers.3: a read" in caplog.text
+    assert "capturing a failed: model.layers.3: a read" in caplog.text
 
 
 def fails(reason: str) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_8_bit_numbers_are_held_once() -> None:
 
 @pytest.mark.parametrize("form", NOT_KEPT)
 def test_weights_that_no_product_takes_are_refused(form: str) -> None:
-    with pytest.raises(UnsuitableError, match="there is no product with experts' weights that are "):
+    with pytest.raises(UnsuitableError, match="quantized experts' weights of type "):
         grouped(stack(form), None, TorchKernels(), transposed=False)
 
 

@@ -149,7 +149,9 @@ def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     save_multimodal_model("llava", tmp_path)
     vision = {"model_type": "dinov2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     edit_config(tmp_path, vision_config=vision)
-    with pytest.raises(ModelLoadError, match="LlavaForConditionalGeneration is not supported: its tower is dinov2"):
+    with pytest.raises(
+        ModelLoadError, match="LlavaForConditionalGeneration is not supported: its vision encoder is dinov2"
+    ):
         load(tmp_path)
 
 
@@ -157,8 +159,11 @@ def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     ("kind", "said"),
     [
         ("mllama", "mllama is not supported: its layers see images by cross-attention"),
-        ("paligemma", "paligemma is not supported: tokens of its prompts see those behind them"),
-        ("chameleon", "chameleon is not supported: its towers are not known; those of aya_vision, "),
+        ("paligemma", "paligemma is not supported: tokens of its prompts attend to later tokens"),
+        (
+            "chameleon",
+            "chameleon is not supported: its media encoders are not supported; supported model types are aya_vision, ",
+        ),
     ],
 )
 def test_families_that_are_not_served_are_refused_with_the_reason(kind: str, said: str) -> None:

@@ -162,13 +162,13 @@ def test_a_tensor_that_is_not_known_is_refused(encoder: MediaEncoder, image: Any
 def test_a_modality_that_the_model_does_not_take_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(EncoderItem("a", "audio", 16, image("a").data))
     (done,) = finish(encoder)
-    assert done.failure == "the model takes image, and no audio"
+    assert done.failure == "the model takes image, but not audio"
 
 
 def test_a_number_of_rows_that_the_prompt_has_no_room_for_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(EncoderItem("a", "image", 17, image("a").data))
     (done,) = finish(encoder)
-    assert done.failure == "its tensors make 16 embeddings, and the prompt has room for 17"
+    assert done.failure == "its tensors make 16 embeddings, but the prompt has room for 17"
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -181,7 +181,7 @@ def test_what_a_tower_raises_fails_its_item_alone(
     monkeypatch.setattr(broken, "forward", lambda *args, **kwargs: 1 // 0)
     encoder.start(image("a"))
     (done,) = finish(encoder)
-    assert done.failure == "the model's tower failed: ZeroDivisionError: integer division or modulo by zero"
+    assert done.failure == "the model's media encoder failed: ZeroDivisionError: integer division or modulo by zero"
     monkeypatch.setattr(broken, "forward", forward)
     encoder.start(image("a"))
     (done,) = finish(encoder)

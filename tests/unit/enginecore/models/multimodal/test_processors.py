@@ -107,7 +107,7 @@ def test_what_a_file_leaves_out_is_that_of_the_processors_class(tmp_path: Path) 
 
 
 def test_a_default_that_is_not_known_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="does not name image_mean"):
+    with pytest.raises(ModelLoadError, match="does not set image_mean"):
         table(tmp_path)
 
 

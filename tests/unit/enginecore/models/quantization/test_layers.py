@@ -72,7 +72,7 @@ def test_layers_that_do_not_fit_when_dequantized_are_told(tmp_path: Path, monkey
     model = load(tmp_path)
     monkeypatch.setattr(QuantizedLinear, "dense", full)
     config = ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), num_threads=1, block_size=16)
-    with pytest.raises(ModelLoadError, match="LlamaForCausalLM .* dequantized to float32 they do not fit: tried to"):
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM .* do not fit when dequantized to float32: tried to"):
         build_forward(model, config)
 
 
@@ -85,4 +85,4 @@ def test_layers_that_no_decoder_takes_are_dequantized_before_they_serve(
     with caplog.at_level(logging.WARNING):
         build_forward(model, config)
     assert quantized(model) == []
-    assert "linear layers and experts are dequantized: their weights take 0.1 MiB" in caplog.text
+    assert "dequantized linear layers and experts: their weights take 0.1 MiB" in caplog.text

@@ -117,7 +117,7 @@ def test_a_configuration_that_is_served(config: dict[str, Any], scheme: Scheme) 
         (compressed("pack-quantized", INT4, transform_config={"config_groups": {"u": {}}}), "transform_config is"),
         (compressed("pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         ({"quant_method": "compressed-tensors", "config_groups": None}, "config_groups is None; served: an object"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups has weights of no kind"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups describes no weights"),
     ],
 )
 def test_what_is_not_served_is_refused_by_field_and_value(config: dict[str, Any], said: str) -> None:

@@ -91,7 +91,7 @@ def test_mxfp4_is_packed_as_it_is_read() -> None:
 
 def test_an_mxfp4_scale_that_is_no_number_is_refused() -> None:
     parts = {"_blocks": torch.zeros(1, 1, 1, 16, dtype=torch.uint8), "_scales": torch.full((1, 1, 1), 255).byte()}
-    with pytest.raises(ValueError, match="_scales holds 255, which stands for no number"):
+    with pytest.raises(ValueError, match="_scales holds 255, which means NaN"):
         Mxfp4().dequantize(parts, torch.float32)
 
 

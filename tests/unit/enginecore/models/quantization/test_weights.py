@@ -79,9 +79,12 @@ def test_nothing_is_read_before_a_weight_is(tmp_path: Path) -> None:
         ({"a.weight_scale_inv": torch.zeros(1, 1).int()}, r"a\.weight_scale_inv is I32; .* it must be BF16 or F16"),
         (
             {"a.weight_scale_inv": torch.zeros(2, 1)},
-            r"the weight a\.weight cannot be fp8 .* is \[2, 1\]; it must be \[1, 1\]",
+            r"the weight a\.weight is not a valid fp8 .* is \[2, 1\]; it must be \[1, 1\]",
         ),
-        ({"b.weight": torch.zeros(2, 2).to(torch.float8_e5m2)}, r"b\.weight is F8_E5M2 and no weight that is fp8"),
+        (
+            {"b.weight": torch.zeros(2, 2).to(torch.float8_e5m2)},
+            r"b\.weight is F8_E5M2, which fp8 .* weights do not use",
+        ),
     ],
 )
 def test_parts_that_are_missing_or_wrong_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -143,7 +146,7 @@ def test_static_scales_of_activations_change_nothing(tmp_path: Path, caplog: pyt
     write(tmp_path, {**tensors, **{f"{layer}input_scale": torch.tensor(0.5) for layer in layers}})
     change(tmp_path, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
     model = load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
-    assert f"{len(layers)} scales of activations are not used: activations are not quantized" in caplog.messages
+    assert f"ignoring {len(layers)} activation scales: activations are not quantized" in caplog.messages
     meant = dict(expected.named_parameters())
     assert len(layers) == 14
     assert all(torch.equal(meant[name], found) for name, found in model.module.named_parameters())
@@ -161,7 +164,7 @@ def test_numbers_that_mean_nothing_are_told_with_the_weight(tmp_path: Path) -> N
     tensors["model.layers.1.mlp.up_proj.g_idx"][5] = 9
     write(tmp_path, tensors)
     with pytest.raises(
-        ModelLoadError, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight cannot be GPTQ, .* there are 2"
+        ModelLoadError, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight is not a valid GPTQ, .* there are 2"
     ):
         load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
 

@@ -1,4 +1,4 @@
-"""Gated activations of MLPs, from the product with the merged weights of gate and up."""
+"""Gated activations of MLPs, applied to the product with the merged weights of gate and up."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,25 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """gpt-oss's: ``(up + 1) * gate * sigmoid(alpha * gate)``, gates of at most ``limit``, ups from ``-limit`` to ``limit``."""
+    """Activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``. Gates are clamped to ``limit``, ups to
+    ``[-limit, limit]``.
+    """
 
     limit: float
     alpha: float
 
 
 def gated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu, out: torch.Tensor) -> None:
-    """From ``gate_up`` ``[tokens, 2 * intermediate size]``, ``activation`` of the first half times the second into ``out``
-    ``[tokens, intermediate size]``. Both contiguous. Computed in float32. ValueError for other shapes or strides.
+    """Write the activated first half of ``gate_up`` times its second half to ``out``.
+
+    ``gate_up`` is ``[tokens, 2 * intermediate size]`` and ``out`` is ``[tokens, intermediate size]``, both contiguous.
+    The computation is float32. Raises ValueError for other shapes or strides.
     """
     tokens, width = out.shape
     if gate_up.shape != (tokens, 2 * width) or not gate_up.is_contiguous() or not out.is_contiguous():
-        raise ValueError(f"gates and ups of {list(gate_up.shape)} for an output of {list(out.shape)}")
+        raise ValueError(
+            f"gates and ups of shape {list(gate_up.shape)} do not match an output of shape {list(out.shape)}"
+        )
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
     if not out.numel():
         return

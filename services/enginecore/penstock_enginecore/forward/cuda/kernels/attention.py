@@ -1,9 +1,12 @@
-"""Paged attention in Triton. Requests of one new token and those of several take different kernels, launched one after the other:
-what their grids depend on are padded sizes alone, each program finds on the device what it is to do, and they can be captured.
+"""Paged attention in Triton.
 
-The keys of a decode are cut at positions that follow from its own length, as in FlashDecoding (Dao et al., 2023), and merged in
-order: it has the same bits alone and among others. Numbers of an fp8 cache are converted, without loss, to the queries' type
-before they are multiplied, so that products are summed in float32 throughout, and need no second level of sums.
+Requests with one new token and requests with several use different kernels, launched one after the other. The grids
+depend only on padded sizes, and each program finds its work on the device. So the kernels can be captured.
+
+The keys of a decode are split at positions that depend only on its length, as in FlashDecoding (Dao et al., 2023), and
+merged in order. So its result is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the
+queries' dtype without loss before they are multiplied. So sums are float32 throughout, and no second level of sums is
+needed.
 """
 
 from dataclasses import dataclass
@@ -18,12 +21,13 @@ from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
 
-# What the attention kernels share: which work is a program's, what a query sees, and a softmax over pieces of the keys.
+# Parts that the attention kernels share: assignment of work to programs, visible keys, and a running softmax over the
+# keys.
 
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
-    """The first position that a query at ``position`` sees; 0 stands for no window, and for no chunk."""
+    """Return the first position that a query at ``position`` attends to. 0 means no window, or no chunk."""
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(first, position - WINDOW + 1)
@@ -34,9 +38,9 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
 
 @triton.jit
 def find(counts, upto, indices, piece):
-    """The index of who owns the ``piece`` when each owns ``counts`` of them, one after the other, and which of its own it is.
+    """Return the owner of ``piece``, and the piece's index among the owner's pieces.
 
-    ``upto``: the running sums of ``counts``.
+    Each owner has ``counts`` consecutive pieces. ``upto`` holds the running sums of ``counts``.
     """
     owner = tl.sum((upto <= piece).to(tl.int32), 0)
     return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)
@@ -47,7 +51,9 @@ def load_pages(
     cache, table, stride, head, positions, there,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``[positions, PADDED]`` of one head: zeros where nothing is ``there``, which is not read, and beyond ``SIZE``."""
+    """Load rows ``[positions, PADDED]`` of one head. Rows that are not ``there`` are not read; they and columns beyond
+    ``SIZE`` are zeros.
+    """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     rows = blocks * stride + (head * BLOCK_SIZE + positions % BLOCK_SIZE) * SIZE
     numbers = tl.arange(0, PADDED)
@@ -57,7 +63,7 @@ def load_pages(
 
 @triton.jit
 def scores(query, keys, scaling, visible, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """In powers of two: ``2 ** score`` is what the softmax weighs a key with. -inf where it is not ``visible``."""
+    """Return scores to base two: the softmax weights a key by ``2 ** score``. Keys that are not ``visible`` get -inf."""
     dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scaling
     if SOFTCAP > 0:
         small = tl.exp(tl.abs(dots) * (-2.0 / SOFTCAP))  # never overflows
@@ -68,9 +74,10 @@ def scores(query, keys, scaling, visible, SOFTCAP: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
-    """Take the next keys into a running softmax: the largest score so far, the weights' total, and the weighted values' sums.
+    """Add keys to a running softmax: the largest score so far, the total of the weights, and the weighted sums of the
+    values.
 
-    Keys of which a row sees none change no bit of it, so that it does not matter where the first tile begins.
+    Fully masked keys leave a row's accumulator bit-identical, so the start of the first tile does not matter.
     """
     new = tl.maximum(largest, tl.max(weighed, 1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -80,12 +87,14 @@ def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
     return new, total * shrink + tl.sum(weights, 1), sums
 
 
-# Attention of requests with one new token: keys in pieces at fixed positions, each the work of a program, and their merge.
+# Attention of requests with one new token. One program computes each piece of the keys, then the pieces are merged.
 
 
 @triton.jit
 def piece_size(length, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
-    """Keys of a piece: ``PIECE``, or the multiple that cuts ``length`` keys into ``MAX_PIECES`` at most."""
+    """Return the keys per piece: ``PIECE``, or the multiple that splits ``length`` keys into at most ``MAX_PIECES``
+    pieces.
+    """
     return tl.maximum(tl.cdiv(tl.cdiv(length, PIECE), MAX_PIECES), 1) * PIECE
 
 
@@ -98,7 +107,9 @@ def decode_pieces(
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax statistics and weighted sums of each piece, for the query heads of one KV head: ``ROWS`` of them with padding."""
+    """Compute softmax statistics and weighted sums of each piece for the query heads of one KV head, padded to ``ROWS``
+    heads.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     requests = tl.arange(0, REQUESTS)
     there = requests < num_requests
@@ -154,7 +165,7 @@ def merge_pieces(
     HEADS: tl.constexpr, SIZE_V: tl.constexpr, PADDED_V: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one head of one request, of its pieces in the order of their positions."""
+    """Merge the pieces of one head of one request, in order of position."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + request).to(tl.int64)
@@ -193,7 +204,7 @@ def merge_pieces(
         tl.store(place, result.to(out.dtype.element_ty), mask=numbers < SIZE_V)
 
 
-# Attention of requests with several new tokens: tiles of queries, each with the query heads of one KV head side by side.
+# Attention of requests with several new tokens. A tile of queries contains all query heads of one KV head.
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -205,8 +216,9 @@ def prefill_tiles(
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``BLOCK_M`` rows, of which row i is query ``i // group`` and head ``i % group``; the last may be padding. Of
-    requests with ``FEWEST`` new tokens or more.
+    """Compute tiles of ``BLOCK_M`` rows, for requests with at least ``FEWEST`` new tokens.
+
+    Row i is query ``i // group`` and head ``i % group``. The last rows may be padding.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -221,7 +233,7 @@ def prefill_tiles(
     numbers = tl.arange(0, PADDED)
     sizes_v = tl.arange(0, PADDED_V)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item = num_items - 1 - nth  # the last tiles of a prompt see the most keys: they begin first
+        item = num_items - 1 - nth  # the last tiles of a prompt have the most keys, so they start first
         head = item % KV_HEADS
         request, tile = find(counts, upto, requests, item // KV_HEADS)
         begin = tl.load(query_start_loc + request)
@@ -269,21 +281,26 @@ def prefill_tiles(
 
 
 _ITEMS_PER_REQUEST = 256
-"""About how many pieces, of all KV heads, one long decode is cut into: some more than a device has multiprocessors."""
+"""Approximate number of pieces, over all KV heads, of one long decode: slightly more than a device's multiprocessors.
+"""
 _PROGRAMS_PER_PROCESSOR = 2
 _INTERPRETED_PROGRAMS = 4
 _MERGED_AT_ONCE = 16
 
 
 def pieces_per_request(kv_heads: int) -> int:
-    """The most pieces that the keys of a decode are cut into."""
+    """Return the maximum number of pieces of a decode's keys."""
     return max(16, int(triton.next_power_of_2(_ITEMS_PER_REQUEST // kv_heads)))
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What the pieces of decodes leave for their merge, float32: weighted ``sums`` ``[requests, pieces, heads, head size]``, the
-    ``largest`` score and the ``total`` of the weights ``[requests, pieces, heads]``.
+    """Intermediate results of the pieces of decodes, float32.
+
+    Attributes:
+        sums: ``[requests, pieces, heads, head size]``, weighted sums of the values.
+        largest: ``[requests, pieces, heads]``, largest scores.
+        total: ``[requests, pieces, heads]``, totals of the weights.
     """
 
     sums: torch.Tensor
@@ -292,7 +309,7 @@ class Scratch:
 
     @classmethod
     def allocate(cls, requests: int, pieces: int, heads: int, head_size_v: int, device: torch.device) -> "Scratch":
-        """For steps of up to so many requests, each cut into ``pieces`` at most."""
+        """Return scratch memory for steps of up to ``requests`` requests, each split into at most ``pieces`` pieces."""
         shape = (requests, pieces, heads)
         sums = torch.empty(*shape, head_size_v, dtype=torch.float32, device=device)
         return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
@@ -311,11 +328,22 @@ def attend(
     decodes_only: bool = False,
     invariant: bool = False,
 ) -> None:
-    """Causal attention of ``query`` ``[tokens, heads, head size]`` over ``keys`` and ``values`` ``[blocks, kv_heads, block_size,
-    head size]`` into ``out`` ``[tokens, heads, head_size_v]``; rows of padding stay as they are. ``decodes_only``: no request has
-    more than one new token, which saves a launch. ``invariant``: decodes, too, are tiles of queries, so that a row has the bits
-    that it would have in a prompt. ``scales``: of an fp8 cache. ValueError for tensors that are not laid out, or aligned, as
-    kernels read them.
+    """Compute causal attention. Padding rows of ``out`` are unchanged.
+
+    Args:
+        query: ``[tokens, heads, head size]``.
+        keys: ``[blocks, kv_heads, block_size, head size]``.
+        values: ``[blocks, kv_heads, block_size, head_size_v]``.
+        out: ``[tokens, heads, head_size_v]``.
+        group: Positions of the step's tokens.
+        params: Scaling, window and other parameters.
+        scratch: Memory for intermediate results.
+        scales: Scales of an fp8 cache.
+        decodes_only: No request has more than one new token, which saves a launch.
+        invariant: Compute decodes as tiles of queries too, so that a row is bit-identical to the same row in a prompt.
+
+    Raises:
+        ValueError: Layout or alignment of a tensor is not supported.
     """
     _check(query, keys, values, out, group, scratch)
     tiles = attention_tiles(
@@ -373,7 +401,7 @@ def _prefill(
     *,
     fewest: int,
 ) -> None:
-    """Requests of ``fewest`` new tokens or more."""
+    """Compute requests with at least ``fewest`` new tokens."""
     kv_heads, requests = keys.shape[1], len(group.seq_lens)
     group_size = query.shape[1] // kv_heads
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
@@ -388,7 +416,7 @@ def _prefill(
 
 
 def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, params: AttentionParams) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """Return the constants for which a kernel is compiled."""
     size, size_v = query.shape[2], out.shape[2]
     return {
         "HEADS": query.shape[1],
@@ -406,7 +434,7 @@ def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, param
 
 
 def programs(device: torch.device) -> int:
-    """How many programs share the work, where there is enough."""
+    """Return the number of programs that share the work."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_PROCESSOR
@@ -420,20 +448,22 @@ def _check(
     group: GroupInputs,
     scratch: Scratch,
 ) -> None:
-    """Copies are pipelined only from addresses and strides that the compiler knows to be multiples of 16."""
+    """Check layouts. Copies are pipelined only if the compiler knows that addresses and strides are multiples of 16."""
     if not (query.is_contiguous() and out.is_contiguous()):
-        raise ValueError("queries and outputs of attention are contiguous")
+        raise ValueError("queries and outputs of attention must be contiguous")
     if query.shape[1] % keys.shape[1]:
-        raise ValueError(f"{query.shape[1]} heads do not share {keys.shape[1]} KV heads evenly")
+        raise ValueError(f"{query.shape[1]} heads are not a multiple of {keys.shape[1]} KV heads")
     if keys.shape[2] < MIN_BLOCK_SIZE:
-        raise ValueError(f"attention in Triton takes blocks of {MIN_BLOCK_SIZE} tokens or more, not of {keys.shape[2]}")
+        raise ValueError(
+            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but they have {keys.shape[2]}"
+        )
     for name, cache in (("keys", keys), ("values", values)):
         if not cache[0].is_contiguous():
-            raise ValueError(f"the {name} of a block are not contiguous")
+            raise ValueError(f"the {name} of a block must be contiguous")
         if cache.stride(0) % 16 or cache.data_ptr() % 16:
             raise ValueError(
-                f"the {name} begin at {cache.data_ptr()}, blocks {cache.stride(0)} apart: not multiples of 16"
+                f"the address {cache.data_ptr()} and block stride {cache.stride(0)} of {name} must be multiples of 16"
             )
     requests, _, heads = scratch.largest.shape
     if requests < len(group.seq_lens) or heads != query.shape[1] or scratch.sums.shape[3] != out.shape[2]:
-        raise ValueError(f"the scratch is for {requests} requests of {heads} heads")
+        raise ValueError(f"the scratch memory is too small: it holds {requests} requests of {heads} heads")

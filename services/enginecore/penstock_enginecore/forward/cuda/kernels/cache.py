@@ -1,4 +1,4 @@
-"""The write of new tokens into the KV cache, where their keys and values come from elsewhere than the prologue."""
+"""Write of new tokens into the KV cache, for keys and values that the prologue kernel does not compute."""
 
 import torch
 import triton
@@ -6,12 +6,14 @@ import triton.language as tl
 
 from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
 
-# From what is computed to what the KV cache holds.
+# Conversion from computed values to the dtype of the KV cache.
 
 
 @triton.jit
 def rounded(value, inverse_scale, TO: tl.constexpr):
-    """Float32 ``value`` as ``TO``; as an 8-bit float times ``inverse_scale``, at most its largest number. NaN stays NaN."""
+    """Convert a float32 ``value`` to ``TO``. 8-bit floats are first multiplied by ``inverse_scale`` and clamped. NaN
+    stays NaN.
+    """
     if tl.float8e4nv == TO:
         value = value * inverse_scale
         value = tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))
@@ -19,7 +21,7 @@ def rounded(value, inverse_scale, TO: tl.constexpr):
 
 
 _HEADS = 4
-"""Heads of a program."""
+"""Heads per program."""
 
 
 def write_cache(
@@ -30,10 +32,18 @@ def write_cache(
     value_cache: torch.Tensor,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """Put ``keys`` and ``values`` ``[tokens, kv_heads, head size]``, of which tokens and heads may lie in any order, into
-    ``slots`` (int64 ``[tokens]``) of ``key_cache`` and ``value_cache`` ``[blocks, kv_heads, block_size, head size]``, whose
-    blocks may lie apart. Nothing is written for a slot of -1. ``scales``: a cache of float8_e4m3fn holds numbers divided by them,
-    those beyond its range as its largest; other caches take none. ValueError for other shapes or strides.
+    """Write new keys and values into the KV cache. Nothing is written for a slot of -1.
+
+    Args:
+        keys: ``[tokens, kv_heads, head size]``. Tokens and heads may be strided.
+        values: ``[tokens, kv_heads, head size]``. Tokens and heads may be strided.
+        slots: int64 ``[tokens]``.
+        key_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
+        value_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
+        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond its range are clamped. Other caches have none.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     tokens, kv_heads, size = keys.shape
     size_v = values.shape[2]
@@ -78,7 +88,7 @@ def _write(
     kv_heads, block_size, key_inverse_scale, value_inverse_scale,
     SIZE: tl.constexpr, SIZE_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of one token."""
+    """Write a few heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:

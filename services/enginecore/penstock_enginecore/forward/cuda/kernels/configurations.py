@@ -1,4 +1,4 @@
-"""How kernels are cut for a device and a shape, from ``tuned/*.json``: nothing is tuned while an engine serves."""
+"""Tile configurations of kernels by device and shape, from ``tuned/*.json``. Nothing is tuned while an engine serves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,27 @@ from penstock_enginecore.forward.cuda.kernel_api import Kind
 
 _TUNED = Path(__file__).with_name("tuned")
 MIN_BLOCK_SIZE = 16
-"""Tokens of a block of the KV cache: of smaller ones tables are long and copies short."""
+"""Smallest supported block of the KV cache, in tokens. Smaller blocks would need long tables and short copies."""
 INVARIANT_ROWS = 64
 INVARIANT_WARPS = 4
-"""So many rows are multiplied by so many warps where a row must have the same bits whatever is computed beside it: the fewest
-that ``wgmma`` takes. Tiles of 16 rows are multiplied by another instruction, which may round in another way.
+"""Rows and warps of batch-invariant products. 64 rows are the fewest that ``wgmma`` supports. Tiles of 16 rows would
+use another instruction, which may round differently.
 """
 _FLOAT32 = 4
 _ANY = "nvidia_h200"
-"""What other devices use as well, until they have a file."""
+"""Device whose file is used for devices without a file."""
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Heads of up to ``head_size`` numbers, a number of the cache in ``bytes``. A program takes ``piece`` keys, or a multiple,
-    ``block_n`` at a time, in ``warps`` warps that load ``stages`` tiles ahead.
+    """Decode attention for heads of up to ``head_size`` elements.
+
+    Attributes:
+        head_size: Largest head size.
+        bytes: Bytes of an element of the cache.
+        block_n: Keys per tile.
+        piece: A program computes this many keys, or a multiple.
+        warps: Warps of a program.
+        stages: Tiles that are loaded ahead.
     """
 
     head_size: int
@@ -37,7 +44,9 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same for tiles of ``block_m`` rows, a row a query's head, and ``block_n`` keys."""
+    """Prefill attention, as in ``Decode``, for tiles of ``block_m`` rows and ``block_n`` keys. A row is one head of one
+    query.
+    """
 
     head_size: int
     bytes: int
@@ -48,8 +57,10 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention over a latent of up to 512 numbers of ``bytes`` each, and 64 that turn: tiles of ``rows`` rows, a row a query's
-    head. Decodes take ``piece`` keys, or a multiple; else as ``Decode``.
+    """Attention over a latent of up to 512 elements, of ``bytes`` bytes each, plus 64 rotated elements.
+
+    A tile has ``rows`` rows, each one head of one query. Decodes take ``piece`` keys, or a multiple. Other fields are
+    as in ``Decode``.
     """
 
     rows: int
@@ -61,8 +72,10 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Up to ``rows`` rows times weights of ``bits`` per number: a program makes ``block_m`` rows of ``block_n`` features, of
-    ``block_k`` columns at a time (of 4 bits as many as the layout says), in ``warps`` warps that load ``stages`` tiles ahead.
+    """Product of up to ``rows`` rows with weights of ``bits`` bits per element.
+
+    A program computes ``block_m`` rows of ``block_n`` features, ``block_k`` columns at a time, in ``warps`` warps that
+    load ``stages`` tiles ahead. For 4-bit weights the layout determines the number of columns.
     """
 
     rows: int
@@ -75,8 +88,9 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Experts of up to ``rows`` rows each, on average, times weights of a ``kind``: as a ``Product``. Those of 4 bits take as
-    many columns at a time as their layout says, whatever ``block_k`` is.
+    """Products of experts with up to ``rows`` rows each on average, with weights of a ``kind``; see ``Product``.
+
+    For 4-bit weights the layout determines the number of columns, and ``block_k`` is ignored.
     """
 
     kind: Kind
@@ -89,8 +103,10 @@ class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Batch-invariant products with weights of up to ``features`` output features: what a row's sums depend on, and ``stages``.
-    How many rows a program takes is not tuned, since no sum may depend on it.
+    """Batch-invariant products with weights of up to ``features`` output features.
+
+    These fields determine the order of a row's sums, except ``stages``. The rows per program are not tuned, because no
+    sum may depend on them.
     """
 
     features: int
@@ -100,7 +116,7 @@ class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file. ``measured``: whether its numbers come from runs on the ``device``, or are estimates."""
+    """Contents of a file. ``measured`` tells whether its numbers were measured on the ``device`` or are estimates."""
 
     device: str
     measured: bool
@@ -117,7 +133,7 @@ _Tiles = TypeVar("_Tiles", Decode, Prefill)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Configurations of both kinds of attention."""
+    """Configurations of decode and prefill attention."""
 
     decode: Decode
     prefill: Prefill
@@ -125,8 +141,10 @@ class AttentionTiles:
 
 @dataclass(frozen=True, slots=True)
 class InvariantTiles:
-    """Of a batch-invariant product. ``block_m`` and ``warps`` go by the number of rows, 64 rows to each four warps; ``block_n``
-    and ``block_k``, and with them the order of every sum, by the weight alone.
+    """Configuration of a batch-invariant product.
+
+    ``block_m`` and ``warps`` depend on the number of rows, with 64 rows per four warps. ``block_n`` and ``block_k``
+    determine the order of every sum, so they depend only on the weight.
     """
 
     block_m: int
@@ -138,7 +156,7 @@ class InvariantTiles:
 
 @cache
 def load_tuned(device: str = "") -> Tuned:
-    """The file of a ``device``, by CUDA's name of it."""
+    """Return the configurations of a ``device``, by CUDA's name of it."""
     path = _TUNED / f"{device.lower().replace(' ', '_')}.json"
     path = path if path.is_file() else _TUNED / f"{_ANY}.json"
     return msgspec.json.decode(path.read_bytes(), type=Tuned)
@@ -146,15 +164,18 @@ def load_tuned(device: str = "") -> Tuned:
 
 @cache
 def attention_tiles(head_size: int, itemsize: int, device: str = "") -> AttentionTiles:
-    """For heads of ``head_size`` numbers, padded, in a cache of ``itemsize`` bytes per number. ValueError where none fits."""
+    """Return tiles for heads of ``head_size`` elements, padded, with ``itemsize`` bytes each. Raises ValueError if none
+    fit.
+    """
     tuned = load_tuned(device)
     return AttentionTiles(_fitting(tuned.decode, head_size, itemsize), _fitting(tuned.prefill, head_size, itemsize))
 
 
 @cache
 def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool = False) -> Latent:
-    """For up to ``rows`` rows beside one another, and numbers of ``itemsize`` bytes: the first that hold them, or the largest.
-    ``invariant``: the largest, for any number of rows.
+    """Return the first tiles that hold ``rows`` rows of elements with ``itemsize`` bytes, or the largest tiles.
+
+    With ``invariant``, the largest tiles are returned for any number of rows.
     """
     fit = [one for one in load_tuned(device).latent if one.bytes == itemsize]
     return fit[-1] if invariant else next((one for one in fit if rows <= one.rows), fit[-1])
@@ -162,8 +183,9 @@ def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool 
 
 @cache
 def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = False) -> Product:
-    """For ``rows`` rows and weights of ``bits`` per number: the first that is made for so many, or the largest. ``invariant``:
-    those whose sums have one order for any number of rows, see ``INVARIANT_ROWS``.
+    """Return the first tiles for ``rows`` rows and weights of ``bits`` bits per element, or the largest tiles.
+
+    With ``invariant``, the order of sums is the same for any number of rows, see ``INVARIANT_ROWS``.
     """
     fit = [one for one in load_tuned(device).products if one.bits == bits]
     if invariant:
@@ -174,7 +196,7 @@ def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = F
 
 @cache
 def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = False) -> ExpertTiles:
-    """For ``rows`` rows of each expert, on average, and weights of ``kind``, as ``product_tiles``."""
+    """Return tiles for ``rows`` rows per expert on average and weights of ``kind``, like ``product_tiles``."""
     fit = [one for one in load_tuned(device).experts if one.kind == kind]
     if invariant:
         one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
@@ -184,7 +206,9 @@ def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = F
 
 @cache
 def invariant_tiles(rows: int, out_features: int, itemsize: int, device: str = "") -> InvariantTiles:
-    """For ``rows`` rows of numbers of ``itemsize`` bytes times a weight of ``out_features``, see ``kernels/invariant.py``."""
+    """Return tiles for ``rows`` rows of ``itemsize``-byte elements times a weight of ``out_features``; see
+    ``kernels/invariant.py``.
+    """
     fit = load_tuned(device).invariant
     one = next((one for one in fit if out_features <= one.features), fit[-1])
     if itemsize == _FLOAT32:
@@ -193,7 +217,7 @@ def invariant_tiles(rows: int, out_features: int, itemsize: int, device: str = "
 
 
 def _rows_and_warps(rows: int) -> dict[str, int]:
-    """``block_m`` and ``warps``: each four warps multiply 64 rows, by the same instruction in both cases."""
+    """Return ``block_m`` and ``warps``. Every four warps multiply 64 rows, with the same instruction in both cases."""
     times = 1 if rows <= INVARIANT_ROWS else 2
     return {"block_m": times * INVARIANT_ROWS, "warps": times * INVARIANT_WARPS}
 
@@ -201,5 +225,5 @@ def _rows_and_warps(rows: int) -> dict[str, int]:
 def _fitting(kinds: Sequence[_Tiles], head_size: int, itemsize: int) -> _Tiles:
     fit = [one for one in kinds if one.bytes == itemsize and one.head_size >= head_size]
     if not fit:
-        raise ValueError(f"attention has no tiles for heads of {head_size} numbers of {itemsize} bytes")
+        raise ValueError(f"no attention tiles for heads of {head_size} elements of {itemsize} bytes")
     return min(fit, key=lambda one: one.head_size)

@@ -1,10 +1,10 @@
-"""Products whose sums have one order, whatever is computed beside them: a row has the same bits alone and among others.
+"""Batch-invariant products: sums have a fixed order, so a row is bit-identical alone and in a batch.
 
-A program takes all columns of its tile, ``BLOCK_K`` at a time from the first on, into one sum per output: no output is split
-among programs. ``BLOCK_N`` and ``BLOCK_K`` follow from the shape of the weight. Of rows a program takes 64 for each four of its
-warps, which multiply them by one instruction, ``wgmma.m64n{BLOCK_N}k16`` of 16-bit numbers, however many such fours there are.
-Fixed tiles in place of those that a library chooses by the size of a batch: Thinking Machines, "Defeating Nondeterminism in LLM
-Inference" (2025).
+A program adds up all columns of its tile, ``BLOCK_K`` at a time in order, into one sum per output. No output is split
+among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape of the weight. A program has 64 rows per four
+warps. For 16-bit elements these warps always use the instruction ``wgmma.m64n{BLOCK_N}k16``, for any number of warps.
+Libraries choose tiles by the batch size instead. Source of the idea: Thinking Machines, "Defeating Nondeterminism in
+LLM Inference" (2025).
 """
 
 import torch
@@ -14,18 +14,23 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernels.attention import find
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
 
-# Which rows are whose, where each expert has some: they follow one another, and the device alone knows where each one's end.
+# Assignment of rows to experts. The rows of experts follow one another, and only the device knows where each expert's
+# rows end.
 
 
 def grid_rows(rows: int, experts: int, block_m: int) -> int:
-    """The most tiles of ``block_m`` rows that there can be: a tile has a row at least, of each expert one at most is not full."""
+    """Return the maximum number of tiles of ``block_m`` rows. Each tile has at least one row, and each expert at most
+    one partial tile.
+    """
     return min(rows, rows // block_m + experts)
 
 
 @triton.jit
 def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Whether there is this ``tile`` of ``BLOCK_M`` rows of one expert; the expert, where the tile's rows begin and the expert's
-    end. ``ends`` int32 ``[experts]``: where those of each do.
+    """Find the rows of a ``tile`` of ``BLOCK_M`` rows of one expert.
+
+    ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, its expert, its
+    first row and the end of the expert's rows.
     """
     indices = tl.arange(0, EXPERTS)
     known = indices < experts
@@ -44,8 +49,17 @@ _BLOCK = 1024
 def invariant_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
 ) -> None:
-    """``x`` ``[rows, in_features]`` times ``weight`` ``[out_features, in_features]``, with the ``bias`` where there is one, times
-    ``scale``, into ``out`` ``[rows, out_features]``. All contiguous. Summed in float32. ValueError for other shapes or strides.
+    """Multiply ``x`` by ``weight``, add ``bias`` if given, and multiply by ``scale``. Sums are float32.
+
+    Args:
+        x: ``[rows, in_features]``, contiguous like all tensors.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]``, or None.
+        scale: Factor of the result.
+        out: ``[rows, out_features]``.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if weight.shape[1] != in_features or out.shape != (rows, out_features):
@@ -70,10 +84,19 @@ def invariant_grouped_product(
     *,
     transposed: bool = False,
 ) -> None:
-    """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part of
-    ``weight`` ``[experts, out_features, in_features]``, of ``transposed`` ones ``[experts, in_features, out_features]``, with its
-    part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``. Rows behind the last end stay as they
-    are. All contiguous. Summed in float32. ValueError for other shapes or strides.
+    """Multiply each expert's rows of ``x`` by its weight and add its bias. Sums are float32. Rows after the last end
+    are unchanged.
+
+    Args:
+        x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
+        weight: ``[experts, out_features, in_features]``, or ``[experts, in_features, out_features]`` if ``transposed``.
+        bias: ``[experts, out_features]``, or None.
+        ends: int32 ``[experts]``, the end of each expert's rows.
+        out: ``[rows, out_features]``.
+        transposed: The last two dimensions of ``weight`` are swapped.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     (rows, in_features), experts = x.shape, len(weight)
     out_features = weight.shape[2 if transposed else 1]
@@ -96,9 +119,18 @@ def invariant_grouped_product(
 def weighted_sum(
     x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor, *, renormalize: bool
 ) -> None:
-    """Rows ``places`` int64 ``[tokens, top_k]`` of ``x`` ``[rows, width]``, each times its weight and ``scale``, summed in their
-    order into ``out`` ``[tokens, width]``. ``weights`` float32 ``[tokens, top_k]``, divided by their sum if ``renormalize``. All
-    contiguous. ValueError for other shapes or strides.
+    """Sum each token's rows of ``x``, multiplied by their weights and ``scale``, in their order.
+
+    Args:
+        x: ``[rows, width]``. All tensors are contiguous.
+        places: int64 ``[tokens, top_k]``, rows of each token.
+        weights: float32 ``[tokens, top_k]``.
+        scale: Factor of the result.
+        out: ``[tokens, width]``.
+        renormalize: Divide each token's weights by their sum.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     tokens, top_k = weights.shape
     width = x.shape[1]
@@ -129,8 +161,10 @@ def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict
 
 @triton.jit
 def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows from ``begin`` on, the ``nth`` features, the features that are read, and where the rows of ``x`` begin. What is behind
-    the last row or feature is computed on the last one's numbers, and not stored.
+    """Return the rows from ``begin`` on, the ``nth`` features, the features to read, and the addresses of the rows of
+    ``x``.
+
+    Rows and features after the last one read the last one's elements, and their results are not stored.
     """
     m = begin + tl.arange(0, BLOCK_M)
     n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -139,7 +173,7 @@ def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def store(total, bias, scale, n_read, out, m, end, n, out_features):
-    """Add the ``bias`` where there is one, and write what belongs to rows before ``end``, times ``scale``."""
+    """Add the ``bias`` if given, multiply by ``scale``, and write rows before ``end``."""
     if bias is not None:
         total += tl.load(bias + n_read).to(tl.float32)[None, :]
     inside = (m[:, None] < end) & (n[None, :] < out_features)
@@ -152,8 +186,10 @@ def _sums(
     x_rows, weight_columns, in_features, weight_stride,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums: from where its rows begin ``[BLOCK_M]`` and its features do ``[1, BLOCK_N]``, whose numbers are
-    ``weight_stride`` apart.
+    """Return a tile's sums. ``x_rows`` ``[BLOCK_M]`` and ``weight_columns`` ``[1, BLOCK_N]`` are addresses of rows and
+    features.
+
+    ``weight_stride`` is the distance between a feature's elements.
     """
     k = tl.arange(0, BLOCK_K)
     x_tile = x_rows[:, None] + k[None, :]
@@ -176,7 +212,7 @@ def product_tiles(
     x, weight, bias, out, rows, out_features, in_features, scale,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program makes a tile of ``out``; programs that follow one another share features, which are then read once."""
+    """Compute a tile of ``out``. Consecutive programs share features, so these are read once."""
     begin = tl.program_id(0) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features
@@ -190,7 +226,7 @@ def grouped_tiles(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A program makes a tile of one expert's rows, if there is one for it."""
+    """Compute a tile of one expert's rows, if the program has one."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
         m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
@@ -210,7 +246,7 @@ def grouped_tiles(
 def weighted_rows(
     x, places, weights, out, width, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A part of the row of one token."""
+    """Compute a part of one token's row."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -1,7 +1,7 @@
-"""Attention over a latent cache (MLA): one vector per token is key and value of all heads, its rotary part key alone.
+"""Attention over a latent cache (MLA). One vector per token is key and value of all heads; its rotary part is only key.
 
-Queries have been brought to the latent's space, and outputs leave it behind this: the latent is read once for all heads of a
-program, as in DeepSeek-V2 (2024). Decodes are cut into pieces of the keys, and merged, as those of ``attention_decode``.
+Queries are already in the latent's space, and outputs are projected from it afterwards. A program reads the latent once
+for all its heads, as in DeepSeek-V2 (2024). Keys of decodes are split into pieces and merged, as in ``attention.py``.
 """
 
 from typing import Any
@@ -21,12 +21,13 @@ from penstock_enginecore.forward.cuda.kernels.attention import (
 )
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, latent_tiles
 
-# What stands around the products of latent attention (MLA): from a token's compressed numbers to its queries' and to the cache.
+# Operations around the products of latent attention (MLA), from a token's compressed elements to its queries and to the
+# cache.
 #
-# A token's keys and values are one latent vector and a rotary part that all heads share: these are cached, and nothing else.
+# The cache holds one latent vector per token and a rotary part that all heads share.
 
 _HEADS = 4
-"""Heads of a program."""
+"""Heads per program."""
 
 
 def latent_prologue(
@@ -41,13 +42,24 @@ def latent_prologue(
     *,
     interleaved: bool,
 ) -> None:
-    """From rows of ``product`` ``[tokens, query numbers + latent + rotary size]``, with ``bias``: norm queries of low rank, where
-    there are ``low`` ones ``[tokens, rank]`` to write them to, and the latent (``norms``: of these), turn the rotary part by
-    ``positions`` (int32 ``[tokens]``), and write latent and rotary part to ``slots`` (int64 ``[tokens]``) of ``cache`` ``[blocks,
-    1, block_size, latent + rotary size]``. Nothing is written for a slot of -1.
+    """Norm low-rank queries and the latent, rotate the rotary part, and write latent and rotary part into the cache.
 
-    ``interleaved``: numbers 2i and 2i + 1 turn together; they are cached as if i and i + half did. Blocks of the cache may lie
-    apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
+    Computed in float32. Nothing is written for a slot of -1. Blocks of the cache may be strided; other tensors are
+    contiguous.
+
+    Args:
+        product: ``[tokens, query elements + latent + rotary size]``.
+        bias: Bias of the product, or None.
+        norms: Norms of low-rank queries and of the latent. The first is None without low-rank queries.
+        rotary: Cosines and sines.
+        positions: int32 ``[tokens]``.
+        slots: int64 ``[tokens]``, slots of the cache.
+        cache: ``[blocks, 1, block_size, latent + rotary size]``.
+        low: ``[tokens, rank]``, receives low-rank queries, or None.
+        interleaved: Elements 2i and 2i + 1 are rotated together. The cache stores them at i and i + half.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     (tokens, width), (_, _, block_size, size) = product.shape, cache.shape
     half, latent = rotary.cosines.shape[1], norms[1].weight.shape[0]
@@ -82,9 +94,11 @@ def turn_queries(
     *,
     interleaved: bool,
 ) -> None:
-    """Turn the last numbers of each head of ``product`` ``[tokens, heads, head size]``, whose tokens may lie apart, by
-    ``positions``, as ``latent_prologue`` does, and write them behind the latent of ``query`` ``[tokens, heads, latent + rotary
-    size]``. Nothing is written for a slot of -1. ValueError for other shapes or strides.
+    """Rotate the last elements of each query head and write them after the latent part of ``query``; see
+    ``latent_prologue``.
+
+    ``product`` is ``[tokens, heads, head size]``, where tokens may be strided. ``query`` is ``[tokens, heads, latent +
+    rotary size]``. Nothing is written for a slot of -1. Raises ValueError for other shapes or strides.
     """
     (tokens, heads, size), half = product.shape, rotary.cosines.shape[1]
     if query.shape[:2] != (tokens, heads) or min(size, query.shape[2]) < 2 * half:
@@ -190,14 +204,14 @@ def _turn_queries(
 
 
 MAX_LATENT, MAX_ROTARY = 512, 64
-"""Numbers that tiles have room for."""
+"""Largest latent and rotary size that tiles hold."""
 _PIECES = 512
-"""Pieces of all heads that a decode is cut into at most: what they leave has memory for the most requests."""
+"""Maximum number of pieces of a decode, over all heads. It limits the scratch memory."""
 _MERGED_AT_ONCE = 16
 
 
 def latent_pieces(heads: int) -> int:
-    """The most pieces that the keys of a decode are cut into."""
+    """Return the maximum number of pieces of a decode's keys."""
     return max(1, _PIECES // int(triton.next_power_of_2(heads)))
 
 
@@ -211,10 +225,19 @@ def attend_latent(
     *,
     invariant: bool = False,
 ) -> None:
-    """Causal attention of ``query`` ``[tokens, heads, latent + rotary size]`` over ``cache`` ``[blocks, 1, block_size, latent +
-    rotary size]`` into ``out`` ``[tokens, heads, latent]``; rows of padding stay as they are. ``scratch``: of ``latent_pieces``.
-    ``invariant``: decodes, too, are tiles of queries. ValueError for tensors that are not laid out, or aligned, as kernels read
-    them.
+    """Compute causal attention over the latent cache. Padding rows of ``out`` are unchanged.
+
+    Args:
+        query: ``[tokens, heads, latent + rotary size]``.
+        cache: ``[blocks, 1, block_size, latent + rotary size]``.
+        group: Positions of the step's tokens.
+        scaling: Factor of the scores.
+        out: ``[tokens, heads, latent]``.
+        scratch: Memory for intermediate results of ``latent_pieces`` pieces.
+        invariant: Compute decodes as tiles of queries too.
+
+    Raises:
+        ValueError: Layout or alignment of a tensor is not supported.
     """
     _check(query, cache, out, group, scratch)
     heads, requests = query.shape[1], len(group.seq_lens)
@@ -230,7 +253,7 @@ def attend_latent(
             HEADS=heads, SIZE_V=out.shape[2], PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0,
             ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
-    # Tiles of prompts are as large as there are; those of few heads hold several queries.
+    # Prompts use the largest tiles. With few heads, a tile holds several queries.
     tiles = latent_tiles(1 << 30, cache.element_size(), invariant=invariant)
     queries = tiles.rows // min(rows, tiles.rows)
     items = len(query) // queries + requests
@@ -249,7 +272,7 @@ def _launch(
     *,
     fewest: int,
 ) -> None:
-    """``items``: the most that there can be for each tile of heads."""
+    """Launch the kernel. ``items`` is the maximum number of items per tile of heads."""
     heads, latent, requests = query.shape[1], out.shape[2], len(group.seq_lens)
     head_rows = min(int(triton.next_power_of_2(heads)), tiles.rows)
     constants: dict[str, Any] = {
@@ -274,19 +297,22 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
         raise ValueError(f"queries {list(query.shape)} over a cache {list(cache.shape)} into {list(out.shape)}")
     if out.shape[2] > MAX_LATENT or size - out.shape[2] > MAX_ROTARY:
         raise ValueError(
-            f"a latent of {out.shape[2]} numbers, and {size - out.shape[2]} that turn: {MAX_LATENT} and {MAX_ROTARY} are the most"
+            f"a latent of {out.shape[2]} elements with {size - out.shape[2]} rotated elements is too large; at "
+            f"most {MAX_LATENT} and {MAX_ROTARY} are supported"
         )
     if not (query.is_contiguous() and out.is_contiguous() and cache[0].is_contiguous()):
-        raise ValueError("queries, outputs and blocks of the cache of attention are contiguous")
+        raise ValueError("queries, outputs and blocks of the cache of attention must be contiguous")
     if cache.shape[2] < MIN_BLOCK_SIZE:
         raise ValueError(
-            f"attention in Triton takes blocks of {MIN_BLOCK_SIZE} tokens or more, not of {cache.shape[2]}"
+            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but they have {cache.shape[2]}"
         )
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
-        raise ValueError(f"the cache begins at {cache.data_ptr()}, blocks {cache.stride(0)} apart: not multiples of 16")
+        raise ValueError(
+            f"the address {cache.data_ptr()} and block stride {cache.stride(0)} of the cache must be multiples of 16"
+        )
     requests, pieces, of_heads = scratch.largest.shape
     if requests < len(group.seq_lens) or (pieces, of_heads) != (latent_pieces(heads), heads):
-        raise ValueError(f"the scratch is for {requests} requests of {of_heads} heads")
+        raise ValueError(f"the scratch memory is too small: it holds {requests} requests of {of_heads} heads")
 
 
 @triton.jit
@@ -294,7 +320,9 @@ def load_latents(
     cache, table, stride, positions, there,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """``SIZE`` numbers from ``FIRST`` on of the rows ``positions``: zeros where nothing is ``there``, and beyond ``SIZE``."""
+    """Load ``SIZE`` elements, starting at ``FIRST``, of the rows ``positions``. Masked rows and columns beyond ``SIZE``
+    are zeros.
+    """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     rows = blocks * stride + positions % BLOCK_SIZE * WIDTH + FIRST
     numbers = tl.arange(0, PADDED)
@@ -310,8 +338,10 @@ def latent_attention(
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``ROWS`` rows, of which row i is query ``i // HEAD_ROWS`` and one of ``HEAD_ROWS`` heads. Of requests with
-    ``FEWEST`` new tokens or more; 0: pieces of the keys of those with one, whose statistics and sums are left for their merge.
+    """Compute tiles of ``ROWS`` rows, for requests with at least ``FEWEST`` new tokens.
+
+    Row i is query ``i // HEAD_ROWS`` and one of ``HEAD_ROWS`` heads. If ``FEWEST`` is 0, the tiles are pieces of the
+    keys of requests with one new token, and their statistics and sums are stored for the merge.
     """
     WIDTH: tl.constexpr = LATENT + ROTARY
     QUERIES: tl.constexpr = ROWS // HEAD_ROWS
@@ -331,7 +361,7 @@ def latent_attention(
     numbers = tl.arange(0, PADDED)
     turned = tl.arange(0, PADDED_ROTARY)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item = num_items - 1 - nth  # the last tiles of a prompt see the most keys: they begin first
+        item = num_items - 1 - nth  # the last tiles of a prompt have the most keys, so they start first
         request, part = find(counts, upto, requests, item // HEAD_TILES)
         first_query = tl.load(query_start_loc + request)
         num_queries = tl.load(query_start_loc + request + 1) - first_query
@@ -370,7 +400,7 @@ def latent_attention(
             k = load_latents(cache, table, stride, positions, seen, BLOCK_SIZE, WIDTH, LATENT, ROTARY, PADDED_ROTARY)
             dots = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
             dots = tl.dot(q_turned, tl.trans(k), dots, input_precision=PRECISION) * scaling
-            # Of rows that are stored this leaves out what is not there too: pieces are multiples of BLOCK_N.
+            # For rows that are stored, this also masks keys after the end, because pieces are multiples of BLOCK_N.
             weighed = tl.where(positions[None, :] <= at[:, None], dots * 1.4426950408889634, float("-inf"))
             largest, total, sums = accumulate(weighed, largest, total, sums, latent, PRECISION)
         inside = mine[:, None] & (numbers < LATENT)[None, :]
@@ -380,7 +410,7 @@ def latent_attention(
             tl.store(total_out + place, total, mask=mine)
             tl.store(sums_out + place[:, None] * LATENT + numbers[None, :], sums, mask=inside)
         else:
-            # Read again, so that places need no registers while keys are taken.
+            # Load the position again here. Otherwise it would occupy registers during the loop over keys.
             place = (tl.load(query_start_loc + request, volatile=True) + queries).to(tl.int64) * HEADS + heads
             result = sums / tl.where(mine, total, 1.0)[:, None]
             tl.store(out + place[:, None] * LATENT + numbers[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""RMSNorm, with the add of the residual stream before it: one program per token."""
+"""RMSNorm with the preceding residual addition. One program computes one token."""
 
 import torch
 import triton
@@ -10,16 +10,21 @@ _NUMBERS_PER_WARP = 512
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-    """Where there is a ``residual`` add ``x`` to it, in its place and rounded to its dtype; write the norm of the sum, or of
-    ``x``, times ``weight + offset`` to ``out``. All contiguous ``[tokens, hidden size]``; ``out`` shares no memory with the
-    others. Computed in float32. ValueError for other shapes or strides.
+    """Add ``x`` to ``residual`` in place, if given, and write the norm of the sum, times ``weight + offset``, to
+    ``out``.
+
+    Without a ``residual``, the norm of ``x`` is written. The computation is float32; the sum is rounded to the
+    residual's dtype. All tensors are contiguous ``[tokens, hidden size]``, and ``out`` shares no memory with the
+    others. Raises ValueError for other shapes or strides.
     """
     for tensor in (x, out) if residual is None else (x, residual, out):
         if tensor.shape != x.shape or x.dim() != 2 or not tensor.is_contiguous():
-            raise ValueError(f"{list(tensor.shape)} beside {list(x.shape)}: norms take contiguous tensors of one shape")
+            raise ValueError(
+                f"norms need contiguous tensors of one shape, but got {list(tensor.shape)} and {list(x.shape)}"
+            )
     tokens, width = x.shape
     if norm.weight.shape != (width,):
-        raise ValueError(f"the norm's weight is {list(norm.weight.shape)}, the hidden size {width}")
+        raise ValueError(f"the norm's weight has shape {list(norm.weight.shape)}, but the hidden size is {width}")
     if not tokens:
         return
     block = triton.next_power_of_2(width)
@@ -37,7 +42,7 @@ def _add_rms_norm(x, residual, weight, out, width, eps, offset, ADDS: tl.constex
     value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
-        # What is normed is what later layers find: the sum as the stream's dtype holds it.
+        # Norm the sum after rounding to the residual's dtype, because later layers read that value.
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual + start + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)

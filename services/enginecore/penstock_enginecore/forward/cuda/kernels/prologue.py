@@ -1,5 +1,7 @@
-"""What stands between the product with the merged weights of queries, keys and values, and attention: biases, norms of heads,
-rotary positions, and the write into the KV cache. One launch; a program works on a few heads of one token.
+"""Operations between the merged product of queries, keys and values, and attention.
+
+One launch adds biases, norms heads, applies rotary positions and writes the KV cache. A program computes a few heads of
+one token.
 """
 
 import torch
@@ -11,7 +13,7 @@ from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.kernels.cache import rounded
 
 _HEADS = 4
-"""Heads of a program."""
+"""Heads per program."""
 
 
 def prologue(
@@ -26,13 +28,26 @@ def prologue(
     query: torch.Tensor,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """From the product ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head size]``: add ``bias``, norm each query and key head
-    (``norms``: of queries and of keys), turn them by their ``positions`` (int32 ``[tokens]``), write keys and values to ``slots``
-    (int64 ``[tokens]``) of ``keys`` and ``values`` ``[blocks, kv_heads, block_size, head size]`` and the queries to ``query``
-    ``[tokens, heads, head size]``. Nothing at all is written for a token whose slot is -1.
+    """Add biases, norm heads, apply rotary positions, and write keys and values into the cache and queries to
+    ``query``.
 
-    ``scales``: a cache of float8_e4m3fn holds numbers divided by them, those beyond its range as its largest; other caches take
-    none. Blocks of the cache may lie apart; all else is contiguous. Computed in float32. ValueError for other shapes or strides.
+    Computed in float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided; other
+    tensors are contiguous.
+
+    Args:
+        qkv: ``[tokens, (heads + 2 * kv_heads) * head size]``, the merged product.
+        bias: Bias of the product, or None.
+        norms: Norms of query heads and key heads, or None.
+        rotary: Cosines and sines.
+        positions: int32 ``[tokens]``.
+        slots: int64 ``[tokens]``, slots of the cache.
+        keys: ``[blocks, kv_heads, block_size, head size]``, the cache.
+        values: ``[blocks, kv_heads, block_size, head size]``, the cache.
+        query: ``[tokens, heads, head size]``, receives the queries.
+        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond its range are clamped. Other caches have none.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
     """
     tokens, num_heads, size = query.shape
     num_kv_heads, block_size = keys.shape[1:3]
@@ -89,7 +104,7 @@ def _check_strides(whole: tuple[torch.Tensor, ...], caches: tuple[torch.Tensor, 
 
 @triton.jit
 def _load(qkv, bias, heads, columns, inside, token, width, SIZE: tl.constexpr, BIAS: tl.constexpr):
-    """``columns`` of ``heads``, with their bias, float32 ``[heads, columns]``."""
+    """Return ``columns`` of ``heads``, with their bias, float32 ``[heads, columns]``."""
     offsets = heads[:, None] * SIZE + columns[None, :]
     value = tl.load(qkv + token * width + offsets, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -123,7 +138,7 @@ def _prologue(
     query_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     is_query = group < query_groups
     is_value = group >= query_groups + kv_groups
-    # The first head of each kind in the product, and heads counted within their kind.
+    # First head of the kind in the product, and the program's heads, counted within their kind.
     first = tl.where(is_query, 0, num_heads + tl.where(is_value, num_kv_heads, 0))
     group -= tl.where(is_query, 0, query_groups + tl.where(is_value, kv_groups, 0))
     heads = group * HEADS + tl.arange(0, HEADS)
@@ -150,7 +165,7 @@ def _prologue(
             other *= scale * _factor(weight, other_columns, offset, SIZE)
             if REST_BLOCK > 0:
                 rest *= scale * _factor(weight, rest_columns, offset, SIZE)
-    # Values do not turn.
+    # Values are not rotated.
     at = tl.load(positions + token).to(tl.int64) * HALF + turned
     turns = (turned < HALF) & (not is_value)
     cosine = tl.load(cosines + at, mask=turns, other=1.0)[None, :]

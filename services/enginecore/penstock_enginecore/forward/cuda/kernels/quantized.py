@@ -1,7 +1,7 @@
-"""Products with weights that stay quantized, of linear layers and of experts: 8-bit floats, 4-bit integers and MXFP4.
+"""Products with quantized weights of linear layers and experts: 8-bit floats, 4-bit integers and MXFP4.
 
-Numbers are multiplied in the dtype of what they are multiplied with, which holds each of them exactly, and sums by their scales.
-So weights alone are read in few bits: what a step of few rows takes its time for.
+Weights are converted to the dtype of the activations, which represents each of them exactly, and sums are multiplied by
+the scales. So only the weights are read in few bits, which determine the time of steps with few rows.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from penstock_enginecore.forward.cuda.kernels.invariant import find_rows, grid_r
 
 _BITS = {"float8": 8, "int4": 4}
 _MIN_WIDTH = 16
-"""Columns that a tile has at least, and half of one of 4 bits."""
+"""Smallest number of columns of a tile, and of half a 4-bit tile."""
 
 
 def quantized_product(
@@ -33,18 +33,29 @@ def quantized_product(
     *,
     invariant: bool = False,
 ) -> None:
-    """``x`` ``[rows, in_features]`` times ``weight``, with the ``bias`` where there is one, times ``scale``, into ``out``
-    ``[rows, out_features]``. All contiguous. Summed in float32, block of columns by block; if ``invariant`` in one order for any
-    number of rows. ValueError for other shapes, strides, and for blocks that tiles of columns do not divide.
+    """Multiply ``x`` by ``weight``, add ``bias`` if given, and multiply by ``scale``. Sums are float32, one block of
+    columns after another.
+
+    Args:
+        x: ``[rows, in_features]``. All tensors are contiguous.
+        weight: The quantized weight.
+        bias: ``[out_features]``, or None.
+        scale: Factor of the result.
+        out: ``[rows, out_features]``.
+        invariant: Use one order of sums for any number of rows.
+
+    Raises:
+        ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
     """
     (rows, in_features), out_features = x.shape, weight.numbers.shape[0]
     blocks = triton.cdiv(in_features, weight.width)
     if weight.in_features != in_features or {part.shape for part in weight.tensors[1:]} != {(blocks, out_features)}:
         shapes = " and ".join(str(list(part.shape)) for part in weight.tensors)
-        raise ValueError(f"a weight of {shapes} for rows of {in_features} numbers")
+        raise ValueError(f"a weight with tensors of shape {shapes} does not fit rows of {in_features} elements")
     if out.shape != (rows, out_features) or not all(part.is_contiguous() for part in (x, out, *weight.tensors)):
         raise ValueError(
-            f"an output of {list(out.shape)} for {rows} rows of {out_features} numbers, or strides between"
+            f"an output of {list(out.shape)} does not fit {rows} rows of {out_features} elements, or tensors are "
+            "not contiguous"
         )
     tiles = product_tiles(rows, _BITS[weight.kind], invariant=invariant)
     constants = _constants(weight, tiles)
@@ -65,10 +76,19 @@ def quantized_grouped_product(
     *,
     invariant: bool = False,
 ) -> None:
-    """Each expert's rows of ``x`` ``[rows, in_features]``, which end where ``ends`` int32 ``[experts]`` says, times its part of
-    ``weight``, with its part of ``bias`` ``[experts, out_features]``, into ``out`` ``[rows, out_features]``. Rows behind the last
-    end stay as they are. All contiguous. Summed in float32; if ``invariant`` in one order for any number of rows. ValueError for
-    other shapes, strides, and for blocks that tiles of columns do not divide.
+    """Multiply each expert's rows of ``x`` by its weight and add its bias. Sums are float32. Rows after the last end
+    are unchanged.
+
+    Args:
+        x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
+        weight: The quantized weight of all experts.
+        bias: ``[experts, out_features]``, or None.
+        ends: int32 ``[experts]``, the end of each expert's rows.
+        out: ``[rows, out_features]``.
+        invariant: Use one order of sums for any number of rows.
+
+    Raises:
+        ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
     """
     (rows, in_features), (experts, out_features) = x.shape, weight.numbers.shape[:2]
     if weight.in_features != in_features or out.shape != (rows, out_features):
@@ -104,7 +124,9 @@ def _zeros_and_scales(weight: StackedWeight) -> tuple[torch.Tensor | None, torch
 
 
 def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str, Any]:
-    """What a kernel is compiled for. ValueError for blocks that tiles of columns do not divide."""
+    """Return the constants for which a kernel is compiled. Raises ValueError if tiles of columns do not divide the
+    blocks.
+    """
     columns, width, half, block_k = weight.in_features, weight.width, 0, tiles.block_k
     if isinstance(weight, Float8Weight):
         width = width if width < columns else 0
@@ -129,7 +151,7 @@ def quantized_tiles(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program makes a tile of ``out``."""
+    """Compute a tile of ``out``."""
     begin = tl.program_id(1) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(0), out_features, in_features, BLOCK_M, BLOCK_N)
     total = _sums(
@@ -145,7 +167,7 @@ def quantized_experts(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program makes a tile of one expert's rows, if there is one for it."""
+    """Compute a tile of one expert's rows, if the program has one."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
         m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
@@ -169,8 +191,10 @@ def _sums(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of products of rows, which begin at ``x_rows``, and the rows ``n_read`` of a weight. ``WIDTH``: columns of a block
-    of scales, 0 for one of all columns; ``EVEN``: tiles end where columns do.
+    """Return a tile of products of rows at ``x_rows`` and the rows ``n_read`` of a weight.
+
+    ``WIDTH`` is the number of columns of a scales block, or 0 for one block. ``EVEN`` means that the last tile of
+    columns is full.
     """
     if KIND == "float8":
         total = _float8_sums(
@@ -251,15 +275,15 @@ def _int4_sums(
     return total
 
 
-# Sums with MXFP4 weights: 4-bit floats, a power of two for each 32 of them. A tile is dequantized as it is read, to the numbers
-# that the weight has where it is dequantized at load, rounded as there.
+# Sums with MXFP4 weights: 4-bit floats with one power of two per 32 elements. Tiles are dequantized when they are read,
+# with the same rounding as weights that are dequantized at load.
 
 
 @triton.jit
 def e2m1(codes):
-    """What the lower 4 bits of uint8 ``codes`` mean, float32: a sign, two bits of exponent, one of mantissa."""
+    """Decode the lower 4 bits of uint8 ``codes`` to float32: one sign bit, two exponent bits, one mantissa bit."""
     magnitudes = (codes & 7).to(tl.int32)
-    normal = ((magnitudes << 22) + 0x3F000000).to(tl.float32, bitcast=True)  # an exponent of 0 stands for 2 ** -1 here
+    normal = ((magnitudes << 22) + 0x3F000000).to(tl.float32, bitcast=True)  # an exponent of 0 means 2 ** -1 here
     values = tl.where(magnitudes > 1, normal, magnitudes.to(tl.float32) * 0.5)
     return tl.where((codes & 8) != 0, -values, values)
 
@@ -289,5 +313,7 @@ def _mxfp4_sums(
 
 @triton.jit
 def _power(exponent):
-    """``2 ** (exponent - 127)`` of uint8, float32; 0 for an exponent of 0, of which no float32 that devices keep is made."""
+    """Return ``2 ** (exponent - 127)`` of uint8 as float32. An exponent of 0 gives 0, because devices flush such
+    float32 values to zero.
+    """
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -1,12 +1,14 @@
-"""From logits to tokens on the device, with the outcomes of ``sample.sampler``: a token is a function of its row, its settings,
-its seed and its output index.
+"""Sampling on the device, with the results of ``sample.sampler``. A token depends only on its row, settings, seed and
+output index.
 
-Equal to the CPU's bit for bit: the token of a greedy row (the first that is largest, NaN largest of all), the random number,
-and the distances of logits below the peak, by the same two roundings to float32; so min_p and top_k keep the same tokens, ties
-included. Equal up to rounding: weights, each exp(-distance) in float64 rounded to float32, where a CPU's exp may be off in the
-last place; and sums of weights, float64 in another order. So where a boundary of the cumulative distribution is nearer than that
-to what is looked for, about 1e-7 of the whole, top_p may keep a token more or less, and the draw be another token. A token of no
-weight is never drawn, and the sums' order is fixed: the same inputs give the same token again.
+Some values are bit-identical to the CPU's: the token of a greedy row, the random number, and the distances of logits
+below the peak. A greedy row takes the first largest logit, and NaN counts as largest. Distances use the same two
+roundings to float32. So min_p and top_k keep the same tokens, including ties.
+
+Other values are equal up to rounding. Weights are exp(-distance) in float64, rounded to float32; a CPU's exp may differ
+in the last digit. Sums of weights are float64 in another order. So if a boundary of the cumulative distribution is
+within about 1e-7 of the target, top_p may keep one token more or less, and the sampled token may differ. Tokens of
+weight 0 are never sampled. The order of sums is fixed, so the same inputs always give the same token.
 """
 
 import torch
@@ -16,15 +18,17 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 
 _PART = 4096
-"""Tokens of a program that looks for peaks, or sums weights, at most."""
+"""Maximum number of tokens per program that finds peaks or sums weights."""
 _SUMMED = 256
-"""Tokens whose weights are summed before single ones are looked at."""
+"""Tokens whose weights are summed before single tokens are searched."""
 _FILTERED = 1024
-"""Tokens that a program which filters looks at in one go."""
+"""Tokens that a filtering program reads at a time."""
 
 
 class TokenSampler:
-    """From logits to tokens on the device, for up to ``max_rows`` rows of ``vocab`` logits. Its memory never moves."""
+    """Samples tokens from logits on the device, for up to ``max_rows`` rows of ``vocab`` logits. Its memory never
+    moves.
+    """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -47,21 +51,26 @@ class TokenSampler:
         *,
         filtered: bool,
     ) -> None:
-        """Write the token of each row of ``logits`` ``[rows, vocab]``, contiguous and of any float dtype, to ``token_ids`` int32
-        ``[rows]``, its largest logit to ``peaks`` float32 ``[rows]``, and how many of its logits are NaN or infinity to
-        ``num_nans`` int32 ``[rows]``. Rows whose peak is not finite are greedy, and all where there are no ``draws``.
-        ``filtered``: whether any row has min_p, top_k or top_p; these are not looked at otherwise.
+        """Sample a token from each row of ``logits``, in two launches, four with random rows, or five with filters.
 
-        Two launches, four where rows are drawn, five where some are filtered. ValueError for other shapes, or more rows than
-        there is memory for.
+        Args:
+            logits: ``[rows, vocab]``, contiguous, of any float dtype.
+            draws: Sampling parameters, or None if all rows are greedy. Rows with a non-finite peak are always greedy.
+            token_ids: int32 ``[rows]``, receives the tokens.
+            peaks: float32 ``[rows]``, receives the largest logits.
+            num_nans: int32 ``[rows]``, receives the counts of logits that are NaN or infinity. A peak of -infinity counts too.
+            filtered: Some rows have min_p, top_k or top_p. If false, these are ignored.
+
+        Raises:
+            ValueError: Shapes are not supported, or there are more than ``max_rows`` rows.
         """
         rows = len(logits)
         if logits.shape[1:] != (self._vocab,) or rows > len(self._limits) or not logits.is_contiguous():
             room = f"{len(self._limits)} contiguous rows of {self._vocab}"
-            raise ValueError(f"logits of {list(logits.shape)} in place of up to {room}")
+            raise ValueError(f"logits have shape {list(logits.shape)}; there is memory for {room}")
         if not token_ids.shape == peaks.shape == num_nans.shape == (rows,):
             shapes = f"{list(token_ids.shape)} tokens, {list(peaks.shape)} peaks and {list(num_nans.shape)} counts"
-            raise ValueError(f"{rows} rows for {shapes}")
+            raise ValueError(f"{rows} rows do not match {shapes}")
         if not rows:
             return
         of_parts = (self._part_peaks, self._part_columns, self._part_nans)
@@ -73,7 +82,7 @@ class TokenSampler:
     def _draw(
         self, logits: torch.Tensor, draws: Draws, token_ids: torch.Tensor, peaks: torch.Tensor, *, filtered: bool
     ) -> None:
-        """The tokens of rows with a temperature, over those of their peaks."""
+        """Sample the tokens of rows with a temperature, replacing their greedy tokens."""
         rows = len(logits)
         if filtered:
             of_filters = (draws.max_distance, draws.top_k, draws.top_p)
@@ -94,7 +103,7 @@ class TokenSampler:
 
 @triton.jit
 def _first_largest(value, columns, inside, NONE: tl.constexpr):
-    """The largest of ``value`` and the first of ``columns`` that has it. NaN is largest of all."""
+    """Return the largest of ``value`` and the first of ``columns`` that has it. NaN counts as largest."""
     is_nan = (value != value) & inside
     finite = tl.where(is_nan | ~inside, -float("inf"), value)
     peak = tl.max(finite, axis=0)
@@ -120,7 +129,7 @@ def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexp
 
 @triton.jit
 def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, parts, PARTS: tl.constexpr):
-    """The peak of a row from those of its parts, and its column: the token, unless another is drawn."""
+    """Compute a row's peak from the peaks of its parts, and its column, which is the greedy token."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
     inside = index < parts
@@ -139,7 +148,7 @@ def _is_drawn(peak, temperature):
 
 @triton.jit
 def _distances(logits, columns, inside, peak, temperature):
-    """Infinity beside the row. Both roundings are IEEE's, as on a CPU."""
+    """Return the distances below the peak, infinity outside of the row. Both roundings are IEEE's, as on a CPU."""
     value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)
 
@@ -151,11 +160,11 @@ def _weights(distance):
 
 @triton.jit
 def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The least distance within which tokens' weights, or their number, sum to ``wanted`` at least; the largest of a token with
-    any weight if none does, which rounding may cause.
+    """Return the smallest distance within which the tokens' weights, or their count, sum to at least ``wanted``.
 
-    Floats that are not negative are in order of their bits. Four bits at a time are settled, highest first, by what tokens that
-    have the same higher bits sum to.
+    If rounding keeps every sum below ``wanted``, this is the largest distance of a token with any weight. Non-negative
+    floats have the order of their bits. So the search settles four bits at a time, highest first, with sums over tokens
+    that share the settled bits.
     """
     settled = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.float64)
@@ -183,7 +192,9 @@ def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.conste
 
 @triton.jit
 def _limit(logits, peaks, temperatures, max_distances, top_ks, top_ps, limits, vocab, BLOCK: tl.constexpr):
-    """The distance within which the tokens of a row pass its filters: min_p, then top_k, then top_p of what these leave."""
+    """Compute the distance within which a row's tokens pass its filters: min_p, then top_k, then top_p of the remaining
+    tokens.
+    """
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
     limit = tl.load(max_distances + row)
@@ -217,7 +228,7 @@ def _sum(
     logits, peaks, temperatures, limits, sums, vocab, blocks,
     FILTERED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Weights of blocks of ``SUMMED`` tokens."""
+    """Sum the weights of blocks of ``SUMMED`` tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
     if not _is_drawn(peak, temperature):
@@ -236,7 +247,9 @@ def _draw(
     logits, peaks, temperatures, limits, sums, seeds, output_indices, token_ids, vocab, blocks,
     FILTERED: tl.constexpr, BLOCKS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of the cumulative distribution in order of tokens, as in sample/draw.py: the block, then the token in it."""
+    """Invert the cumulative distribution in order of tokens, as in ``sample/sampler.py``: find the block, then the
+    token in it.
+    """
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
     if not _is_drawn(peak, temperature):
@@ -244,7 +257,8 @@ def _draw(
     index = tl.arange(0, BLOCKS)
     of_blocks = tl.load(sums + row * blocks + index, mask=index < blocks, other=0.0)
     total = tl.sum(of_blocks, axis=0)
-    # One step below the total: a target that rounds up to it would point past the last token with any weight.
+    # Limit the target to one step below the total. A target that rounds up to the total would be past the last token
+    # with any weight.
     below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
     target = tl.minimum(_uniform(tl.load(seeds + row), tl.load(output_indices + row)) * total, below)
     block = _first_beyond(of_blocks, target, index, BLOCKS)
@@ -258,8 +272,9 @@ def _draw(
 
 @triton.jit
 def _first_beyond(weight, target, index, SIZE: tl.constexpr):
-    """The first with any weight whose cumulative weight exceeds ``target``; the last with any weight if none does, which rounding
-    may cause.
+    """Return the first index with any weight whose cumulative weight exceeds ``target``.
+
+    If rounding keeps every sum below the target, return the last index with any weight.
     """
     first = tl.min(tl.where((tl.cumsum(weight, axis=0) > target) & (weight > 0), index, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0, index, 0), axis=0)
@@ -268,7 +283,7 @@ def _first_beyond(weight, target, index, SIZE: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, output_index):
-    """A number in [0, 1) of 53 random bits, float64, by Philox4x32-10: that of ``sample.random.uniforms``."""
+    """Return a float64 in [0, 1) with 53 random bits by Philox4x32-10, the same as ``sample.base.uniforms``."""
     counter_low, counter_high = output_index.to(tl.uint32), (output_index >> 32).to(tl.uint32)
     key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     none = tl.zeros_like(key_low)

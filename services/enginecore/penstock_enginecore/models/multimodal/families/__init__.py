@@ -1,1 +1,1 @@
-"""What families of checkpoints with towers have of their own."""
+"""Families of checkpoints with media encoders."""

@@ -1,4 +1,4 @@
-"""Sound in windows of 30 seconds: Qwen2-Audio, one a clip, and Voxtral, as many as there are."""
+"""Audio in windows of 30 seconds: Qwen2-Audio with one window per clip, Voxtral with any number."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,18 +16,18 @@ _MAX_WINDOWS = 60
 
 
 class _Audio(Intake):
-    """Of a mel spectrogram."""
+    """Audio as a mel spectrogram."""
 
     modality: Modality = "audio"
 
     @property
     def num_bins(self) -> int:
-        """Of the spectrogram."""
+        """Frequency bins of the spectrogram."""
         return int(self.config.audio_config.num_mel_bins)
 
     @property
     def window(self) -> int:
-        """Steps of a window of the spectrogram, which the tower's convolutions halve."""
+        """Time steps of a window of the spectrogram. The encoder's convolutions halve them."""
         return 2 * int(self.config.audio_config.max_source_positions)
 
     def _normalization(self) -> Normalization | None:
@@ -35,7 +35,7 @@ class _Audio(Intake):
 
 
 class _MaskedWindow(_Audio):
-    """One window, of which a part may be silence that was added."""
+    """One window, which may end with padding."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -59,7 +59,7 @@ class _MaskedWindow(_Audio):
         return rows
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``. As the forward pass of transformers' model has it."""
+        """Encode an item, like the forward pass of transformers' model."""
         tower, features = self.towers.audio_tower, tensors[_FEATURES].to(self.dtype)
         length, rows = self._lengths(int(tensors[_MASK].bool().sum()))
         steps = (features.shape[-1] - 2) // 2 + 1
@@ -78,13 +78,13 @@ class _MaskedWindow(_Audio):
         }
 
     def _lengths(self, length: int) -> tuple[int, int]:
-        """Of the states between the convolutions and the pooling, and of the embeddings."""
+        """Return the number of states between convolutions and pooling, and the number of embeddings."""
         between, rows = self.towers.audio_tower._get_feat_extract_output_lengths(length)
         return int(between), int(rows)
 
 
 class _Windows(_Audio):
-    """All of what is heard in each counts, and so does silence behind the last."""
+    """Windows that are encoded completely, including silence at the end of the last one."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:

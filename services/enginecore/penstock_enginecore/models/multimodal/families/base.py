@@ -1,4 +1,4 @@
-"""What a family of checkpoints with towers tells of itself."""
+"""Base classes for families of checkpoints with media encoders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``config``: of the whole. ``directory``: of its files. ``max_tokens``: of a prompt, and so of an item."""
+    """Checkpoint with media encoders.
+
+    Attributes:
+        config: Configuration of the whole model.
+        directory: Folder of its files.
+        max_tokens: Tokens of the longest prompt, and so of the largest item.
+        device: The device.
+    """
 
     config: Any
     directory: Path
@@ -31,13 +38,15 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> ProcessorSettings:
-        """Of its processors."""
+        """Settings of the media processors."""
         return ProcessorSettings.read(self.directory)
 
 
 class Intake(ABC):
-    """Turns items of one ``modality`` into embeddings, by ``towers``: transformers' model without its text model. Tensors have
-    the names and shapes that the family's processor in transformers gives them.
+    """Encodes items of one ``modality``.
+
+    ``towers`` is transformers' model without its text model. Tensors have the names and shapes of the family's
+    transformers processor.
     """
 
     modality: Modality = "image"
@@ -52,7 +61,7 @@ class Intake(ABC):
     @property
     @abstractmethod
     def specs(self) -> Mapping[str, Spec]:
-        """The tensors that an item has."""
+        """Requirements on the tensors of an item."""
 
     @property
     @abstractmethod
@@ -65,15 +74,15 @@ class Intake(ABC):
 
     @abstractmethod
     def count(self, tensors: Tensors) -> int:
-        """Embeddings that an item's tensors make. Raises ItemError for some that make none."""
+        """Return the number of embeddings that an item's tensors make. Raises ItemError if they make none."""
 
     @abstractmethod
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """The rows ``[embeddings, width]`` of an item whose tensors are on the device."""
+        """Return the rows ``[embeddings, width]`` of an item whose tensors are on the device."""
 
     @abstractmethod
     def largest_tensors(self) -> Tensors:
-        """Those of an item as large as the model and its prompts take."""
+        """Return the tensors of an item of the largest size that the model and its prompts take."""
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
@@ -108,10 +117,10 @@ class Intake(ABC):
 
 
 class Family:
-    """A checkpoint's towers, and what its text model needs to know of them."""
+    """Media encoders of a checkpoint, and their properties that the text model needs."""
 
     text_name: ClassVar[str] = "language_model"
-    """What transformers' model calls its text model."""
+    """Attribute of the text model in transformers' model."""
     intakes: ClassVar[tuple[type[Intake], ...]]
     num_deepstack: int = 0
 
@@ -125,8 +134,8 @@ class Family:
             self.by_modality[made.modality] = made
 
     @classmethod
-    def unsupported(cls, config: PretrainedConfig) -> str | None:  # noqa: ARG003 - for those who have something to say
-        """Why a checkpoint of this family is not served, None where it is."""
+    def unsupported(cls, config: PretrainedConfig) -> str | None:  # noqa: ARG003 - subclasses use it
+        """Return why a checkpoint of this family is not supported, or None if it is."""
         return None
 
     @property
@@ -136,7 +145,7 @@ class Family:
 
     @cached_property
     def blocks(self) -> Sequence[torch.nn.Module]:
-        """Those of the tower whose states are used, in the order in which they are computed."""
+        """Blocks of the media encoder whose states are used, in order of computation."""
         return self._all_blocks[: self._num_used()]
 
     @cached_property
@@ -149,7 +158,9 @@ class Family:
         return found
 
     def _num_used(self) -> int:
-        """Blocks up to the last of those whose states make the embeddings. The states before the first block count, too."""
+        """Return the number of blocks up to the last one whose states make the embeddings. The states before the first
+        block have index 0.
+        """
         layers = getattr(self.config, "vision_feature_layer", -1)
         total = len(self._all_blocks)
         chosen = [
@@ -158,14 +169,14 @@ class Family:
         return min(max(*chosen, 1), total)
 
     def _skip_blocks(self) -> None:
-        """Blocks behind those give what they get, and have no weights."""
+        """Replace the blocks after those with pass-through blocks without weights."""
         for block in self._all_blocks[self._num_used() :]:
             block.forward = _unchanged  # transformers counts states by the class of blocks
             block._modules.clear()
 
     @property
     def rope_index(self) -> RopeIndex | None:
-        """See ``MediaEncoder.rope_positions``."""
+        """Function for rotary positions; see ``MediaEncoder.rope_positions``."""
         return None
 
 
@@ -173,28 +184,28 @@ def _unchanged(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.T
     return hidden_states
 
 
-# Towers that take square images of one size: CLIP's and SigLIP's.
+# Vision encoders for square images of one size: CLIP and SigLIP.
 
 _WITH_CLASS = "clip_vision_model"
-"""Its first position is that of the class."""
+"""Encoder whose first position is the class token."""
 SQUARE_TOWERS = (_WITH_CLASS, "siglip_vision_model")
 
 
 class SquareFamily(Family):
-    """A checkpoint with such a tower."""
+    """Checkpoint with a vision encoder for square images."""
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:
         tower: Any = config.vision_config
         if tower.model_type not in SQUARE_TOWERS:
-            return f"its tower is {tower.model_type}, and not one of {', '.join(SQUARE_TOWERS)}"
+            return f"its vision encoder is {tower.model_type}; supported are {', '.join(SQUARE_TOWERS)}"
         if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
-            return "its tower takes images that are not square"
+            return "its vision encoder takes images that are not square"
         return None
 
 
 def chosen_states(config: Any) -> dict[str, Any]:
-    """Which of the tower's states make the embeddings, as arguments of transformers' model."""
+    """Return the arguments of transformers' model that select the encoder's states for the embeddings."""
     return {
         "vision_feature_layer": config.vision_feature_layer,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
@@ -202,7 +213,7 @@ def chosen_states(config: Any) -> dict[str, Any]:
 
 
 def positions_of_square(config: Any) -> int:
-    """What a square, or a tile, gives behind ``vision_feature_select_strategy``."""
+    """Return the embeddings of a square or tile, after ``vision_feature_select_strategy``."""
     tower = config.vision_config
     side: int = tower.image_size // tower.patch_size
     with_class = tower.model_type == _WITH_CLASS

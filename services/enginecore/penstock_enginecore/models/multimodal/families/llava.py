@@ -1,4 +1,4 @@
-"""LLaVA: images of one size, and in LLaVA-NeXT and LLaVA-OneVision in tiles of a grid that suits them."""
+"""LLaVA: images of one size. LLaVA-NeXT and LLaVA-OneVision: images in a grid of tiles that matches their shape."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -22,7 +22,7 @@ _PIXELS_OF_ONE_SIZE = "pixel_values"
 
 
 class _ImagesOfOneSize(Intake):
-    """All patches of an image are embeddings."""
+    """Images in which every patch is an embedding."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -48,31 +48,32 @@ class _ImagesOfOneSize(Intake):
 
 
 class Llava(SquareFamily):
-    """LLaVA 1.5 and what is made like it."""
+    """LLaVA 1.5 and models of the same architecture."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_ImagesOfOneSize,)
 
 
-# Images in tiles of a grid that suits their shape, with a small whole one before them: LLaVA-NeXT and LLaVA-OneVision.
+# Images in a grid of tiles that matches their shape, preceded by a small version of the whole image: LLaVA-NeXT and
+# LLaVA-OneVision.
 
 _PIXELS, _SIZES, _NUM_IMAGES, _VIDEO = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos"
 _SQUEEZED_FROM = 1.1
-"""OneVision makes an image smaller where its side is more than this times what it may be."""
+"""OneVision shrinks an image whose side is longer than the limit by this factor."""
 _MAX_FRAMES = 32
-"""Of a video, where the checkpoint's processor does not say."""
+"""Frames of a video, if the checkpoint's processor does not set it."""
 
 
 class _Images(Intake):
-    """The whole image, and its tiles without what was padded, with a newline behind each row of patches."""
+    """Whole image and its tiles without padding. A newline embedding ends each row of patches."""
 
     @property
     def side(self) -> int:
-        """Pixels of a side of a tile."""
+        """Side of a tile in pixels."""
         return int(self.config.vision_config.image_size)
 
     @property
     def patches(self) -> int:
-        """Patches of a side of a tile."""
+        """Patches along a side of a tile."""
         return self.side // int(self.config.vision_config.patch_size)
 
     @property
@@ -110,22 +111,22 @@ class _Images(Intake):
         }
 
     def num_tiles(self, size: tuple[int, int]) -> int:
-        """Of an image, with the whole one."""
+        """Return the number of tiles of an image, including the whole image."""
         made: Any = image_size_to_num_patches
         return int(made(size, self.config.image_grid_pinpoints, self.side))
 
     def num_embeds(self, size: tuple[int, int]) -> int:
-        """Of an image."""
+        """Return the number of embeddings of an image."""
         grid: Any = get_anyres_image_grid_shape
         rows, columns = grid(size, self.config.image_grid_pinpoints, self.side)
         return self._in_grid(*self._squeezed(*_unpadded(rows * self.patches, columns * self.patches, size)))
 
     def _in_grid(self, height: int, width: int) -> int:
-        """Embeddings of so many patches in tiles, and of the whole image before them."""
+        """Return the embeddings of ``height`` times ``width`` patches in tiles, plus those of the whole image."""
         return positions_of_square(self.config) + height * (width + 1)
 
     def _squeezed(self, height: int, width: int) -> tuple[int, int]:
-        """What becomes of so many patches."""
+        """Return the size in patches after shrinking."""
         return height, width
 
     def _options(self, _tensors: Tensors) -> dict[str, Any]:
@@ -133,8 +134,8 @@ class _Images(Intake):
 
     @cached_property
     def _largest(self) -> tuple[int, tuple[int, int]]:
-        """Embeddings, and height and width, of an image that a prompt has room for, of those that fill a grid in one direction.
-        None has more.
+        """Embeddings, height and width of the largest image that fits a prompt. It fills a grid in one direction; no
+        image has more embeddings.
         """
         found: list[tuple[int, tuple[int, int]]] = []
         for grid_height, grid_width in self.config.image_grid_pinpoints:
@@ -150,11 +151,11 @@ class _Images(Intake):
 
 
 class _OneVisionImages(_Images):
-    """Large images are made smaller behind the tower; of several in a prompt, each is one tile."""
+    """Images that are shrunk after the encoder if large. If a prompt has several images, each is one tile."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``. ``batch_num_images``: images of the prompt."""
+        """Tensors of an item. ``batch_num_images`` is the number of images in the prompt."""
         return {**super().specs, _NUM_IMAGES: Spec(INTEGERS, (1,), wanted=False)}
 
     def count(self, tensors: Tensors) -> int:
@@ -165,7 +166,7 @@ class _OneVisionImages(_Images):
         return positions_of_square(self.config) + 1
 
     def _options(self, tensors: Tensors) -> dict[str, Any]:
-        # Of an item alone; transformers wants to see as many items as it says, and looks only whether it is one.
+        # The item is encoded alone. transformers expects this number of items, but only checks whether it is one.
         several = _is_one_of_several(tensors)
         return {
             "vision_aspect_ratio": self.config.vision_aspect_ratio,
@@ -179,7 +180,7 @@ class _OneVisionImages(_Images):
 
 
 class _OneVisionVideo(Intake):
-    """Frames of one size, each pooled, and a newline behind all."""
+    """Video with frames of one size, each pooled. A newline embedding follows the last frame."""
 
     modality: Modality = "video"
 
@@ -222,7 +223,7 @@ class LlavaNext(SquareFamily):
 
 
 class LlavaOneVision(SquareFamily):
-    """Images alone, or several in a prompt, and video."""
+    """LLaVA-OneVision: one image or several in a prompt, and video."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_OneVisionImages, _OneVisionVideo)
 
@@ -232,7 +233,9 @@ def _is_one_of_several(tensors: Tensors) -> bool:
 
 
 def _unpadded(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Of ``height`` and ``width`` patches, those that an image of ``size`` fills, as ``unpad_image`` of transformers has it."""
+    """Return the part of ``height`` times ``width`` patches that an image of ``size`` fills, like ``unpad_image`` of
+    transformers.
+    """
     own_height, own_width = size
     if own_width / own_height > width / height:
         filled = int(round(own_height * (width / own_width), 7))

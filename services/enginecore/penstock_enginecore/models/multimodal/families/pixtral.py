@@ -1,4 +1,4 @@
-"""Pixtral's tower, which takes images of any size: in LLaVA, and in Mistral 3, which merges its patches."""
+"""Pixtral's vision encoder, for images of any size: in LLaVA, and in Mistral 3, which merges its patches."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,15 +10,15 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 
 _PIXELS, _SIZES = "pixel_values", "image_sizes"
 _LONGEST_EDGE = 1024
-"""Where the checkpoint's processor does not say."""
+"""Default if the checkpoint's processor does not set it."""
 
 
 class _Images(Intake):
-    """Each patch is an embedding; a token ends each row of them."""
+    """Images in which each patch is an embedding. A token ends each row of patches."""
 
     @property
     def cell(self) -> int:
-        """Pixels of the side of what becomes an embedding."""
+        """Side of the square that becomes one embedding, in pixels."""
         return int(self.config.vision_config.patch_size)
 
     @property
@@ -65,7 +65,7 @@ class _Images(Intake):
         return {"vision_feature_select_strategy": self.config.vision_feature_select_strategy}
 
     def _largest(self) -> tuple[int, int]:
-        """Rows and columns of the largest image."""
+        """Return the rows and columns of the largest image."""
         size = self.processor_settings.get("size") or {}
         longest = size if isinstance(size, int) else size.get("longest_edge") or size.get("height") or _LONGEST_EDGE
         cells = max(min(longest, self.config.vision_config.image_size) // self.cell, 1)
@@ -74,7 +74,7 @@ class _Images(Intake):
 
 
 class _MergedImages(_Images):
-    """Squares of patches become one embedding."""
+    """Images in which a square of patches becomes one embedding."""
 
     @property
     def cell(self) -> int:

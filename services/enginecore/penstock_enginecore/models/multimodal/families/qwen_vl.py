@@ -1,4 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size and video, in patches of a grid, at positions in time, height and width."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size and video, as grids of patches with time, height and width
+positions.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -23,14 +25,14 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 _SECONDS = "second_per_grid_ts"
 _MAX_PIXELS = 28 * 28 * 1280
 _MAX_FRAMES = 768
-"""Where the checkpoint's processors do not say."""
+"""Default if the checkpoint's processors do not set it."""
 _MAX_VIDEO_EMBEDS = 16_384
 _SECONDS_SPEC = Spec((*FLOATS, "float64"), (1,), wanted=False)
 _GRID = Spec(INTEGERS, (1, 3))
 
 
 class _Images(Intake):
-    """Squares of patches become one embedding."""
+    """Images in which a square of patches becomes one embedding."""
 
     pixels_name, grid_name = "pixel_values", "image_grid_thw"
 
@@ -68,7 +70,7 @@ class _Images(Intake):
         return self.towers.get_image_features(pixels, grid)
 
     def _strip(self, embeds: int, frames: int) -> Tensors:
-        """Tensors of ``frames`` that are one embedding high, ``embeds`` in all."""
+        """Return the tensors of ``frames`` frames that are one embedding high, with ``embeds`` embeddings in total."""
         merge = self._merge
         grid = torch.tensor([[frames, merge, embeds // frames * merge]])
         numbers = self.specs[self.pixels_name].shape[1] or 1
@@ -83,7 +85,7 @@ class _Images(Intake):
 
     @property
     def _cell(self) -> int:
-        """Pixels of the side of what becomes an embedding."""
+        """Side of the square that becomes one embedding, in pixels."""
         return int(self.config.vision_config.patch_size) * self._merge
 
     @property
@@ -94,14 +96,14 @@ class _Images(Intake):
 
 
 class _Video(_Images):
-    """Pairs of frames, likewise."""
+    """Video in which a square of patches of two frames becomes one embedding."""
 
     modality: Modality = "video"
     pixels_name, grid_name = "pixel_values_videos", "video_grid_thw"
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``. The seconds of a step in time matter for positions alone."""
+        """Tensors of an item. The seconds of a time step only affect positions."""
         return {**super().specs, _SECONDS: _SECONDS_SPEC}
 
     @property
@@ -119,16 +121,18 @@ class _Video(_Images):
 
 
 class _TimedVideo(_Video):
-    """The time of each pair of frames stands before it, in tokens."""
+    """Video in which tokens with the time precede each pair of frames."""
 
     @property
     def max_tokens(self) -> int:
-        """See ``Intake``. At most as many tokens as embeddings, as a pair of frames has some of each."""
+        """Tokens of the largest item. There are at most as many other tokens as embeddings, because a pair of frames
+        has some of each.
+        """
         return min(2 * self.max_embeds, self.checkpoint.max_tokens)
 
 
 class _Grid(NamedTuple):
-    """Embeddings in time, height and width, and how far apart two are in time."""
+    """Grid of embeddings in time, height and width. ``interval`` is the distance of two steps in time."""
 
     time: int
     height: int
@@ -137,7 +141,7 @@ class _Grid(NamedTuple):
 
 
 class Qwen2VL(Family):
-    """A step in time is one position."""
+    """Qwen2-VL. A step in time is one position."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _Video)
 
@@ -146,7 +150,7 @@ class Qwen2VL(Family):
         return self._rope_positions
 
     def _rope_positions(self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-        """As ``get_rope_index`` of transformers' model, by the grids of ``features``."""
+        """Return rotary positions like ``get_rope_index`` of transformers' model, from the grids of ``features``."""
         parts: list[IntArray] = []
         at = position = 0
         for start, count, grid in self._grids(features):
@@ -161,14 +165,14 @@ class Qwen2VL(Family):
         positions = np.concatenate(parts, axis=1)
         return RopePositions(
             positions, position - at
-        )  # as text behind the prompt would; frames may reach further in time
+        )  # like text after the prompt; frames may have higher time positions
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
-        """Where each starts, and how many embeddings it has there."""
+        """Yield the start of each grid, its number of embeddings there, and the grid."""
         for feature in features:
             grid = self._grid(feature)
             runs = feature.embed_runs or (EmbedRun(0, feature.length),)
-            if len(runs) == grid.time > 1:  # each step in time stands by itself
+            if len(runs) == grid.time > 1:  # each step in time is a separate run
                 steps = [grid._replace(time=1)] * len(runs)
             elif len(runs) == 1:
                 steps = [grid]
@@ -190,7 +194,7 @@ class Qwen2VL(Family):
 
 
 class Qwen25VL(Qwen2VL):
-    """A second of video is a number of positions."""
+    """Qwen2.5-VL. A second of video is a number of positions."""
 
     def _interval(self, feature: MultiModalFeature) -> float | torch.Tensor:
         if feature.modality != "video":
@@ -201,7 +205,9 @@ class Qwen25VL(Qwen2VL):
 
 
 class Qwen3VL(Qwen2VL):
-    """Times of frames are tokens between them; the first layers of the text model get rows of the tower's, too."""
+    """Qwen3-VL. Tokens between frames give their times. The text model's first layers get separate embeddings
+    (deepstack).
+    """
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _TimedVideo)
 
@@ -211,7 +217,7 @@ class Qwen3VL(Qwen2VL):
 
 
 def _read(feature: MultiModalFeature, name: str, spec: Spec) -> torch.Tensor:
-    """A tensor that positions depend on. Raises ValueError for one that is not there, or is not as it must be."""
+    """Return a tensor that positions depend on. Raises ValueError if it is missing or invalid."""
     if (tensor := feature.data.get(name)) is None:
         raise ValueError(f"{name} is missing")
     try:
@@ -229,7 +235,7 @@ def _text(count: int, position: int) -> IntArray:
 
 
 def _vision(grid: _Grid, position: int) -> IntArray:
-    # The product is rounded as transformers rounds it.
+    # The product is rounded as in transformers.
     time = (torch.arange(grid.time) * grid.interval).long().numpy()
     sides = np.meshgrid(time, np.arange(grid.height), np.arange(grid.width), indexing="ij")
     return np.stack(sides).reshape(3, -1).astype(np.int64) + position

@@ -1,4 +1,6 @@
-"""Images in tiles of one size, each of which gives as many embeddings: Gemma 3, InternVL, Aya Vision, Idefics 3 and SmolVLM."""
+"""Images in tiles of one size, with the same number of embeddings per tile: Gemma 3, InternVL, Aya Vision, Idefics 3,
+SmolVLM.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -13,15 +15,15 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 _PIXELS, _VIDEO, _MASK = "pixel_values", "pixel_values_videos", "pixel_attention_mask"
 _MAX_PATCHES = 12
 _MAX_FRAMES = 64
-"""Where the checkpoint's processors do not say."""
+"""Default if the checkpoint's processors do not set it."""
 
 
 class _Tiles(Intake):
-    """Tiles stand in the first dimension of ``pixels_name``."""
+    """Item whose tiles are the first dimension of ``pixels_name``."""
 
     pixels_name = _PIXELS
     between = 1
-    """Tokens beside the embeddings of each tile, at most, and of the whole."""
+    """Maximum number of tokens around the embeddings of each tile, and of the whole."""
 
     @property
     @abstractmethod
@@ -31,17 +33,17 @@ class _Tiles(Intake):
     @property
     @abstractmethod
     def most_tiles(self) -> int:
-        """Of the largest item, by the checkpoint's processor."""
+        """Tiles of the largest item, by the checkpoint's processor."""
 
     @property
     def side(self) -> int:
-        """Pixels of a side of a tile."""
+        """Side of a tile in pixels."""
         size = self.config.vision_config.image_size
         return int(size if isinstance(size, int) else size[0])
 
     @property
     def max_tiles(self) -> int:
-        """Of the largest item that a prompt has room for."""
+        """Tiles of the largest item that fits a prompt."""
         return max(min(self.most_tiles, self.checkpoint.max_tokens // self.per_tile), 1)
 
     @property
@@ -64,7 +66,7 @@ class _Tiles(Intake):
         return {self.pixels_name: torch.zeros(self.max_tiles, 3, self.side, self.side, dtype=torch.uint8)}
 
     def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
-        """``[tiles, 3, side, side]``."""
+        """Return the pixels as ``[tiles, 3, side, side]``."""
         return pixels
 
     def _options(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class _Tiles(Intake):
 
 
 class _CroppedTiles(_Tiles):
-    """As many as the shape of an image wants, and if more than one, the whole image."""
+    """Image in as many tiles as its shape needs, plus the whole image if there is more than one tile."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -83,7 +85,9 @@ class _CroppedTiles(_Tiles):
 
     @property
     def most_tiles(self) -> int:
-        """See ``_Tiles``. The family's processor crops, whatever its image processor would do alone."""
+        """Tiles of the largest item. The family's processor always crops, independent of its image processor's
+        settings.
+        """
         most = int(self.processor_settings.get("max_patches") or _MAX_PATCHES)
         return most + 1 if most > 1 else 1
 
@@ -92,13 +96,13 @@ class _CroppedTiles(_Tiles):
 
 
 class _Gemma3Images(_Tiles):
-    """One tile, all of whose embeddings see each other."""
+    """Image as one tile, whose embeddings attend to each other."""
 
     attends_both_ways = True
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """See ``Intake``. Crops of an image would be items of their own."""
+        """Tensors of an item. Crops of an image would be separate items."""
         return {_PIXELS: Spec(PIXELS, (1, 3, self.side, self.side)), "num_crops": Spec(INTEGERS, (1,), wanted=False)}
 
     @property
@@ -119,7 +123,7 @@ class _InternVLImages(_CroppedTiles):
 
 
 class _InternVLVideo(_InternVLImages):
-    """Each frame is a tile."""
+    """Video in which each frame is a tile."""
 
     modality: Modality = "video"
     pixels_name = _VIDEO
@@ -150,7 +154,7 @@ class _AyaImages(_CroppedTiles):
 
 
 class _IdeficsImages(_Tiles):
-    """Tiles of a grid, and the whole image."""
+    """Image in a grid of tiles, plus the whole image."""
 
     between = 8
 
@@ -176,7 +180,7 @@ class _IdeficsImages(_Tiles):
         return int(tiles**2 + 1) if settings.get("do_image_splitting", True) and tiles > 1 else 1
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """See ``Intake``. What is masked is padded behind the normalization."""
+        """Encode an item. Masked pixels are padded after the normalization."""
         pixels, mask = self.pixels(tensors[_PIXELS], 2), tensors.get(_MASK)
         if mask is not None:
             mask = mask.bool()
@@ -186,7 +190,7 @@ class _IdeficsImages(_Tiles):
         return rows
 
     def largest_tensors(self) -> Tensors:
-        # A tile that is black behind the normalization would be taken for padding.
+        # A tile that is black after the normalization would count as padding.
         return {_PIXELS: super().largest_tensors()[_PIXELS][None] + 1}
 
     def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -194,7 +198,7 @@ class _IdeficsImages(_Tiles):
 
 
 class _SmolVLMVideo(_IdeficsImages):
-    """Each frame is a tile."""
+    """Video in which each frame is a tile."""
 
     modality: Modality = "video"
     between = 12
@@ -205,13 +209,13 @@ class _SmolVLMVideo(_IdeficsImages):
 
 
 class Gemma3(Family):
-    """Gemma 3 of 4B and more."""
+    """Gemma 3 with 4B parameters or more."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Gemma3Images,)
 
 
 class InternVL(Family):
-    """InternVL 3 in transformers' form."""
+    """InternVL 3 in transformers' format."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_InternVLImages, _InternVLVideo)
 
@@ -223,7 +227,7 @@ class AyaVision(SquareFamily):
 
 
 class Idefics3(Family):
-    """Idefics 3, and SmolVLM of its kind."""
+    """Idefics 3, and SmolVLM models of the same type."""
 
     text_name = "text_model"
     intakes: ClassVar[tuple[type[Intake], ...]] = (_IdeficsImages,)

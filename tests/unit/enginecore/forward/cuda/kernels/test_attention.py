@@ -207,11 +207,11 @@ def test_what_would_not_be_aligned_is_refused() -> None:
     shape = paged.keys.shape
     numbers = torch.zeros(paged.keys.numel() + 64)
     off = numbers[1 : 1 + paged.keys.numel()].view(shape)
-    with pytest.raises(ValueError, match="not multiples of 16"):
+    with pytest.raises(ValueError, match="must be multiples of 16"):
         replace(paged, keys=off).attend(PARAMS["full"])
     block = shape[1:].numel()
     apart = torch.zeros(shape[0] * (block + 8)).as_strided(shape, (block + 8, *paged.keys.stride()[1:]))
-    with pytest.raises(ValueError, match="not multiples of 16"):
+    with pytest.raises(ValueError, match="must be multiples of 16"):
         replace(paged, values=apart).attend(PARAMS["full"])
 
 
@@ -219,9 +219,9 @@ def test_what_would_not_be_aligned_is_refused() -> None:
     ("change", "message"),
     [
         ("query", "contiguous"),
-        ("scratch", "the scratch is for"),
-        ("blocks", "blocks of 16 tokens or more, not of 8"),
-        ("heads", "4 heads do not share 3 KV heads"),
+        ("scratch", "the scratch memory is too small"),
+        ("blocks", "blocks of at least 16 tokens, but they have 8"),
+        ("heads", "4 heads are not a multiple of 3 KV heads"),
     ],
 )
 def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: str) -> None:
@@ -241,5 +241,5 @@ def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: s
 
 def test_heads_larger_than_any_tile_are_refused() -> None:
     step = make_step([1], [3], block_size=16, head_size=260, head_size_v=16)
-    with pytest.raises(ValueError, match="no tiles for heads of 512 numbers of 4 bytes"):
+    with pytest.raises(ValueError, match="no attention tiles for heads of 512 elements of 4 bytes"):
         Paged.of(step).attend(PARAMS["full"])

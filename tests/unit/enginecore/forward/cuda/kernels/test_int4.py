@@ -67,9 +67,9 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(2, 48)}, r"\[8, 32\] and \[2, 8\] and \[2, 8\] for rows of 48 numbers"),
-        ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] for 2 rows of 8 numbers"),
-        ({"out": torch.zeros(8, 2).t()}, "strides between"),
+        ({"x": torch.zeros(2, 48)}, r"\[8, 32\] and \[2, 8\] and \[2, 8\] does not fit rows of 48 elements"),
+        ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] does not fit 2 rows of 8 elements"),
+        ({"out": torch.zeros(8, 2).t()}, "tensors are not contiguous"),
         ({"half": 8}, "halves of 8 columns in blocks of 32 of 64"),
         ({"half": 32}, "halves of 32 columns in blocks of 32 of 64"),
     ],

@@ -159,12 +159,12 @@ def test_what_tiles_depend_on_is_the_same_for_any_number_of_rows() -> None:
     ("change", "message"),
     [
         ("query", "contiguous"),
-        ("scratch", "the scratch is for 1 requests of 2 heads"),
-        ("blocks", "blocks of 16 tokens or more, not of 8"),
+        ("scratch", "the scratch memory is too small: it holds 1 requests of 2 heads"),
+        ("blocks", "blocks of at least 16 tokens, but they have 8"),
         ("heads", r"over a cache \[3, 2, 16, 24\]"),
         ("out", r"into \[1, 4, 24\]"),
-        ("apart", "not multiples of 16"),
-        ("wide", "a latent of 544 numbers, and 32 that turn: 512 and 64 are the most"),
+        ("apart", "must be multiples of 16"),
+        ("wide", "a latent of 544 elements with 32 rotated elements is too large; at most 512 and 64 are supported"),
     ],
 )
 def test_shapes_that_the_kernel_does_not_take_are_refused(change: str, message: str) -> None:

@@ -59,8 +59,8 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("x", "out", "width", "message"),
     [
-        ((2, 8), (2, 9), 8, r"\[2, 9\] beside \[2, 8\]"),
-        ((2, 8), (2, 8), 9, r"the norm's weight is \[9\], the hidden size 8"),
+        ((2, 8), (2, 9), 8, r"\[2, 9\] and \[2, 8\]"),
+        ((2, 8), (2, 8), 9, r"the norm's weight has shape \[9\], but the hidden size is 8"),
     ],
 )
 def test_other_shapes_are_refused(x: tuple[int, int], out: tuple[int, int], width: int, message: str) -> None:

@@ -73,9 +73,9 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(2, 48)}, r"\[8, 64\] and \[2, 8\] for rows of 48 numbers"),
-        ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] for 2 rows of 8 numbers"),
-        ({"out": torch.zeros(8, 2).t()}, "strides between"),
+        ({"x": torch.zeros(2, 48)}, r"\[8, 64\] and \[2, 8\] does not fit rows of 48 elements"),
+        ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] does not fit 2 rows of 8 elements"),
+        ({"out": torch.zeros(8, 2).t()}, "tensors are not contiguous"),
         (
             {"weight": Float8Weight(torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.zeros(3, 8), 24)},
             "blocks of 24 col",
