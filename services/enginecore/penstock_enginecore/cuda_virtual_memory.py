@@ -221,7 +221,6 @@ class KeptMemory:
     """State machine for the weights and KV caches of one worker across sleep and wake.
 
     Args:
-        driver: The virtual memory calls.
         give_back: Makes the device's allocator return its unused memory to the device.
         chunk: Bytes that are allocated or freed at a time.
     """

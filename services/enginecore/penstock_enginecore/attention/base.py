@@ -1,4 +1,4 @@
-"""Paged attention: what every backend is, and what it gets."""
+"""Paged attention: the interface of attention backends and its data types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,19 @@ import torch
 from penstock_enginecore.attention.kv_cache import NO_SCALES, SLOTS, KVCache, KVLayout, KVMemory, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
-# Sums of values that leave out, rather than multiply by nothing, what a query does not see.
+# Weighted sums of values that skip masked values.
 #
-# Nothing times a number that is infinite or NaN is NaN: a product with a masked value would carry it to tokens
-# that do not see it.
+# Zero times infinity or NaN is NaN. So multiplying a masked value by a zero weight would spread it to tokens that do
+# not attend to it.
 
 
 def weighted_values(weights: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """``weights`` ``[..., queries, keys]``, 0 where ``visible`` (bool, ``[queries, keys]``) is not, times ``values``
-    ``[..., keys, size]``. NaN where a query sees an infinite value or NaN.
+    """Return ``weights`` times ``values``, or NaN where a query attends to a value that is infinite or NaN.
+
+    Args:
+        weights: ``[..., queries, keys]``, 0 where ``visible`` is false.
+        values: ``[..., keys, size]``.
+        visible: bool ``[queries, keys]``.
     """
     finite = values.isfinite()
     if finite.all():
@@ -34,14 +38,17 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of a step stand. Requests lie one after the other in the flat batch; arrays are on the host.
+    """Positions of a step's tokens. Requests follow one another in the flat batch. Arrays are on the host.
 
-    ``query_start_loc`` ``[requests + 1]``: first token of each request. ``seq_lens`` ``[requests]``: tokens of each
-    request after this step. ``block_table`` int32 ``[requests, blocks]``. ``slot_mapping`` ``[tokens]``: where each new
-    token is stored. ``key_ends`` ``[tokens]``: a query sees no key at or behind this position of its request;
-    None: none behind itself.
-    It is above the query's own position, at most the request's tokens, and no smaller than that of the token before. Windows and
-    chunks bound what is seen from below as ever.
+    Attributes:
+        query_start_loc: ``[requests + 1]``, first token of each request.
+        seq_lens: ``[requests]``, tokens of each request after this step.
+        block_table: int32 ``[requests, blocks]``.
+        slot_mapping: ``[tokens]``, slot in which each new token is stored.
+        block_size: Tokens per block.
+        key_ends: ``[tokens]``, the position in its request before which a query's keys end, or None for causal attention. It is
+            greater than the query's position, at most the request's length, and never decreases. Windows and chunks still
+            apply.
     """
 
     query_start_loc: IntArray
@@ -53,18 +60,18 @@ class AttentionMetadata:
 
     @property
     def num_requests(self) -> int:
-        """Requests in the step."""
+        """Number of requests in the step."""
         return len(self.seq_lens)
 
     def positions(self) -> IntArray:
-        """Position of each new token in its request, int64 ``[tokens]``."""
+        """Return the position of each new token in its request, int64 ``[tokens]``."""
         ends = self.query_start_loc[1:]
         first = self.seq_lens - ends  # a request's position of the flat batch's token 0
         positions: IntArray = np.arange(ends[-1]) + np.repeat(first, np.diff(self.query_start_loc))
         return positions
 
     def spans(self, request: int) -> IntArray | None:
-        """``key_ends`` of a request's new tokens, None where each of them sees none behind itself."""
+        """Return ``key_ends`` of a request's new tokens, or None if their attention is causal."""
         if self.key_ends is None:
             return None
         start, end = self.query_start_loc[request : request + 2]
@@ -73,7 +80,7 @@ class AttentionMetadata:
         return None if (ends == np.arange(length - len(ends), length) + 1).all() else ends
 
     def slots(self, request: int, start: int, end: int) -> IntArray:
-        """The slots of tokens ``start`` to ``end`` of one request."""
+        """Return the slots of tokens ``start`` to ``end`` of one request."""
         positions = np.arange(start, end)
         blocks: IntArray = self.block_table[request, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
@@ -81,10 +88,14 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a layer attends. ``sliding_window``: tokens a query sees, itself included. ``softcap``: scores become
-    ``softcap * tanh(score / softcap)``. ``sinks`` ``[num_heads]``: a logit per head that takes part in the softmax and
-    has no value. ``attention_chunk``: a query at position p sees no key before position
-    ``p // attention_chunk * attention_chunk``.
+    """Attention parameters of a layer.
+
+    Attributes:
+        scaling: Factor of the scores.
+        sliding_window: Tokens that a query attends to, including itself.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``[num_heads]``, an additional logit per head in the softmax, without a value.
+        attention_chunk: A query at position p attends to no key before ``p // attention_chunk * attention_chunk``.
     """
 
     scaling: float
@@ -96,10 +107,10 @@ class AttentionParams:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
+    """Data derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
 
-    ``by_mask`` belongs to the backend, for what it derives when the first layer of a kind attends; its keys are a layer's
-    sliding window and attention chunk.
+    ``by_mask`` belongs to the backend. It holds data derived when the first layer of a kind attends, keyed by the
+    layer's sliding window and attention chunk.
     """
 
     metadata: AttentionMetadata
@@ -110,33 +121,34 @@ class StepPlan:
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """Where each new token is stored: int64 ``[tokens]`` on the device."""
+        """Slot in which each new token is stored, int64 ``[tokens]`` on the device."""
         if self._slot_mapping is None:
             self._slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
         return self._slot_mapping
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each new token in its request: int64 ``[tokens]`` on the device."""
+        """Position of each new token in its request, int64 ``[tokens]`` on the device."""
         if self._positions is None:
             self._positions = torch.from_numpy(self.metadata.positions()).to(self.device)
         return self._positions
 
 
 class AttentionBackend(Protocol):
-    """Keeps the keys and values of a paged cache and attends over them.
+    """Backend that stores keys and values in a paged cache and computes attention over them.
 
-    In a step, ``plan`` comes once per KV cache group; then ``write`` and ``attend`` once per layer, with the group's plan.
-    Nothing of a step may be kept in the backend itself: steps may be planned while the one before computes.
-
-    ``keeps_float8``: whether ``write`` and ``attend`` take a cache of ``FLOAT8`` with its scales (``cache.dtype: fp8``), as
-    ``KVCache.write`` and ``gather`` do.
+    In a step, ``plan`` is called once per KV cache group. Then ``write`` and ``attend`` are called once per layer, with
+    the group's plan. The backend itself must not store data of a step, because the next step may be planned while one
+    computes. ``keeps_float8`` tells whether ``write`` and ``attend`` support a cache of ``FLOAT8`` with scales
+    (``cache.dtype: fp8``), like ``KVCache.write`` and ``gather``.
     """
 
     keeps_float8: bool = False
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
-        """How ``write`` puts a layer of ``spec`` into its memory, and ``attend`` reads it; asked when that is allocated."""
+        """Return the layout in which ``write`` and ``attend`` use a layer of ``spec``. Called when its memory is
+        allocated.
+        """
         return SLOTS
 
     def memory(
@@ -146,14 +158,16 @@ class AttentionBackend(Protocol):
         device: torch.device,
         scales: Mapping[str, KVScales] = NO_SCALES,
     ) -> KVMemory:
-        """Allocates the caches of the layers in ``specs``, by their names, in the layouts that they have here. ``scales``: of an
-        fp8 cache.
+        """Return an allocator for the caches of the layers in ``specs``, by name, in this backend's layouts.
+
+        ``scales`` are those of an fp8 cache.
         """
         return KVMemory(specs, self.layout, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
-        """What the layers of a group share in a step. Called on the host, before the first layer runs: here a backend copies to
-        the device, and decides how to split the work.
+        """Return the data that the layers of a group share in a step. Called on the host, before the first layer runs.
+
+        A backend can copy data to the device here, and decide how to split the work.
         """
         return StepPlan(metadata, device)
 
@@ -170,9 +184,10 @@ class AttentionBackend(Protocol):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Causal attention of every request over its own tokens, the new ones of which have been written.
+        """Return causal attention of every request over its own tokens, ``[tokens, num_heads, head_size_v]`` in the
+        query's dtype.
 
-        ``query`` ``[tokens, num_heads, head_size]``; ``key`` and ``value`` ``[tokens, num_kv_heads, head size]`` are
-        the new tokens', which saves a backend from reading them back. Returns ``[tokens, num_heads, head_size_v]`` in
-        the query's dtype.
+        The new tokens have been written already. ``query`` is ``[tokens, num_heads, head_size]``. ``key`` and ``value``
+        are those of the new tokens, ``[tokens, num_kv_heads, head size]``, so a backend need not read them from the
+        cache.
         """

@@ -1,13 +1,16 @@
-"""Attention for CPUs, built on torch's fused scaled dot product attention.
+"""Attention for CPUs, with torch's fused scaled dot product attention.
 
-Requests that compute one token (decode) are batched: sorted by length, cut into buckets of similar length, their keys
-gathered into one padded tensor per bucket, and the query heads that share a key head laid along the query axis.
-Requests that compute several tokens (prefill) run one by one. A sliding window shortens what is gathered, so far keys
-are neither read nor masked. Chunked attention is cut into its chunks: each is ordinary attention over few keys. A request
-whose tokens see keys behind themselves has a mask of its own.
+Requests with one new token (decode) are batched. They are sorted by length and grouped into buckets of similar length.
+The keys of a bucket are gathered into one padded tensor. Query heads that share a key head are placed along the query
+axis.
 
-The fused kernel masks by adding and multiplies what is masked by nothing, which is wrong where a number is not finite. So a
-decode is padded with a key of its own, and a prefill with such numbers takes the explicit way, which selects.
+Requests with several new tokens (prefill) run one by one. With a sliding window, only visible keys are gathered.
+Chunked attention is split into its chunks, each with ordinary attention over few keys. A request whose tokens attend to
+later keys has a separate mask.
+
+The fused kernel masks by adding to scores, and multiplies masked values by zero, which is wrong for infinite values and
+NaN. So a decode is padded with one of its own keys, and a prefill with such values is computed without the fused
+kernel, by selection.
 """
 
 from collections.abc import Iterator
@@ -29,17 +32,24 @@ from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 _MAX_PADDING = 1.25
-"""A bucket's longest request is at most this many times as long as its shortest, ..."""
+"""Largest ratio between the longest and shortest request of a bucket."""
 _FREE_PADDING = 32
-"""... or longer by at most this many tokens, which cost less than another kernel launch."""
+"""A bucket may also hold requests longer by this many tokens, because the padding costs less than another kernel
+launch.
+"""
 _MAX_QUERIES = 512
-"""Queries per masked prefill call: bounds the mask to this many rows."""
+"""Queries per masked prefill call, which limits the rows of the mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBucket:
-    """``tokens`` int64 ``[batch]``: positions in the flat batch. ``slots`` int64 ``[batch * length]``, padded at the
-    end with the request's last. ``mask`` bool ``[batch, 1, 1, length]``: what is no padding; None when no request is padded.
+    """Decodes of similar length.
+
+    Attributes:
+        tokens: int64 ``[batch]``, positions in the flat batch.
+        slots: int64 ``[batch * length]``. The end is padded with the request's last slot.
+        length: Keys of the longest request.
+        mask: bool ``[batch, 1, 1, length]``, false for padding, or None without padding.
     """
 
     tokens: torch.Tensor
@@ -50,9 +60,12 @@ class _DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Tokens ``start`` to ``end`` of the flat batch. ``slots`` are the keys the queries see, in order, new ones
-    included; None when the keys are exactly the new tokens and the cache need not be read. ``seen``: the first key and the end of
-    the keys that each query sees, int64 ``[2, queries]``; None for causal attention.
+    """Prefill of tokens ``start`` to ``end`` of the flat batch.
+
+    Attributes:
+        num_keys: Number of keys that the queries attend to.
+        slots: Slots of these keys in order, including new ones, or None if the keys are exactly the new tokens.
+        seen: int64 ``[2, queries]``, first key and end of keys of each query, or None for causal attention.
     """
 
     start: int
@@ -69,7 +82,7 @@ class _Work:
 
 
 class CPUAttention(AttentionBackend):
-    """Batches requests that compute one token, runs the others one by one; the module's docstring says how."""
+    """Attention backend for CPUs that batches decodes and runs prefills one by one; see the module's docstring."""
 
     def attend(
         self,
@@ -80,7 +93,9 @@ class CPUAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Plans the work when the first layer of a kind attends: layers differ in what their queries see."""
+        """Compute attention. The work is planned when the first layer of a kind attends, because layers have different
+        masks.
+        """
         mask = (params.sliding_window, params.attention_chunk)
         work = plan.by_mask.get(mask)
         if not isinstance(work, _Work):
@@ -136,7 +151,7 @@ def _plan_bucket(metadata: AttentionMetadata, requests: IntArray, lengths: IntAr
 def _plan_prefills(
     metadata: AttentionMetadata, request: int, window: int | None, chunk: int | None
 ) -> Iterator[_Prefill]:
-    """The request's new tokens, cut at the chunks' borders."""
+    """Yield the request's new tokens, split at chunk boundaries."""
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     position = length - (end - start)
@@ -148,7 +163,7 @@ def _plan_prefills(
         chunk_end = length if chunk is None else min(length, chunk_start + chunk)
         num_queries = chunk_end - position
         num_keys = chunk_end - chunk_start
-        if window is not None:  # the first query sees `window` keys, itself included
+        if window is not None:  # the first query attends to `window` keys, including itself
             num_keys = min(num_keys, num_queries + window - 1)
         slots = None
         if num_keys != num_queries:
@@ -161,7 +176,7 @@ def _plan_prefills(
 def _plan_spans(
     metadata: AttentionMetadata, request: int, key_ends: IntArray, window: int | None, chunk: int | None
 ) -> _Prefill:
-    """All new tokens of the request, which see keys up to ``key_ends`` ``[queries]``."""
+    """Return the prefill of all new tokens of the request, which attend to keys up to ``key_ends`` ``[queries]``."""
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     firsts = np.array([first_key(position, window, chunk) for position in range(length - (end - start), length)])
@@ -194,8 +209,10 @@ def _prefill(
     params: AttentionParams,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``query`` ``[queries, heads, head_size]`` stands at the last of the ``keys`` ``[keys, kv_heads, head_size]``. ``seen``: see
-    ``_Prefill``.
+    """Return the attention of ``query`` ``[queries, heads, head_size]``, the last tokens of ``keys`` ``[keys, kv_heads,
+    head_size]``.
+
+    ``seen`` is as in ``_Prefill``.
     """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
@@ -229,7 +246,7 @@ def _prefill(
 
 
 def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: int | None) -> torch.Tensor:
-    """Bool ``[num_queries, num_keys]``: which keys a query sees; query 0 stands at key ``first_position``."""
+    """Return the visible keys, bool ``[num_queries, num_keys]``. Query 0 is at the position of key ``first_position``."""
     query_position = torch.arange(first_position, first_position + num_queries)[:, None]
     key_position = torch.arange(num_keys)[None, :]
     visible = key_position <= query_position
@@ -239,7 +256,7 @@ def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: i
 
 
 def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Bool ``[queries, num_keys]``: the keys between the two numbers of each query, ``seen`` ``[2, queries]``."""
+    """Return the keys in the range ``seen`` ``[2, queries]`` of each query, bool ``[queries, num_keys]``."""
     key_position = torch.arange(num_keys)[None, :]
     firsts, ends = seen[:, :, None]
     mask: torch.Tensor = (key_position >= firsts) & (key_position < ends)
@@ -247,7 +264,7 @@ def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:
-    """Whether all values are finite, and all scores certainly (Cauchy-Schwarz), so that a masked one can be added to."""
+    """Return whether all values are finite, and scores too by Cauchy-Schwarz, so that masking by addition is correct."""
     q, k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (query, keys, values))
     return bool((q * k * scaling + v).isfinite())
 
@@ -259,8 +276,10 @@ def _weights(
     sinks: torch.Tensor | None,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """What the fused kernel cannot do: soft cap, sinks, and scores that are not finite. ``[batch, heads, queries, head
-    size]`` in, ``[batch, heads, queries, keys]`` out, float32.
+    """Return the softmax weights, float32 ``[batch, heads, queries, keys]``, for inputs ``[batch, heads, queries, head
+    size]``.
+
+    Used for soft caps, sinks and scores that are not finite, which the fused kernel does not support.
     """
     scores = (query @ keys.transpose(-1, -2)).float() * params.scaling
     if params.softcap is not None:

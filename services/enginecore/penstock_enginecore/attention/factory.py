@@ -1,4 +1,4 @@
-"""The attention backends by their names in the configuration."""
+"""Attention backends by their names in the configuration."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from penstock_enginecore.attention.cpu import CPUAttention
 from penstock_enginecore.attention.reference import ReferenceAttention
 
 TRITON = "triton"
-"""Kernels that are proved for each model before they attend in it (``forward.cuda.attention_candidate``)."""
+"""Triton kernels, whose results are checked for each model before they are used (``forward.cuda.attention``)."""
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "reference": ReferenceAttention,
     "cpu": CPUAttention,
@@ -20,16 +20,17 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
 
 
 def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Make ``model.attention_backend: name`` mean what ``factory`` returns."""
+    """Register a backend: ``model.attention_backend: name`` selects the result of ``factory``."""
     _FACTORIES[name] = factory
 
 
 def create_backend(
     name: str, device: torch.device, kernels: Callable[[AttentionBackend], AttentionBackend] | None = None
 ) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` picks the fastest one for ``device``. ``kernels``: makes the one that ``auto`` means
-    then, of the backend for what its kernels do not take. ``triton`` gives what attends where its kernels do not. Raises
-    ConfigError.
+    """Return the backend called ``name``. Raises ConfigError.
+
+    "auto" selects the fastest backend for ``device``: the result of ``kernels`` if given. Its argument is the backend
+    for layers that its kernels do not support. "triton" returns the backend that is used where Triton kernels are not.
     """
     if name == "auto" and kernels is not None:
         return kernels(CPUAttention())
@@ -47,7 +48,9 @@ def create_backend(
 
 
 def _misplaced(device: torch.device) -> str | None:
-    """The backend that this device does not run. Triton's interpreter runs on any, as slowly as tests can bear."""
+    """Return the backend that this device cannot run. Triton's interpreter runs on any device, but only fast enough for
+    tests.
+    """
     if device.type != "cpu":
         return "cpu"
     return None if os.environ.get("TRITON_INTERPRET") == "1" else TRITON

@@ -1,7 +1,8 @@
-"""KV cache memory: its layout per layer, its allocation for a model, and an arena where a block of all layers is one piece.
+"""KV cache memory: layouts of a layer, allocation for a model, and an arena in which a block of all layers is
+contiguous.
 
-A layer has two flat tensors of *slots*, one slot per token. Block ``b`` owns the slots ``b * block_size .. (b + 1) *
-block_size - 1``; block 0 is the null block, which stays zero.
+A layer has two flat tensors of *slots*, one slot per token. Block ``b`` has the slots ``b * block_size .. (b + 1) *
+block_size - 1``. Block 0 is the null block, which stays zero.
 """
 
 import dataclasses
@@ -15,29 +16,33 @@ import torch
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVTensorWidth, kv_tensor_widths
 
 FLOAT8 = torch.float8_e4m3fn
-"""What numbers of a cache are with ``cache.dtype: fp8``."""
+"""Dtype of the cache with ``cache.dtype: fp8``."""
 LARGEST_FLOAT8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The order of numbers within a layer's memory. A backend declares one for each layer (``AttentionBackend.layout``), and
-    whoever allocates, reads or moves the memory goes by it. What lies in whole tiles keeps its meaning when it is copied.
+    """Order of elements in a layer's memory.
+
+    A backend declares a layout for each layer (``AttentionBackend.layout``). Code that allocates, reads or moves the
+    memory follows it. Copies of whole tiles are valid.
     """
 
     name: str
-    """Equal names are equal orders."""
+    """Name of the layout. Equal names mean equal orders."""
     tile: int = 1
-    """Tokens whose numbers lie among one another: block sizes are multiples of it."""
+    """Tokens whose elements are interleaved. Block sizes are multiples of it."""
 
 
 SLOTS = KVLayout("slots")
-"""All heads of a token side by side in its slot, so that fetching a token is one contiguous copy whatever the block size."""
+"""Layout with all heads of a token side by side in its slot. So fetching a token is one contiguous copy for any block
+size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What the numbers of a layer's fp8 cache are multiplied by when they are read: those of ``key`` and those of ``value``."""
+    """Factors of the elements of a layer's fp8 cache when they are read, for keys and values."""
 
     key: float = 1.0
     value: float = 1.0
@@ -45,14 +50,16 @@ class KVScales:
 
 UNSCALED = KVScales()
 NO_SCALES: Mapping[str, KVScales] = MappingProxyType({})
-"""By layer name; those that are not named are ``UNSCALED``."""
+"""Scales by layer name. Other layers are ``UNSCALED``."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys ``[num_slots, num_kv_heads * head_size]`` and values ``[num_slots, num_kv_heads * head_size_v]`` of one
-    layer. In other layouts than ``SLOTS`` the rows of a tile share their numbers, or the tensors have the shape that the layout
-    says. In ``FLOAT8`` numbers are divided by their ``scales``, those beyond its range being its largest; other caches have none.
+    layer.
+
+    In layouts other than ``SLOTS``, the rows of a tile share their elements, or the layout defines the shape. In
+    ``FLOAT8`` elements are divided by their ``scales`` and clamped to its range. Other caches have no scales.
     """
 
     keys: torch.Tensor
@@ -62,8 +69,10 @@ class KVCache:
     scales: KVScales = UNSCALED
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at ``slots`` (int64, flat), as ``[len(slots), num_kv_heads, head size]``, in float32 if they are kept
-        in ``FLOAT8``. ValueError in another layout than ``SLOTS``.
+        """Return keys and values at ``slots`` (int64, flat), each ``[len(slots), num_kv_heads, head size]``, as float32
+        from ``FLOAT8``.
+
+        Raises ValueError for layouts other than ``SLOTS``.
         """
         self._check_layout()
         heads = (len(slots), self.num_kv_heads, -1)
@@ -74,22 +83,26 @@ class KVCache:
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new tokens: ``slots`` int64 ``[tokens]``, ``keys`` and ``values`` ``[tokens, num_kv_heads, head
-        size]``. ValueError in another layout than ``SLOTS``.
+        size]``.
+
+        Raises ValueError for layouts other than ``SLOTS``.
         """
         self._check_layout()
         for cache, new, scale in ((self.keys, keys, self.scales.key), (self.values, values, self.scales.value)):
             numbers = stored(new, cache.dtype, scale).reshape(len(slots), -1)
-            if cache.dtype == FLOAT8:  # which torch does not copy by index
+            if cache.dtype == FLOAT8:  # torch does not support index_copy_ for this dtype
                 cache, numbers = cache.view(torch.uint8), numbers.view(torch.uint8)
             cache.index_copy_(0, slots, numbers)
 
     def _check_layout(self) -> None:
         if self.layout != SLOTS:
-            raise ValueError(f"the cache lies in the layout {self.layout.name!r}, not in {SLOTS.name!r}")
+            raise ValueError(f"the cache has the layout {self.layout.name!r}; it must be {SLOTS.name!r}")
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """``numbers`` as a cache of ``dtype`` holds them, of ``FLOAT8`` divided by ``scale``. NaN stays NaN."""
+    """Convert ``numbers`` for a cache of ``dtype``. For ``FLOAT8`` they are divided by ``scale`` and clamped. NaN stays
+    NaN.
+    """
     if dtype != FLOAT8:
         return numbers
     return (numbers.float() * (1.0 / scale)).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
@@ -97,29 +110,34 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's part of the KV cache and the number of the group whose block table it uses."""
+    """KV cache of a layer, and the number of the group whose block table it uses."""
 
     cache: KVCache
     group: int
 
 
 LayerCaches = dict[str, LayerCache]
-"""By the name of the attention module. Empty where nothing is allocated."""
+"""Caches by attention module name. Empty if nothing is allocated."""
 
 
 LayoutOf = Callable[[KVCacheSpec, torch.dtype], KVLayout]
-"""What ``AttentionBackend.layout`` is."""
+"""Type of ``AttentionBackend.layout``."""
 Width = KVTensorWidth | KVCacheSpec
-"""Either says how many numbers the keys of a token take, and the values."""
+"""Object with the number of elements of a token's keys and values."""
 
 
 Empty = Callable[[int, int, torch.dtype], torch.Tensor]
-"""Makes a tensor ``[rows, columns]`` of a type of numbers on the device, of no meaning."""
+"""Function that returns an uninitialized tensor ``[rows, columns]`` of a dtype on the device."""
 
 
 class KVMemory:
-    """``specs``: by layer name. ``layout``: how a layer of a spec lies in memory. Numbers are kept in ``dtype`` on
-    ``device``, in fp8 by the ``scales`` of their layers.
+    """Allocator of a model's KV caches.
+
+    Args:
+        specs: KV cache specs by layer name.
+        layout: Returns the layout of a layer.
+        dtype: The dtype of the cache.
+        scales: Scales of an fp8 cache by layer name.
     """
 
     def __init__(
@@ -138,12 +156,14 @@ class KVMemory:
         self._place: Empty = self._anywhere
 
     def place(self, empty: Empty) -> None:
-        """Have ``allocate`` take memory from ``empty``."""
+        """Make ``allocate`` take memory from ``empty``."""
         self._place = empty
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
-        """The whole cache. The i-th layers of all groups share memory, as wide as the widest: no block belongs to two groups.
-        Empty for a model without layers that attend over a cache. ValueError for a block size that a layout does not take.
+        """Allocate the whole cache. Returns no caches for a model without attention over a cache.
+
+        The i-th layers of all groups share memory, as wide as the widest of them, because no block belongs to two
+        groups. Raises ValueError for a block size that a layout does not support.
         """
         if not self._specs:
             return {}
@@ -156,7 +176,7 @@ class KVMemory:
         }
 
     def throwaway(self, block_size: int, num_blocks: int) -> LayerCaches:
-        """A cache of one group, each layer with memory of its own."""
+        """Allocate a temporary cache with one group, in which layers share no memory."""
         memory = self._memory(list(self._specs.values()), block_size, num_blocks, self._anywhere)
         return {
             name: LayerCache(self._scaled(name, block_size, *parts), group=0)
@@ -164,15 +184,16 @@ class KVMemory:
         }
 
     def _scaled(self, name: str, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-        """The view of the layer called ``name``."""
+        """Return the cache of the layer ``name``, with its scales."""
         cache = self._view(self._specs[name], block_size, keys, values)
         return dataclasses.replace(cache, scales=self._scales.get(name, UNSCALED))
 
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]`` of each width. Only the null block is cleared:
-        attention reads no slot that its request has not written.
+        """Return keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]`` of each width.
+
+        Only the null block is cleared. Attention never reads a slot that its request has not written.
         """
         memory = []
         for width in widths:
@@ -188,21 +209,25 @@ class KVMemory:
         return torch.empty(rows, columns, dtype=dtype, device=self._device)
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-        """A layer's view of memory that may be wider than the layer."""
+        """Return a layer's view of memory, which may be wider than the layer."""
         layout = self._layout(msgspec.structs.replace(spec, block_size=block_size), self._dtype)
         if block_size % layout.tile:
-            raise ValueError(f"blocks of {block_size} tokens do not hold whole tiles of {layout.tile}")
+            raise ValueError(
+                f"blocks of {block_size} tokens are not a multiple of the layout's tiles of {layout.tile} tokens"
+            )
         return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads, layout)
 
 
 def num_groups(caches: LayerCaches) -> int:
-    """The groups up to the last one that has layers among ``caches``: others may have some behind it."""
+    """Return the number of groups up to the last one with layers in ``caches``. Other stages may have more groups."""
     return 1 + max((layer.group for layer in caches.values()), default=-1)
 
 
 def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
-    """The memory of a KV cache, each tensor uint8 ``[num_blocks, bytes]``: a row is what a block has there, of all layers that
-    share it. RuntimeError for memory that is not so.
+    """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. A row has a block's data of all layers
+    that share it.
+
+    Raises RuntimeError if the memory cannot be split into blocks.
     """
     storages: dict[int, torch.Tensor] = {}
     for layer in layers.values():
@@ -212,32 +237,36 @@ def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
     for tensor in storages.values():
         rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         if len(rows) % num_blocks:
-            raise RuntimeError(f"{len(rows)} bytes of the KV cache are no {num_blocks} blocks")
+            raise RuntimeError(f"{len(rows)} bytes of the KV cache are not a multiple of {num_blocks} blocks")
         memory.append(rows.view(num_blocks, -1))
     return memory
 
 
 def block_order(layers: LayerCaches) -> str:
-    """How the numbers of a block lie: the layouts of its layers and their types, each once."""
+    """Return a description of the order of a block's elements: the distinct layouts and dtypes of its layers."""
     caches = [layer.cache for layer in layers.values()]
     orders = (f"{cache.layout.name}/{cache.layout.tile} {cache.keys.dtype}" for cache in caches)
     return ", ".join(dict.fromkeys(orders)).replace("torch.", "")
 
 
 def num_bytes(layers: LayerCaches) -> int:
-    """Bytes of a KV cache; memory that layers share counts once."""
+    """Return the bytes of a KV cache. Memory that layers share counts once."""
     tensors = [tensor for layer in layers.values() for tensor in (layer.cache.keys, layer.cache.values)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 HEADS = KVLayout("heads")
-"""Keys and values ``[blocks, num_kv_heads, block_size, head size]``: the tokens of a head of a block follow one another."""
+"""Layout ``[blocks, num_kv_heads, block_size, head size]`` of keys and values. The tokens of a head of a block are
+contiguous.
+"""
 
 
 class KVArena(KVMemory):
-    """An arena ``[blocks, layers, 2, num_kv_heads, block_size, head size]``: a layer's keys and values are views of it, in the
-    layout ``HEADS``. Where layers of several groups share memory, a block has as many parts as the largest group has layers.
+    """Allocator of an arena ``[blocks, layers, 2, num_kv_heads, block_size, head size]``.
+
+    Keys and values of a layer are views of it, in the layout ``HEADS``. If layers of several groups share memory, a
+    block has as many parts as the largest group has layers.
     """
 
     def __init__(
@@ -252,8 +281,8 @@ class KVArena(KVMemory):
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values ``[num_blocks, block_size * width]`` of each width, in one piece of memory. The null block is
-        cleared.
+        """Return keys and values ``[num_blocks, block_size * width]`` of each width, in one piece of memory with a
+        cleared null block.
         """
         sizes = [block_size * part for width in widths for part in (width.key_width, width.value_width)]
         arena = empty(num_blocks, sum(sizes), self._dtype)
@@ -262,7 +291,7 @@ class KVArena(KVMemory):
         return list(zip(parts[::2], parts[1::2], strict=True))
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-        """A layer's view of a part that may be wider than the layer."""
+        """Return a layer's view of a part, which may be wider than the layer."""
 
         def heads(part: torch.Tensor, head_size: int) -> torch.Tensor:
             own = part[:, : spec.num_kv_heads * block_size * head_size]

@@ -1,4 +1,4 @@
-"""The oracle: attention in a few plain lines, one request at a time, scores in float32, on any device."""
+"""Reference implementation of attention: short code, one request at a time, float32 scores, any device."""
 
 import torch
 
@@ -8,7 +8,7 @@ from penstock_enginecore.core.kv_cache.spec import first_key
 
 
 class ReferenceAttention(AttentionBackend):
-    """Reads every key and value that a query sees back from the cache and materializes the scores."""
+    """Attention backend that reads all keys and values from the cache and materializes the scores."""
 
     keeps_float8 = True
 
@@ -21,7 +21,7 @@ class ReferenceAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Request by request, every key and value read back from the cache."""
+        """Compute attention request by request, with all keys and values read from the cache."""
         metadata = plan.metadata
         outputs = []
         for i in range(metadata.num_requests):
@@ -44,8 +44,9 @@ def _attend_one(
     params: AttentionParams,
     key_ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``query`` stands at the last of the ``keys``, which begin at position ``first``. ``key_ends`` int64 ``[queries]``: see
-    ``AttentionMetadata``.
+    """Return the attention of ``query``, the last tokens of ``keys``, which begin at position ``first``.
+
+    ``key_ends`` is int64 ``[queries]``; see ``AttentionMetadata``.
     """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape

@@ -1,4 +1,4 @@
-"""Experts placed anew by what they have had to do: where each goes, and its weights on their way there."""
+"""Load balancing of experts: new placements by measured load, and the transfer of weights."""
 
 import heapq
 import zlib
@@ -12,20 +12,21 @@ from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
 
-# Where experts go so that ranks have as much to do as each other: the policy, without state and without luck.
+# Placement policy that balances the load of ranks. It is stateless and deterministic.
 #
-# The hottest experts get the spare slots, one replica per rank at most. Then replicas go to ranks, the heaviest first, each where
-# it is already unless that rank would have too much, else to the one that has least. At last the rank that has most swaps with
-# others. (EPLB of DeepSeek replicates and packs likewise, without regard to where experts are.)
+# The experts with the highest load get the spare slots, at most one replica per rank. Then replicas are assigned to
+# ranks, highest load first. A replica stays on its rank unless that rank would be overloaded; otherwise it goes to the
+# rank with the least load. Finally, the rank with the most load swaps experts with others. DeepSeek's EPLB replicates
+# and packs in the same way, but ignores current placements.
 
 _SLACK = 1.04
-"""A rank's load, as a multiple of the mean, up to which it keeps what it has."""
+"""Limit of a rank's load, as a multiple of the mean, up to which the rank keeps its experts."""
 _WORTH = 0.05
-"""Gain in balance for which weights are moved."""
+"""Smallest gain in balance for which weights are moved."""
 
 
 class Move(msgspec.Struct, frozen=True):
-    """``expert``, which rank ``source`` has, comes to ``slot`` (of all ranks) in ``layer``."""
+    """Move of ``expert`` from rank ``source`` to ``slot``, numbered over all ranks, in ``layer``."""
 
     layer: int
     expert: int
@@ -34,16 +35,18 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def balance(counts: Sequence[int], experts: Sequence[int], size: int) -> float:
-    """The mean of the ranks' loads over the highest, where experts have ``counts`` tokens and ``experts`` are those in the slots
-    of ``size`` ranks. Replicas have equal shares. 1 where there are no tokens.
+    """Return the mean load of the ranks divided by the highest load, or 1 if there are no tokens.
+
+    ``counts`` are the tokens of each expert, and ``experts`` those in the slots of ``size`` ranks. Replicas share the
+    load equally.
     """
     loads = _rank_loads(counts, experts, size)
     return sum(loads) / size / max(loads) if max(loads) else 1.0
 
 
 def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ``experts`` that the slots of ``size`` ranks should have, by the tokens of each. As they are, where another placement
-    gains little.
+    """Return the ``experts`` for the slots of ``size`` ranks, by their tokens, or the current ones if the gain would be
+    small.
     """
     slots = len(experts) // size
     shares = _replicas(counts, len(experts), size)
@@ -59,8 +62,9 @@ def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tupl
 
 
 def moves_between(before: Placement, after: Placement, layer: int) -> list[Move]:
-    """What has to come where, in the order of slots. A rank that has an expert in another slot is its own source; several others
-    take turns.
+    """Return the moves of a layer, in order of slots.
+
+    If the rank has the expert in another slot, it is the source itself. Several other sources alternate.
     """
     old, new = before.physical[layer], after.physical[layer]
     sources: dict[int, list[int]] = {}
@@ -88,7 +92,7 @@ def _rank_loads(counts: Sequence[int], experts: Sequence[int], size: int) -> lis
 
 
 def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
-    """How many slots each expert gets: the spare ones go where a replica has most tokens."""
+    """Return the number of slots of each expert. Spare slots go to the expert with the most tokens per replica."""
     replicas = [1] * len(counts)
     heaviest = [(float(-count), expert) for expert, count in enumerate(counts)]
     heapq.heapify(heaviest)
@@ -101,7 +105,7 @@ def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
 
 
 def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int]], slots: int) -> list[list[int]]:
-    """Experts by rank."""
+    """Return the experts of each rank."""
     size = len(held)
     limit = _SLACK * sum(counts) / size
     loads, packed = [0.0] * size, [[] for _ in range(size)]  # type: tuple[list[float], list[list[int]]]
@@ -110,7 +114,7 @@ def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int
         load = counts[expert] / replicas[expert]
         for _ in range(replicas[expert]):
             room = [rank for rank in range(size) if len(packed[rank]) < slots and expert not in packed[rank]]
-            # Where every rank with room has it already, twice on one is as good as once.
+            # If every rank with a free slot already has the expert, one of them gets it twice.
             room = room or [rank for rank in range(size) if len(packed[rank]) < slots]
             stays = [rank for rank in room if expert in held[rank] and loads[rank] + load <= limit]
             rank = min(stays or room, key=lambda rank: (loads[rank], rank))
@@ -123,7 +127,9 @@ def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int
 
 
 def _swap(weights: Sequence[float], loads: list[float], packed: list[list[int]], limit: float) -> bool:
-    """Exchange an expert of the rank that has most for one of another, so that neither has as much; whether that was done."""
+    """Swap an expert of the most loaded rank with one of another rank to lower the higher load. Returns whether a swap
+    was found.
+    """
     heavy = max(range(len(loads)), key=lambda rank: (loads[rank], -rank))
     if loads[heavy] <= limit:
         return False
@@ -145,7 +151,7 @@ def _swap(weights: Sequence[float], loads: list[float], packed: list[list[int]],
 
 
 def _in_their_slots(own: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Experts of a rank, those that it had in the slots where they were."""
+    """Return a rank's experts, with those that it already had in their previous slots."""
     left = list(own)
     placed: list[int | None] = []
     for expert in before:
@@ -156,18 +162,19 @@ def _in_their_slots(own: Sequence[int], before: Sequence[int]) -> list[int]:
     return [left.pop(0) if expert is None else expert for expert in placed]
 
 
-# Weights of experts on their way to other ranks.
+# Transfer of experts' weights between ranks.
 
 
 class ExpertMoves:
-    """From the placement that ``experts`` have to ``after``, layer by layer. All ranks call ``step`` between the same steps.
+    """Moves experts from their current placement to ``after``, layer by layer. All ranks call ``step`` between the same
+    steps.
 
-    What arrives is kept aside until a layer is complete, and steps go on with the old placement. Then all ranks write it into
-    their slots and change over, between the same two steps.
+    Received weights are buffered until a layer is complete, and steps still use the old placement. Then all ranks write
+    them into their slots and switch placements between the same two steps.
     """
 
     def __init__(self, experts: SpreadExperts, after: Placement, bytes_per_step: int) -> None:
-        """Raises ValueError where ranks have weights in different layouts, which cannot be exchanged."""
+        """Plan the moves. Raises ValueError if ranks store weights in different layouts, which cannot be exchanged."""
         self._experts, self._after, self._budget = experts, after, bytes_per_step
         _check_layouts(experts)
         before = experts.placement
@@ -178,12 +185,13 @@ class ExpertMoves:
 
     @property
     def done(self) -> bool:
-        """Whether all layers have changed over."""
+        """Whether all layers have switched."""
         return not self._left
 
     def step(self) -> int:
-        """Exchange some experts of a layer. Returns how many this rank computes from now on. Raises CollectiveBroken, after which
-        the old placement of that layer still stands.
+        """Transfer some experts of a layer. Returns the number of experts that this rank computes from now on.
+
+        Raises CollectiveBroken; the old placement of that layer then still applies.
         """
         if self.done:
             return 0
@@ -235,13 +243,15 @@ def _check_layouts(experts: SpreadExperts) -> None:
     rows = experts.group.exchange(zlib.crc32(said).to_bytes(4, "little"))
     if len(set(rows)) > 1:
         raise ValueError(
-            f"ranks keep the weights of experts in different layouts; rank {experts.group.rank}: {said.decode()}"
+            f"ranks store the weights of experts in different layouts; rank {experts.group.rank}: {said.decode()}"
         )
 
 
 class ExpertBalancer:
-    """Counts the tokens of ``config.window`` steps, and lets experts move when that is worth it. All ranks call ``after_step``
-    after the same steps, and all come to the same placement: it is a pure function of what they have counted together.
+    """Counts the tokens of ``config.window`` steps, and moves experts if that improves the balance.
+
+    All ranks call ``after_step`` after the same steps. They get the same placement, because it is a pure function of
+    their combined counts.
     """
 
     def __init__(self, experts: SpreadExperts, config: ExpertParallelConfig) -> None:
@@ -249,17 +259,19 @@ class ExpertBalancer:
         self._steps = 0
         self._moves: ExpertMoves | None = None
         self.balance = 1.0
-        """The mean of the ranks' tokens over the highest, mean of the layers, in the last window."""
+        """Mean tokens of the ranks divided by the highest, averaged over layers, in the last window."""
 
     def after_step(self) -> int:
-        """Returns how many experts have come to this rank, which computes them from the next step on. Raises CollectiveBroken."""
+        """Return the number of experts that moved to this rank, which computes them from the next step on. Raises
+        CollectiveBroken.
+        """
         if not self._config.window:
             return 0
         if self._moves is not None:
             num_arrived = self._moves.step()
             if self._moves.done:
                 self._moves = None
-                self._experts.routed()  # what was counted on the way is of the old placement, in part
+                self._experts.routed()  # drop counts that partly belong to the old placement
             return num_arrived
         self._steps += 1
         if self._steps % self._config.window == 0:

@@ -1,4 +1,4 @@
-"""How tokens come to the ranks that hold their experts: by name."""
+"""Dispatch of tokens to the ranks with their experts, selected by name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,21 @@ from penstock_enginecore.native.experts import weighted_sum
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of states ``[pairs, hidden]`` and each one's slot of this rank, int64 ``[pairs]``, what the expert there makes of them,
-``[pairs, hidden]``. A row depends on nothing but its own state and slot.
+"""Function that returns the outputs ``[pairs, hidden]`` for states ``[pairs, hidden]`` and slots of this rank, int64
+``[pairs]``.
+
+A row depends only on its own state and slot.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Tokens of one rank at a layer: ``states`` ``[tokens, hidden]``; ``slots`` int64 ``[tokens, top]``, which of all ranks'
-    physical experts compute each, and ``weights`` ``[tokens, top]``, how much these count.
+    """Tokens of one rank at a layer.
+
+    Attributes:
+        states: ``[tokens, hidden]``.
+        slots: int64 ``[tokens, top]``, physical experts, numbered over all ranks.
+        weights: ``[tokens, top]``, weights of these experts.
     """
 
     states: torch.Tensor
@@ -30,7 +36,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """``counts``: tokens of each rank. ``slots``: physical experts of each."""
+    """Ranks of a group. ``counts`` are the tokens of each rank, ``slots`` the physical experts of each rank."""
 
     group: GroupCollectives
     counts: Sequence[int]
@@ -38,45 +44,50 @@ class Ranks:
 
 
 class Dispatch(Protocol):
-    """All ranks call it together."""
+    """Dispatch method. All ranks call it together."""
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """The weighted sums of this rank's tokens, ``[tokens, hidden]``. ``compute`` is called once, for pairs of all ranks."""
+        """Return the weighted sums of this rank's tokens, ``[tokens, hidden]``. ``compute`` is called once, for pairs
+        of all ranks.
+        """
 
 
 _DISPATCHES: dict[str, Callable[[], Dispatch]] = {}
 
 
 def register_dispatch(name: str, make: Callable[[], Dispatch]) -> None:
-    """Have ``expert_parallel.dispatch`` know a name, in place of what had it. Plugins call it."""
+    """Register a value of ``expert_parallel.dispatch``, replacing an existing one. Called by plugins."""
     _DISPATCHES[name] = make
 
 
 def make_dispatch(name: str) -> Dispatch:
-    """Raises ConfigError for a name that nobody has registered."""
+    """Return the dispatch of this name. Raises ConfigError for an unknown name."""
     if name not in _DISPATCHES:
         raise ConfigError(f"expert_parallel.dispatch is {name!r}; known: {', '.join(sorted(_DISPATCHES))}")
     return _DISPATCHES[name]()
 
 
 def in_routing_order(received: torch.Tensor, ranks_of_pairs: torch.Tensor) -> torch.Tensor:
-    """``[tokens, top, hidden]`` of the outputs that came back, ``[pairs, hidden]``: those of each rank in the order of tokens and
-    routing, rank by rank. ``ranks_of_pairs`` int64 ``[tokens, top]``.
+    """Return the received outputs ``[pairs, hidden]`` as ``[tokens, top, hidden]``.
+
+    Outputs arrive rank by rank, in the order of tokens and routing. ``ranks_of_pairs`` is int64 ``[tokens, top]``.
     """
     outputs = torch.empty_like(received)
     outputs[torch.argsort(ranks_of_pairs.flatten(), stable=True)] = received
     return outputs.view(*ranks_of_pairs.shape, received.shape[-1])
 
 
-# Dispatches for which every rank sees the tokens of all.
+# Dispatch methods in which every rank receives the tokens of all ranks.
 
 _WORD = 8
-"""Bytes of which rows are multiples, so that each part of one is aligned."""
+"""Rows are padded to a multiple of this many bytes, so that each part is aligned."""
 
 
 class AllGather:
-    """States and routing of all tokens are gathered. Each pair's output goes back as it is, and its token's own rank weights and
-    sums: the bits are those of one rank that holds everything.
+    """Dispatch that gathers states and routing of all tokens.
+
+    Each pair's output returns unchanged, and the token's own rank weights and sums the outputs. So results are
+    bit-identical to those of a single rank with all experts.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -93,8 +104,10 @@ class AllGather:
 
 
 class ReduceScatter:
-    """States, routing and weights are gathered. Each rank sums what its experts make of a token, and the token's own rank adds up
-    the ranks' sums: a row per token and rank goes back, and results are equal up to rounding.
+    """Dispatch that gathers states, routing and weights of all tokens.
+
+    Each rank sums the outputs of its experts per token, and the token's own rank adds the ranks' sums. One row per
+    token and rank returns. Results are equal up to rounding.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -104,7 +117,7 @@ class ReduceScatter:
         tokens, positions = own.nonzero(as_tuple=True)
         outputs = compute(states[tokens], slots[tokens, positions] % ranks.slots)
         sums = states.new_zeros(states.shape)
-        for position in range(slots.shape[1]):  # a token is at most once at a position
+        for position in range(slots.shape[1]):  # a token occurs at most once per position
             here = positions == position
             sums[tokens[here]] += (outputs[here] * weights[tokens[here], position, None]).to(sums.dtype)
         count = counts[group.rank]
@@ -116,7 +129,9 @@ class ReduceScatter:
 
 
 def gathered(ranks: Ranks, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """Each of ``parts`` ``[tokens, n]``, of any dtypes, of the tokens of all ranks, in one message: views of its rows."""
+    """Gather each of ``parts`` ``[tokens, n]``, of any dtypes, from all ranks in one message. Returns views of the
+    message.
+    """
     rows = [part.contiguous().view(torch.uint8) for part in parts]
     rows = [F.pad(row, (0, -row.shape[1] % _WORD)) if row.shape[1] % _WORD else row for row in rows]
     whole = ranks.group.all_gather_rows(torch.cat(rows, dim=1), ranks.counts)
@@ -130,12 +145,13 @@ register_dispatch("allgather", AllGather)
 register_dispatch("reduce_scatter", ReduceScatter)
 
 
-# A dispatch that sends each token only to ranks that hold experts of it.
+# Dispatch method that sends each token only to ranks with its experts.
 
 
 class AllToAll:
-    """All ranks are told where tokens go, and a token's state goes once to each rank that computes it. Outputs come back as they
-    are, as with ``AllGather``: the bits are the same.
+    """Dispatch that gathers only the routing, and sends each token's state once to each rank that computes it.
+
+    Outputs return unchanged, as with ``AllGather``, so results are bit-identical.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -149,7 +165,7 @@ class AllToAll:
         receive = [int(part.sum()) for part in torch.split(comes, list(counts))]
         states = group.all_to_all_rows(routed.states[goes.T.nonzero()[:, 1]], send, receive)
         tokens, positions = here.nonzero(as_tuple=True)
-        rows = comes.cumsum(0) - 1  # of the states that came, by token
+        rows = comes.cumsum(0) - 1  # row of each token among the received states
         outputs = compute(states[rows[tokens]], slots[tokens, positions] % ranks.slots)
         back = [int(part.sum()) for part in torch.split(here, list(counts))]
         come = torch.bincount(holders.flatten(), minlength=group.size).tolist()

@@ -1,4 +1,4 @@
-"""What a rank holds of the experts, from one group to the next."""
+"""Experts that a rank keeps while the group changes."""
 
 import logging
 import threading
@@ -19,14 +19,15 @@ from penstock_enginecore.experts.placement import Placement, check_slots
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
-# Where experts are in a new group: a pure function of what its ranks hold.
+# Placement of experts in a new group. It is a pure function of the experts that its ranks hold.
 
 
 def regrouped(held: Sequence[Sequence[Sequence[int]]], num_experts: int) -> Placement:
-    """Of what each rank holds by layer and slot, ``EMPTY`` some, a placement in which what is held stays where it can.
+    """Return a placement that leaves held experts in their slots where possible.
 
-    An expert that nobody holds comes to an empty slot, else to one whose expert is elsewhere too. Slots that are empty then get
-    the experts that are in the fewest. Raises ConfigError where there are more ranks than experts, or too few slots.
+    ``held`` has the experts of each rank by layer and slot, or ``EMPTY``. An expert that no rank holds gets an empty
+    slot, or the slot of an expert with replicas. Remaining empty slots then get the experts with the fewest replicas.
+    Raises ConfigError if there are more ranks than experts, or too few slots.
     """
     slots = len(held[0][0])
     check_slots(num_experts, len(held), slots)
@@ -47,7 +48,9 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
         num_new[slot // slots] += 1
 
     def reluctance(slot: int) -> tuple[int, int, int]:
-        """Empty slots first, in order; else where an expert is most often, of the rank that has to read least."""
+        """Return a sort key: empty slots first, in order, then slots of experts with most replicas, on the rank with
+        fewest new experts.
+        """
         if placed[slot] == EMPTY:
             return -len(placed) - 1, 0, slot
         return -replicas[placed[slot]], num_new[slot // slots], slot
@@ -64,20 +67,22 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
 
 
 def _once_each(rank: Sequence[int]) -> list[int]:
-    """What is in two slots of a rank counts in the first."""
+    """Return a rank's experts, in which the second slot of the same expert is ``EMPTY``."""
     return [EMPTY if expert in rank[:slot] else expert for slot, expert in enumerate(rank)]
 
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-"""Experts that are read together: so many of a layer are in memory twice for a moment."""
+"""Experts that are read together. This many experts of a layer are briefly in memory twice."""
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """``aside``: experts that were read while another group served, or that moved away meanwhile, by layer and expert, packed:
-    only copying them is left.
+    """Placement for the next group.
+
+    ``aside`` has packed experts by layer and expert that were read while another group serves, or that moved away
+    meanwhile. They only need to be copied into slots.
     """
 
     placement: Placement
@@ -86,12 +91,12 @@ class _Prepared:
 
 
 class GroupExperts:
-    """See ``SharedExperts``. Nothing is held before the first group.
+    """Experts of this rank across groups; see ``SharedExperts``. There are none before the first group.
 
-    Ranks tell each other what they hold, so that nobody has to know how a group before ended: in the middle of a move, or with
-    ranks that were in none. What a rank lacks it reads from the checkpoint, into its slots where it is in no group, else aside:
-    the slots are those of the group that serves. An expert that gives way to another one there, and is to be at its place in
-    the next group, is kept aside, too.
+    Ranks exchange which experts they hold. So no rank must know how the previous group ended, even during a move or
+    with new ranks. A rank reads missing experts from the checkpoint. Without a group it reads them into its slots.
+    While a group serves, the slots belong to that group, so the rank buffers the experts. It also buffers an expert
+    that is replaced in a slot but belongs there in the next group.
     """
 
     def __init__(self, experts: SpreadExperts, reader: ExpertReader, config: ExpertParallelConfig) -> None:
@@ -102,14 +107,14 @@ class GroupExperts:
         self._reading = threading.Lock()
         self._prepared: dict[int, _Prepared] = {}
         self._serving = 0
-        """The epoch that was joined last."""
+        """Epoch of the group that was joined last."""
         self._balancer: ExpertBalancer | None = None
         self.balance = 1.0
         """See ``SharedExperts``."""
         self.num_moved = 0
         """See ``SharedExperts``."""
         self.num_read = 0
-        """Experts that were read from the checkpoint so far, in all layers."""
+        """Experts read from the checkpoint so far, in all layers."""
 
     @property
     def num_experts(self) -> int:
@@ -129,14 +134,14 @@ class GroupExperts:
                 if epoch < max(self._prepared, default=0):
                     raise CollectiveBroken("a later group is prepared")
                 before, serving = self.num_read, self.spread.joined
-                self._prepared[epoch] = prepared  # first: what gives way from now on is kept
+                self._prepared[epoch] = prepared  # set first, so that experts replaced from now on are kept
                 try:
                     for layer in self.spread.layers:
                         self._fetch(prepared, layer, given_up, aside=serving)
                 except BaseException:
                     del self._prepared[epoch]
                     raise
-                logger.info("epoch %d: %d experts of its layers were read", epoch, self.num_read - before)
+                logger.info("epoch %d: read %d experts from the checkpoint", epoch, self.num_read - before)
         except (ConfigError, ModelLoadError, ValueError) as e:
             raise UnpreparedError(str(e)) from e
 
@@ -173,7 +178,9 @@ class GroupExperts:
         return regrouped(held.tolist(), self.num_experts)
 
     def _keep(self, layer: DispatchedExperts, slot: int) -> None:
-        """What is in a slot, for the groups in which it is to be there; on the busy loop's thread, also while one is prepared."""
+        """Keep a slot's expert for later groups that need it there. Runs on the busy loop's thread, also while a group
+        is prepared.
+        """
         for epoch, prepared in list(self._prepared.items()):
             expert = layer.held[slot]
             if epoch > self._serving and prepared.placement.held(prepared.rank, layer.layer)[slot] == expert:
@@ -182,7 +189,7 @@ class GroupExperts:
     def _fetch(
         self, prepared: _Prepared, layer: DispatchedExperts, given_up: Callable[[], bool], *, aside: bool
     ) -> None:
-        """What the layer's slots lack of the placement, to where it belongs or ``aside``."""
+        """Read the experts that the layer's slots lack, into their slots or into the buffer (``aside``)."""
         wanted = prepared.placement.held(prepared.rank, layer.layer)
         lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]
         ready = prepared.aside

@@ -1,4 +1,4 @@
-"""A layer's experts, of which this rank holds some, and models whose experts are spread over ranks."""
+"""Layer of experts of which this rank holds some, and models whose experts are spread over ranks."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from penstock_enginecore.experts.dispatch import Dispatch, Ranks, Routed, make_d
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
-# The group that a rank's experts compute with, and what is where in it.
+# Group of ranks that computes experts, and the placement of experts in it.
 
 
 @dataclass(slots=True)
 class Membership:
-    """``counts``: tokens of each rank in the step that is computed."""
+    """Membership of this rank in a group. ``counts`` are the tokens of each rank in the current step."""
 
     group: GroupCollectives
     placement: Placement
@@ -29,20 +29,21 @@ class Membership:
     _tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def slots_of(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """Which of all ranks' slots compute the experts ``chosen`` int64 ``[tokens, top]``: tokens take turns at replicas, those
-        of another rank from another one on.
+        """Return the slots, over all ranks, that compute the experts ``chosen`` int64 ``[tokens, top]``.
+
+        Tokens alternate between replicas. Each rank starts at another replica.
         """
         slots, number = self._table(layer)
         turns = torch.arange(self.group.rank, self.group.rank + len(chosen))[:, None]
         return slots[chosen, turns % number[chosen]]
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
-        """From now on the layer's slots hold these."""
+        """Set the experts in the layer's slots from now on."""
         self.placement = self.placement.with_layer(layer, experts)
         self._tables.pop(layer, None)
 
     def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots of each expert ``[experts, most replicas]``, and how many these are ``[experts]``."""
+        """Return the slots of each expert ``[experts, most replicas]``, and their number ``[experts]``."""
         if layer not in self._tables:
             replicas = self.placement.replicas(layer)
             most = max(map(len, replicas))
@@ -52,17 +53,25 @@ class Membership:
 
 
 MAX_TOKENS = 2048
-"""Of a rank at a time: longer steps are dispatched in pieces, so that what is gathered has a bound."""
+"""Tokens of a rank that are dispatched at a time. Longer steps are split, to limit the size of gathered tensors."""
 EMPTY = -1
-"""What a slot holds that no expert has come to."""
+"""Content of a slot without an expert."""
 
 
 class DispatchedExperts(torch.nn.Module):
-    """Stands for experts of a model. ``experts``: a module like those it stands for, of as many as a rank has slots. ``held``:
-    what these are, ``EMPTY`` some.
+    """Replacement of a model's module of experts that dispatches tokens to ranks.
 
-    In no group it computes what it holds, and takes what other experts would add for zero: so a model is loaded and looked at
-    before there is a group. ``routed``: tokens of this rank by expert, since somebody set it to zero.
+    Without a group it computes only its own experts, and other experts add zero. So a model can be loaded and probed
+    before a group exists.
+
+    Args:
+        layer: Number of the layer of experts.
+        num_experts: Experts of the model's layer.
+        experts: Module of the replaced class, with one expert per slot of a rank.
+        held: Experts in the slots, or ``EMPTY``.
+
+    Attributes:
+        routed: Tokens of this rank by expert, since it was last reset.
     """
 
     has_routed_experts = True
@@ -78,7 +87,7 @@ class DispatchedExperts(torch.nn.Module):
         self.hold(held)
 
     def hold(self, held: Sequence[int]) -> None:
-        """The slots of ``experts`` have these now."""
+        """Set the experts in the slots."""
         self.held = tuple(held)
         self._own_slots = torch.full((self._num_experts,), EMPTY)
         for slot, expert in enumerate(held):
@@ -86,8 +95,9 @@ class DispatchedExperts(torch.nn.Module):
                 self._own_slots[expert] = slot
 
     def write(self, slot: int, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Have ``expert`` in a slot: ``weights`` by the names that they have in ``experts``. Raises ValueError, after which
-        nothing is there, where they do not fit.
+        """Write an expert into a slot. ``weights`` are named as in ``experts``.
+
+        Raises ValueError if they do not fit. The slot is then empty.
         """
         self._hold(slot, EMPTY)
         experts: Any = self.experts
@@ -99,8 +109,10 @@ class DispatchedExperts(torch.nn.Module):
         self._hold(slot, expert)
 
     def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What ``slot_memory`` is of an expert with these weights, in memory of its own, for ``put``. Steps may be computed
-        meanwhile. Raises as ``write``.
+        """Return an expert with these weights as new tensors in the format of ``slot_memory``, for ``put``. Raises like
+        ``write``.
+
+        Steps may be computed meanwhile.
         """
         experts: Any = self.experts
         if hasattr(experts, "packed"):
@@ -113,7 +125,7 @@ class DispatchedExperts(torch.nn.Module):
         return [copy.flatten().view(torch.uint8) for copy in copies]
 
     def put(self, slot: int, expert: int, packed: Sequence[torch.Tensor]) -> None:
-        """Have ``expert``, which was ``packed``, in a slot."""
+        """Put a ``packed`` expert into a slot."""
         for memory, values in zip(self.slot_memory(slot), packed, strict=True):
             memory.copy_(values)
         self._hold(slot, expert)
@@ -122,11 +134,11 @@ class DispatchedExperts(torch.nn.Module):
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
-        """Compute with this group from now on; None: alone."""
+        """Compute with this group from now on, or alone for None."""
         self._membership = membership
 
     def slot_memory(self, slot: int) -> list[torch.Tensor]:
-        """What the expert in a slot of this rank is made of, as bytes uint8 ``[n]`` that may be written to."""
+        """Return the memory of the expert in a slot of this rank, as writable bytes uint8 ``[n]``."""
         experts: Any = self.experts
         if hasattr(experts, "slot_memory"):
             memory: list[torch.Tensor] = experts.slot_memory(slot)
@@ -135,20 +147,20 @@ class DispatchedExperts(torch.nn.Module):
 
     @property
     def layout(self) -> str:
-        """Experts of ranks with the same layout can be exchanged."""
+        """Name of the format. Ranks with equal layouts can exchange experts."""
         experts: Any = self.experts
         return getattr(experts, "layout", "") or ", ".join(str(weight.dtype) for weight in experts.parameters())
 
     def take_part(self) -> None:
-        """In a step of which this rank has no token. RuntimeError before the layer has computed anything."""
+        """Take part in a step in which this rank has no tokens. Raises RuntimeError before the first run of the layer."""
         if self._none is None:
-            raise RuntimeError(f"layer {self.layer} of experts has never run: what its tokens look like is not known")
+            raise RuntimeError(f"layer {self.layer} of experts has never run, so the shape of its tokens is not known")
         self._dispatch(*self._none)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As the experts it stands for: ``[tokens, hidden]`` and twice ``[tokens, top]`` to ``[tokens, hidden]``. Raises
+        """Compute the experts: ``[tokens, hidden]`` and twice ``[tokens, top]`` to ``[tokens, hidden]``. Raises
         CollectiveBroken.
         """
         if self._none is None:
@@ -167,7 +179,7 @@ class DispatchedExperts(torch.nn.Module):
         membership: Any = self._membership
         group, counts = membership.group, membership.counts
         if counts[group.rank] != len(states):
-            raise RuntimeError(f"rank {group.rank} told of {counts[group.rank]} tokens and has {len(states)}")
+            raise RuntimeError(f"rank {group.rank} announced {counts[group.rank]} tokens but has {len(states)}")
         slots = membership.slots_of(self.layer, chosen)
         pieces = []
         for first in range(0, max(counts), MAX_TOKENS):
@@ -183,62 +195,64 @@ class DispatchedExperts(torch.nn.Module):
         return outputs
 
 
-# A model whose experts are spread over the ranks of a group.
+# Model whose experts are spread over the ranks of a group.
 
 _COUNT = struct.Struct("<q")
 
 
 class SpreadExperts:
-    """The layers of a model that are dispatched, in order. All ranks of a group call the same methods between the same steps."""
+    """Dispatched layers of a model, in order. All ranks of a group call the same methods between the same steps."""
 
     def __init__(self, layers: Sequence[DispatchedExperts], dispatch: str) -> None:
-        """Raises ConfigError for a ``dispatch`` that nobody has registered."""
+        """Prepare the layers. Raises ConfigError for an unknown ``dispatch``."""
         self.layers = tuple(layers)
         self._dispatch = make_dispatch(dispatch)
         self._membership: Membership | None = None
         self.leaving: Callable[[DispatchedExperts, int], None] = lambda *_: None
-        """Called with a layer and a slot whose expert is about to give way to another one, while the group serves."""
+        """Called with a layer and a slot whose expert is about to be replaced while the group serves."""
 
     def join(self, group: GroupCollectives, placement: Placement) -> None:
-        """Compute with this group from the next step on. Its slots hold what ``placement`` says of this rank. Raises ValueError
-        where a layer holds something else.
+        """Compute with this group from the next step on.
+
+        The slots must hold the experts of this rank in ``placement``. Raises ValueError otherwise.
         """
         for layer in self.layers:
             wanted = placement.held(group.rank, layer.layer)
             if layer.held != wanted:
                 raise ValueError(
-                    f"layer {layer.layer} of rank {group.rank} holds {layer.held}, its placement says {wanted}"
+                    f"layer {layer.layer} of rank {group.rank} holds {layer.held}, but its placement is {wanted}"
                 )
         self._set(Membership(group, placement, self._dispatch))
 
     def leave(self) -> None:
-        """Compute alone."""
+        """Compute alone from now on."""
         self._set(None)
 
     @property
     def group(self) -> GroupCollectives:
-        """RuntimeError in none."""
+        """The current group. Raises RuntimeError without one."""
         return self._in_group().group
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
-        """From the next step on the slots of all ranks have these in a layer; this rank's have them already."""
+        """Set the experts of a layer on all ranks from the next step on. This rank's slots must already hold them."""
         membership = self._in_group()
         membership.place(layer, experts)
         self.layers[layer].hold(membership.placement.held(membership.group.rank, layer))
 
     @property
     def placement(self) -> Placement:
-        """That of the group. RuntimeError in none."""
+        """Placement of the group. Raises RuntimeError without one."""
         return self._in_group().placement
 
     @property
     def joined(self) -> bool:
-        """Whether it computes with a group."""
+        """Whether there is a group."""
         return self._membership is not None
 
     def begin_step(self, num_tokens: int) -> Sequence[int]:
-        """All ranks are about to compute a step, in which this one has so many tokens. Returns those of each. Raises
-        CollectiveBroken; RuntimeError in no group.
+        """Exchange token counts before all ranks compute a step, and return the count of each rank.
+
+        Raises CollectiveBroken, and RuntimeError without a group.
         """
         membership = self._in_group()
         rows = membership.group.exchange(_COUNT.pack(num_tokens))
@@ -246,8 +260,10 @@ class SpreadExperts:
         return counts
 
     def take_part(self) -> Sequence[int]:
-        """A step of which this rank has no tokens, in place of ``begin_step`` and the layers. Returns as that. Raises
-        CollectiveBroken.
+        """Take part in a step without tokens, instead of ``begin_step`` and the layers. Returns the token count of each
+        rank.
+
+        Raises CollectiveBroken.
         """
         counts = self.begin_step(0)
         if any(counts):
@@ -257,7 +273,9 @@ class SpreadExperts:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Compute without the group within the ``with`` block, where others do not come along."""
+        """Return a context in which this rank computes without the group, for steps that the other ranks do not
+        compute.
+        """
         membership = self._membership
         self._set(None)
         try:
@@ -266,7 +284,7 @@ class SpreadExperts:
             self._set(membership)
 
     def routed(self) -> torch.Tensor:
-        """Tokens of this rank by layer and expert since the last call, int64 ``[layers, experts]``."""
+        """Return and reset this rank's tokens by layer and expert, int64 ``[layers, experts]``."""
         counts = torch.stack([layer.routed for layer in self.layers])
         for layer in self.layers:
             layer.routed = torch.zeros_like(layer.routed)
@@ -274,7 +292,7 @@ class SpreadExperts:
 
     def _in_group(self) -> Membership:
         if self._membership is None:
-            raise RuntimeError("the experts are in no group")
+            raise RuntimeError("the experts have no group")
         return self._membership
 
     def _set(self, membership: Membership | None) -> None:
@@ -284,5 +302,5 @@ class SpreadExperts:
 
 
 def dispatched_layers(module: PreTrainedModel) -> list[DispatchedExperts]:
-    """Those of a model that was loaded for a group."""
+    """Return the dispatched layers of a model that was loaded for a group."""
     return [child for child in module.modules() if isinstance(child, DispatchedExperts)]

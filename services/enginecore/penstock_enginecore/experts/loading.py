@@ -1,4 +1,4 @@
-"""A checkpoint read as far as a rank needs it: everything but experts before it has a number, then single experts."""
+"""Partial loading of a checkpoint: everything except experts before the rank has a number, then single experts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,16 +21,18 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import first_line, weights_progress
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 
-# Which modules of a model are experts that ranks can share: transformers' own plan says so.
+# Modules of experts that ranks can share, by transformers' own plan.
 
 _DISPATCHED = "ep_dispatch_experts"
 _SHARED_OUT = "grouped_gemm"
-"""The word for the weights of such modules: a rank has some rows of them, an expert each."""
+"""Value in the plan for weights of such modules. A rank has some of their rows, one per expert."""
 
 
 def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """By name, in order. Raises ModelLoadError, naming the model, for one without a plan, with experts of several numbers, or
-    whose experts take or hold something else than those of other models.
+    """Return the modules of experts by name, in order.
+
+    Raises ModelLoadError, with the model's name, if it has no plan, if its layers have different numbers of experts, or
+    if its experts are not supported.
     """
     model_name = type(module).__name__
     plan: Mapping[str, str] = getattr(module, "_ep_plan", None) or {}
@@ -38,12 +40,17 @@ def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
         re.compile(re.escape(name).replace(r"\*", r"\d+")) for name, word in plan.items() if word == _DISPATCHED
     ]
     if not patterns:
-        raise ModelLoadError(f"expert_parallel: {model_name} has no plan for it in transformers")
+        raise ModelLoadError(
+            f"expert_parallel: transformers has no expert parallel plan for {model_name}; disable expert_parallel"
+        )
     found = {
         name: child for name, child in module.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)
     }
     if not found:
-        raise ModelLoadError(f"expert_parallel: the plan of {model_name} names no experts that it has")
+        raise ModelLoadError(
+            f"expert_parallel: transformers' expert plan for {model_name} matches no module in the model; disable "
+            "expert_parallel"
+        )
     shared_out = {name.rpartition(".")[2] for name, word in plan.items() if word == _SHARED_OUT}
     for name, child in found.items():
         _check(model_name, name, child, shared_out)
@@ -54,7 +61,7 @@ def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def num_experts_of(experts: torch.nn.Module) -> int:
-    """Experts that ``experts`` has weights of."""
+    """Return the number of experts with weights in ``experts``."""
     return len(next(experts.parameters(recurse=False)))
 
 
@@ -65,7 +72,9 @@ def _check(model_name: str, name: str, experts: Any, shared_out: set[str]) -> No
             f"expert_parallel: {name} of {model_name} has the weight {unknown[0]}, which its plan does not name"
         )
     if len({len(weight) for weight in own.values()}) != 1 or not hasattr(experts, "num_experts"):
-        raise ModelLoadError(f"expert_parallel: {name} of {model_name} does not have its experts one after the other")
+        raise ModelLoadError(
+            f"expert_parallel: the weights of {name} in {model_name} do not have experts as first dimension"
+        )
 
 
 _ONE_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
@@ -73,7 +82,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class _Rows:
-    """Some rows of a tensor of a file, each an expert's, read when it is asked for."""
+    """Rows of a tensor of a file, one per expert, that are read on access."""
 
     def __init__(self, tensor: StoredTensor, rows: Sequence[int]) -> None:
         self._tensor = tensor
@@ -87,14 +96,16 @@ class _Rows:
         return self._tensor.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The rows, or a part of them."""
+        """Return the rows, or a part of them."""
         return torch.cat([self._tensor[row : row + 1] for row in self._rows])[index]
 
 
 class ExpertShare:
-    """What a rank reads of a model of ``model_class`` and ``config`` before it is in a group: all but experts, and the first
-    expert of each layer for every slot, to see that what computes them does. ``slots``: of a number of experts, room for how
-    many. Raises ModelLoadError for a model whose experts cannot be shared, and what ``slots`` raises.
+    """Part of a model that a rank reads before it joins a group: everything except experts, plus the first expert of
+    each layer.
+
+    That expert is read into every slot, so that the experts' computation can be checked. Raises ModelLoadError if the
+    experts cannot be shared, and the errors of ``slots``, which returns the slots per rank for a number of experts.
     """
 
     def __init__(
@@ -106,14 +117,14 @@ class ExpertShare:
         found = expert_modules(skeleton)
         self.model_class, self.config = model_class, config
         self.names = list(found)
-        """Of the modules of experts, in order."""
+        """Names of the modules of experts, in order."""
         self._class = type(next(iter(found.values())))
         self.num_experts = num_experts_of(next(iter(found.values())))
         self.slots = slots(self.num_experts)
         self._index = {_layer_of(name): index for index, name in enumerate(self.names)}
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Those of the files that a model that is made small has, experts by the numbers of their slots."""
+        """Return the tensors of the files for a model made in ``made_small``. Experts have the numbers of their slots."""
         held = (0,) * self.slots
         found: dict[str, Any] = {}
         for name, tensor in stored.items():
@@ -121,7 +132,7 @@ class ExpertShare:
         return found
 
     def experts_of(self, layer: int, experts: Sequence[int], stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Of the files' tensors what makes these ``experts`` of a layer, numbered from 0 on."""
+        """Return the tensors of the files for these ``experts`` of a layer, numbered from 0."""
         found: dict[str, Any] = {}
         for name, tensor in stored.items():
             if self._layer(name, tensor) == layer:
@@ -130,7 +141,7 @@ class ExpertShare:
 
     @contextmanager
     def made_small(self) -> Iterator[None]:
-        """Experts that are made within the ``with`` block have room for this rank's slots alone."""
+        """Return a context in which new modules of experts have room only for this rank's slots."""
         experts: Any = self._class
         whole, slots = experts.__init__, self.slots
 
@@ -148,7 +159,7 @@ class ExpertShare:
             experts.__init__ = whole
 
     def install(self, module: PreTrainedModel) -> list[DispatchedExperts]:
-        """Put layers that dispatch in the place of the experts of a model that was made small."""
+        """Replace the experts of a model that was made small by layers that dispatch."""
         layers = []
         for index, name in enumerate(self.names):
             held = (0,) * self.slots
@@ -157,7 +168,7 @@ class ExpertShare:
         return layers
 
     def _layer(self, name: str, tensor: StoredTensor) -> int | None:
-        """Which layer's experts a tensor of a file is of; None where it is of none."""
+        """Return the layer whose experts a tensor belongs to, or None."""
         layer = self._index.get(_layer_of(name))
         if layer is None or _ONE_EXPERT.fullmatch(name):
             return layer
@@ -167,7 +178,7 @@ class ExpertShare:
 
 
 def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """What a tensor of experts has of those that are ``held``, by its names there."""
+    """Yield the parts of an experts' tensor for the ``held`` experts, by their names in the small model."""
     single = _ONE_EXPERT.fullmatch(name)
     if single is None:
         yield name, _Rows(tensor, held)
@@ -183,12 +194,14 @@ def _layer_of(name: str) -> str:
     return found.group(1) if found else name
 
 
-# Single experts of a checkpoint, read when a rank comes to hold them.
+# Single experts of a checkpoint, read when a rank starts to hold them.
 
 
 class ExpertReader:
-    """Reads from the files in ``directory`` in ``dtype``. transformers merges and transposes what it reads, as when it loads the
-    whole model: into a model without memory, of which one layer's experts become real.
+    """Reads single experts from the files in ``directory`` in ``dtype``.
+
+    transformers merges and transposes the tensors, as in a full load. They are loaded into a model on the meta device,
+    in which only one layer's experts have memory.
     """
 
     def __init__(self, share: ExpertShare, directory: Path, dtype: torch.dtype) -> None:
@@ -201,8 +214,9 @@ class ExpertReader:
         self._config = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
 
     def read(self, layer: int, experts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The weights of these experts of a layer, by the names that they have in its module, ``[len(experts), ...]``. Raises
-        ModelLoadError for files that do not have them, or that cannot be read any more.
+        """Return the weights of these experts of a layer, by their names in its module, ``[len(experts), ...]``.
+
+        Raises ModelLoadError if the files do not contain them or can no longer be read.
         """
         module = self._skeleton.get_submodule(self._share.names[layer])
         whole = dict(module.named_parameters(recurse=False))
@@ -215,12 +229,12 @@ class ExpertReader:
                 convert_and_load_state_dict_in_model(self._skeleton, tensors, self._config)
             read = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ModelLoadError) as e:
-            raise ModelLoadError(f"{self._say(layer, experts)} cannot be read: {first_line(e)}") from e
+            raise ModelLoadError(f"cannot read {self._say(layer, experts)}: {first_line(e)}") from e
         finally:
             for name, weight in whole.items():
                 setattr(module, name, weight)
         if missing := sorted(name for name, weight in read.items() if weight.is_meta):
-            raise ModelLoadError(f"{self._say(layer, experts)} are not whole there: {missing[0]} is missing")
+            raise ModelLoadError(f"{self._say(layer, experts)} are incomplete: {missing[0]} is missing")
         return read
 
     def _say(self, layer: int, experts: Sequence[int]) -> str:
@@ -229,14 +243,14 @@ class ExpertReader:
 
 
 def _untold(_: str) -> None:
-    """Reading some experts takes moments; transformers would draw a bar in the log for each."""
+    """Ignore progress. Reading some experts is fast, and transformers would log a progress bar for each."""
 
 
-# What there is room for, as the model is loaded.
+# Number of slots for the loaded model.
 
 
 class SharedModel:
-    """Makes a rank's share of the model that is loaded, and keeps it."""
+    """Makes and keeps a rank's share of the loaded model."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
@@ -244,22 +258,24 @@ class SharedModel:
 
     @property
     def share(self) -> ExpertShare:
-        """RuntimeError before the model was loaded."""
+        """Share of the loaded model. Raises RuntimeError before a model was loaded."""
         if self._share is None:
             raise RuntimeError("no model was loaded with this")
         return self._share
 
     def __call__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ExpertShare:
-        """Raises ModelLoadError for a model whose experts cannot be spread, ConfigError for sizes that do not fit it."""
+        """Make the share. Raises ModelLoadError if the experts cannot be spread, and ConfigError if sizes do not fit
+        the model.
+        """
         self._share = ExpertShare(model_class, config, self._slots)
         return self._share
 
     def _slots(self, num_experts: int) -> int:
-        """The smallest group has to hold all."""
+        """Return the slots per rank with which the smallest group holds all experts."""
         sizes, slots = self._config.data_parallel, self._config.expert_parallel.slots
         if sizes.size > num_experts:
             raise ConfigError(
-                f"data_parallel.size is {sizes.size}; the model's {num_experts} experts go to at most as many ranks"
+                f"data_parallel.size is {sizes.size}; the model's {num_experts} experts fit at most as many ranks"
             )
         slots = slots or fewest_slots(num_experts, sizes.min_size)
         check_slots(num_experts, sizes.min_size, slots)
@@ -267,14 +283,15 @@ class SharedModel:
 
 
 def check_shared(config: EngineCoreConfig, device: torch.device, task: str) -> None:
-    """Raise ConfigError for an engine whose experts are not shared yet."""
+    """Raise ConfigError if expert parallelism does not support this engine."""
     if device.type != "cpu":
         raise ConfigError(
-            f"expert_parallel.enabled is true and model.device {device.type!r}; experts are shared by CPUs alone yet"
+            f"expert_parallel.enabled is true and model.device is {device.type!r}, but experts can be shared only "
+            "on CPUs so far"
         )
     if task != "generate":
-        raise ConfigError(f"expert_parallel.enabled is true and the model is to {task}; such models are not shared yet")
+        raise ConfigError(f"expert_parallel.enabled is true, but the task is {task}; such models are not shared yet")
     if config.executor.resolved_kind != "uniproc":
         raise ConfigError(
-            f"expert_parallel.enabled is true and executor.kind {config.executor.kind!r}; ranks that share experts have 'uniproc'"
+            f"expert_parallel.enabled is true and executor.kind is {config.executor.kind!r}; it must be 'uniproc'"
         )

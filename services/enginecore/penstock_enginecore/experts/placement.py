@@ -1,4 +1,4 @@
-"""Which rank holds which experts of which layer."""
+"""Placement of experts on ranks."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -9,8 +9,10 @@ from penstock_common.errors import ConfigError
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """``physical``: by layer, the expert in each slot of all ranks: those of rank r from ``r * slots`` on. An expert may be in
-    several slots: any of them computes the same.
+    """Placement of experts on the ranks of a group.
+
+    ``physical`` has, by layer, the expert in each slot of all ranks. Rank r's slots begin at ``r * slots``. An expert
+    may be in several slots, which compute the same.
     """
 
     num_experts: int
@@ -24,52 +26,52 @@ class Placement(msgspec.Struct, frozen=True):
         for layer, experts in enumerate(self.physical):
             if len(experts) != self.size * self.slots:
                 raise ValueError(
-                    f"layer {layer} has {len(experts)} slots, {self.size} ranks have {self.size * self.slots}"
+                    f"layer {layer} has {len(experts)} slots, but {self.size} ranks have {self.size * self.slots}"
                 )
             if set(experts) != set(range(self.num_experts)):
-                raise ValueError(f"layer {layer} does not hold each of {self.num_experts} experts, and no others")
+                raise ValueError(f"layer {layer} does not hold exactly the {self.num_experts} experts of the model")
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, size: int, slots: int) -> Self:
-        """Experts in turn over all slots of the ranks. Raises ConfigError."""
+        """Return a placement of experts in turn over the slots of all ranks. Raises ConfigError."""
         check_slots(num_experts, size, slots)
         layer = tuple(slot % num_experts for slot in range(size * slots))
         return cls(num_experts, size, slots, (layer,) * num_layers)
 
     def held(self, rank: int, layer: int) -> tuple[int, ...]:
-        """Experts in a rank's slots of a layer."""
+        """Return the experts in a rank's slots of a layer."""
         return self.physical[layer][rank * self.slots : (rank + 1) * self.slots]
 
     def replicas(self, layer: int) -> list[list[int]]:
-        """By expert, the slots of all ranks that it is in."""
+        """Return the slots of each expert, numbered over all ranks."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.physical[layer]):
             found[expert].append(slot)
         return found
 
     def with_layer(self, layer: int, experts: Sequence[int]) -> Self:
-        """Another placement of one layer."""
+        """Return a placement in which one layer is changed."""
         layers = (*self.physical[:layer], tuple(experts), *self.physical[layer + 1 :])
         return msgspec.structs.replace(self, physical=layers)
 
 
 def fewest_slots(num_experts: int, size: int) -> int:
-    """Of a rank, with which ``size`` ranks hold all experts."""
+    """Return the smallest number of slots per rank with which ``size`` ranks hold all experts."""
     return -(-num_experts // size)
 
 
 def check_slots(num_experts: int, size: int, slots: int) -> None:
-    """Raise ConfigError, with the limit, unless ``size`` ranks of so many slots hold every expert, and none twice on a rank for
-    want of others.
+    """Raise ConfigError, with the limit, if ``size`` ranks of ``slots`` slots cannot hold every expert, or must hold
+    one twice.
     """
     if size > num_experts:
         raise ConfigError(
-            f"expert_parallel: the group has {size} ranks; the model's {num_experts} experts go to at most as many"
+            f"expert_parallel: the group has {size} ranks; the model's {num_experts} experts fit at most as many ranks"
         )
     if slots < fewest_slots(num_experts, size):
         raise ConfigError(
-            f"expert_parallel.slots is {slots}; {size} ranks hold the model's {num_experts} experts with at least "
-            f"{fewest_slots(num_experts, size)}"
+            f"expert_parallel.slots is {slots}; {size} ranks need at least {fewest_slots(num_experts, size)} to "
+            f"hold the model's {num_experts} experts"
         )
     if slots > num_experts:
         raise ConfigError(f"expert_parallel.slots is {slots}; the model has {num_experts} experts per layer")

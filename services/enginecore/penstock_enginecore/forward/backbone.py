@@ -64,10 +64,8 @@ class Backbone:
     Steps run one at a time, with gradients off. Decoder models need ``bind`` before the first step.
 
     Args:
-        model: The loaded model.
         specs: KV cache requirements of each attention layer, by layer name. Empty for an encoder, which has no KV cache.
         backend: Computes attention.
-        device: The device that computes.
         packed_bytes: Bytes that modules hold in addition to their parameters.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.

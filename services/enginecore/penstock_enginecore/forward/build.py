@@ -45,9 +45,7 @@ class ForwardConfig:
     """Settings for building a model's forward pass.
 
     Attributes:
-        device: The device that computes.
         attention_backend: Name of the attention backend, or "auto".
-        kernels: Settings of the kernels.
         num_threads: Number of kernel threads.
         block_size: Tokens per KV cache block.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
@@ -83,8 +81,6 @@ class BuiltForward:
     """Forward pass and the sampler for its logits.
 
     Attributes:
-        forward: The forward pass.
-        sampler: The sampler.
         computing: Description of the implementation, for operators.
         launcher: Samples tokens on the device, or None if the device cannot.
         graphs: Returns statistics of replayed graphs, or None if no graphs are used. Thread-safe.

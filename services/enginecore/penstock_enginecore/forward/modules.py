@@ -105,11 +105,8 @@ class ProbedModel:
     """Loaded model and the results of a forward pass over one token.
 
     Attributes:
-        model: The loaded model.
-        device: The device of the pass.
         calls: The model's attention calls, in order.
         specs: KV cache specs by layer name.
-        head: The model's head.
         separate_head: The head can be called separately.
         cache_dtype: The dtype of the KV caches.
     """

@@ -230,11 +230,8 @@ class KernelDecoder:
     Raises UnsuitableError if the kernels do not support the plan.
 
     Args:
-        library: The kernels.
         module: The module from which the plan was read.
-        plan: The model's plan.
         specs: KV cache specs of its attention layers.
-        embedding: The embedding lookup.
         max_len: Number of positions that the model allows.
         run: Returns a pass's result for a probe.
         part: This rank's part of the model, if ranks share it.

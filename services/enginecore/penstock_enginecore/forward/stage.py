@@ -44,7 +44,6 @@ class CutModel:
     """Model that keeps only the layers of one stage.
 
     Attributes:
-        probed: The model.
         seams: The places where it was cut.
         own: Numbers of the layers that are kept.
         num_layers: Number of layers of the whole model.

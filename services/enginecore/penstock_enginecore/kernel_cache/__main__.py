@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that need not be here, or sees that they are compiled."""
+"""Compile Triton kernels for GPUs, which need not be present, or check that they are compiled."""
 
 import argparse
 import os
@@ -10,16 +10,31 @@ from pathlib import Path
 
 
 def main() -> int:
-    """1 where ``--check`` has found one that is not compiled."""
+    """Run the program. Returns 1 if ``--check`` found a kernel that is not compiled."""
     parser = argparse.ArgumentParser(prog="python -m penstock_enginecore.kernel_cache", description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True, help="where they are: kernels.cache of engines")
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 89, 90, 100], help="80 is 8.0, A100")
-    parser.add_argument("--shapes", nargs="+", default=["llama-8b"], help="of models: see shapes.py")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="decodes of how many requests; all")
-    parser.add_argument("--fp8-cache", action="store_true", help="with an fp8 KV cache, too")
-    parser.add_argument("--lora", action="store_true", help="with LoRA adapters, too")
-    parser.add_argument("--check", action="store_true", help="compile into another place, and count what is")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        required=True,
+        help="Directory of the compiled kernels: the kernels.cache setting of engines",
+    )
+    parser.add_argument(
+        "--capabilities",
+        type=int,
+        nargs="+",
+        default=[80, 89, 90, 100],
+        help="Compute capabilities, for example 80 for 8.0 (A100)",
+    )
+    parser.add_argument("--shapes", nargs="+", default=["llama-8b"], help="Model shapes to compile for, see shapes.py")
+    parser.add_argument("--dtype", default="bfloat16", help="Dtype of weights and activations")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[], help="Request counts of decode steps to compile for (default: all)"
+    )
+    parser.add_argument("--fp8-cache", action="store_true", help="Also compile for an fp8 KV cache")
+    parser.add_argument("--lora", action="store_true", help="Also compile for LoRA adapters")
+    parser.add_argument(
+        "--check", action="store_true", help="Count the kernels that are not compiled, without changing the directory"
+    )
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -28,7 +43,7 @@ def main() -> int:
         args.directory.mkdir(parents=True, exist_ok=True)
     failed = False
     for shape in args.shapes:
-        for capability in args.capabilities:  # which Triton remembers for a process
+        for capability in args.capabilities:  # Triton supports only one capability per process
             alone = [*sys.argv[1:], "--one", "--shapes", shape, "--capabilities", str(capability)]
             command = [sys.executable, "-m", "penstock_enginecore.kernel_cache", *alone]
             failed |= subprocess.run(command, check=False).returncode != 0  # noqa: S603 - this program

@@ -1,4 +1,4 @@
-"""What Triton launches by: a module in C that it compiles when it first runs, for which images have no compiler."""
+"""Triton's launcher: a C module that it compiles at its first run, which needs a compiler that container images lack."""
 
 import contextlib
 import os
@@ -15,14 +15,15 @@ _LIBRARY = "libcuda.so.1"
 
 
 def build_driver_module() -> Path:
-    """Compile it into Triton's cache, linked to the driver's library by its name, and tell where it is. No driver need be here.
-    RuntimeError without a C compiler.
+    """Compile the module into Triton's cache and return its path. No GPU driver is needed.
+
+    The module is linked to the driver's library by name. Raises RuntimeError without a C compiler.
     """
     source = (Path(nvidia.__path__[0]) / "driver.c").read_text(encoding="utf-8")
     include, libraries = (str(Path(nvidia.__path__[0]) / name) for name in ("include", "lib"))
     with tempfile.TemporaryDirectory() as folder:
         _stand_in(Path(folder))
-        with contextlib.suppress(ImportError):  # it is loaded as well, which only a driver's machine can
+        with contextlib.suppress(ImportError):  # loading the module needs a GPU driver
             compile_module_from_src(source, _NAME, [libraries, folder], [include], [_LIBRARY])
     found = sorted(Path(knobs.cache.dir).glob(f"*/{_NAME}*.so"))
     if not found:
@@ -31,7 +32,7 @@ def build_driver_module() -> Path:
 
 
 def _stand_in(folder: Path) -> None:
-    """A library of the driver's name, with nothing in it."""
+    """Make an empty library with the driver's name."""
     empty = folder / "empty.c"
     empty.touch()
     compiler = os.environ.get("CC", "cc")
@@ -42,4 +43,4 @@ def _stand_in(folder: Path) -> None:
         check=False,
     )
     if made.returncode:
-        raise RuntimeError(f"{compiler} cannot make a library: {made.stderr}")
+        raise RuntimeError(f"{compiler} cannot build a library: {made.stderr}")

@@ -1,11 +1,11 @@
-"""How many kernels had been compiled before they were needed."""
+"""Counts of kernels that were compiled in advance or when needed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Lookups:
-    """Kernels that were ``found``, and those that were ``compiled``."""
+    """Kernels that were ``found`` in the cache, and kernels that were ``compiled``."""
 
     found: int = 0
     compiled: int = 0

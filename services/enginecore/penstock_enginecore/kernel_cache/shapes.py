@@ -1,16 +1,18 @@
-"""Shapes of models whose kernels are compiled before: what kernels are compiled for follows from these numbers."""
+"""Model shapes for which kernels are compiled in advance. These numbers determine the kernels' constants."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 _SMALL_VOCAB = 512
-"""Of what is loaded to compile for: kernels that read logits are called on their own."""
+"""Vocabulary size of the model that is loaded for compilation. Kernels that read logits are compiled separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layer of a model of Llama's kind or, with norms of queries and keys, of Qwen 3's, and its ``vocab``."""
+    """Shape of a model's layer and its ``vocab``. The model is a Llama, or a Qwen 3, which has norms of queries and
+    keys.
+    """
 
     hidden: int
     heads: int
@@ -22,7 +24,7 @@ class Shape:
     max_len: int = 32_768
 
     def write(self, directory: Path) -> Path:
-        """A checkpoint of one layer without weights, for ``model.load_format: dummy``."""
+        """Write a checkpoint of one layer without weights, for ``model.load_format: dummy``. Returns the directory."""
         architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config = {
             "architectures": [architecture],
@@ -50,4 +52,4 @@ SHAPES = {
     "qwen3-32b": Shape(5120, 64, 8, 128, 25_600, 151_936, "qwen3"),
     "tiny": Shape(64, 4, 2, 16, 128, 512, max_len=2048),
 }
-"""By name; ``tiny`` is for tests."""
+"""Shapes by name. ``tiny`` is for tests."""

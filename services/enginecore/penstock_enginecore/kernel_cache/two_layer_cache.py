@@ -1,4 +1,4 @@
-"""Triton's cache in two layers: kernels that were compiled before, which are never written to, and those that have to be now."""
+"""Triton cache with two layers: kernels compiled in advance, which are never written, and kernels compiled now."""
 
 import json
 import logging
@@ -12,14 +12,13 @@ from triton.runtime.cache import FileCacheManager
 
 from penstock_enginecore.kernel_cache.lookups import Lookups
 
-# Triton's cache in two layers: kernels that were compiled before, which are never written to, and those that have to be now.
-
 logger = logging.getLogger(__name__)
 
 
 class LayeredCache(FileCacheManager):  # type: ignore[misc]
-    """A directory per key, as Triton's own, below ``shipped`` and, for what is not there, below Triton's own place. Kernels are
-    looked up by the group of files that each is.
+    """Triton cache that looks in ``shipped`` first and then in Triton's own directory. Both have one folder per key.
+
+    Hits and misses are counted per group of files, because each kernel is a group.
     """
 
     shipped: ClassVar[Path]
@@ -32,12 +31,12 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
         self.key = key
 
     def get_file(self, filename: str) -> str | None:
-        """The path of a file."""
+        """Return the path of a file, or None."""
         before = self._before / filename
         return str(before) if before.is_file() else self._own().get_file_here(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The paths of a group by name, wherever it was when it was compiled."""
+        """Return the paths of a group by name, wherever the group was compiled, or None."""
         group = self._shipped_group(filename)
         if group is None:
             group = super(LayeredCache, self._own()).get_group(filename)
@@ -48,16 +47,16 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
         return group
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Into Triton's own place."""
+        """Write a file into Triton's own directory."""
         return str(super(LayeredCache, self._own()).put(data, filename, binary))
 
     def get_file_here(self, filename: str) -> str | None:
-        """A file of Triton's own place."""
+        """Return the path of a file in Triton's own directory, or None."""
         found: str | None = super().get_file(filename)
         return found
 
     def _own(self) -> "LayeredCache":
-        """With Triton's own place made."""
+        """Return this cache after making its folder in Triton's own directory."""
         if not self._has_place:
             super().__init__(*self._arguments)
             self._has_place = True
@@ -73,8 +72,9 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_cache(shipped: Path) -> Lookups:
-    """Have Triton look below ``shipped`` first, from now on in this process. What it compiles goes where it would have gone, or,
-    if that cannot be written to, to a temporary directory.
+    """Make Triton look in ``shipped`` first, from now on in this process.
+
+    Triton still compiles into its own directory, or into a temporary directory if that one is not writable.
     """
     LayeredCache.shipped, LayeredCache.lookups = shipped, Lookups()
     knobs.cache.manager_class = LayeredCache
@@ -86,5 +86,5 @@ def use_cache(shipped: Path) -> Lookups:
         writable = False
     if not writable:
         knobs.cache.dir = tempfile.mkdtemp(prefix="penstock-kernels-")
-        logger.warning("%s cannot be written to: kernels are compiled into %s", place, knobs.cache.dir)
+        logger.warning("%s is not writable, compiling kernels into %s", place, knobs.cache.dir)
     return LayeredCache.lookups

@@ -1,4 +1,4 @@
-"""Compiles the kernels of the fused decoder for a shape, by launching its steps as an engine would."""
+"""Compilation of the fused decoder's kernels for a shape, by launching the steps of an engine."""
 
 import logging
 import tempfile
@@ -32,13 +32,13 @@ from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
 
-# Launches that compile and launch nothing, for a GPU that need not be there.
+# Launches that only compile, for a GPU that need not be present.
 
 _WARP = 32
 
 
 class _Driver:
-    """What Triton asks of a GPU before it compiles for it."""
+    """Driver that tells Triton the properties of a GPU for which it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, _WARP)
@@ -54,7 +54,9 @@ class _Driver:
 
 
 class _NoProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Products into buffers are not computed: what would be in them is of no meaning, and takes a CPU minutes."""
+    """Mode in which matrix products into buffers are skipped, because their results are not needed and take minutes on
+    a CPU.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.mm.out, torch.ops.aten.addmm.out):
@@ -64,9 +66,11 @@ class _NoProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def compile_only(capability: int) -> Iterator[None]:
-    """In the ``with`` block a launch of a kernel, with tensors on the CPU, compiles it for compute capability ``capability``
-    (90 is 9.0), as the same launch on such a GPU would, and leaves its outputs as they are. Once per process: what was compiled
-    for one GPU is remembered for all.
+    """Return a context in which launches with tensors on the CPU only compile the kernel, as for a GPU of this
+    ``capability``.
+
+    A capability of 90 means 9.0. Outputs are unchanged. Use it only once per process, because Triton caches compiled
+    kernels for all GPUs.
     """
     launch = KernelInterface.__getitem__
 
@@ -89,7 +93,7 @@ _BLOCK_SIZE = 16
 _FLOAT8_FROM = 89
 _SLOTS = SlotLimits(max_loras=1, max_rank=16)
 _PROMPTS = ((24,), (512,), (1024,), (1023,), (300, 301), (700, 1, 1))
-"""New tokens of requests of steps that are no decodes."""
+"""New tokens per request of steps that are not decodes."""
 
 
 @torch.inference_mode()
@@ -102,9 +106,15 @@ def warm(
     float8_cache: bool = False,
     lora: bool = False,
 ) -> None:
-    """For decodes of ``sizes`` requests, of all that are captured if it is empty, for prompts and for sampling. ``float8_cache``:
-    with an fp8 cache, too, where GPUs of ``capability`` have one. ``lora``: with adapters, too, for a ``lora.max_lora_rank`` that
-    is a multiple of 16. Once per process.
+    """Compile kernels for decode steps, prompts and sampling. Call it only once per process.
+
+    Args:
+        shape: Shape of the model.
+        capability: Compute capability, for example 90 for 9.0.
+        dtype: The dtype of weights and activations.
+        sizes: Request counts of decode steps, or empty for all captured sizes.
+        float8_cache: Also compile for an fp8 cache, if GPUs of this capability support it.
+        lora: Also compile for adapters, for a ``lora.max_lora_rank`` that is a multiple of 16.
     """
     caches = [None, FLOAT8] if float8_cache and capability >= _FLOAT8_FROM else [None]
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,6 @@ class AttentionCall:
     """Call of an attention module.
 
     Attributes:
-        module: The attention module.
         query: ``[tokens, num_heads, head_size]``.
         key: ``[tokens, num_kv_heads, head size]``.
         value: ``[tokens, num_kv_heads, head size]``.

@@ -60,9 +60,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention of a layer with keys and values per head. ``qkv`` is one linear layer or three. ``norms`` are those of
-    queries and keys. ``rotary`` is the index of the model's rotary variant.
-    """
+    """Attention of a layer. ``qkv`` is one linear layer or three, ``rotary`` the index of a rotary variant."""
 
     qkv: tuple[Linear, ...]
     output: Linear
@@ -86,8 +84,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """Attention of a layer over a latent (MLA). ``norms`` are those of the low-rank queries (or None) and of the
-    latent.
+    """Attention of a layer over a latent (MLA). ``norms``: of the low-rank queries (or None) and of the latent.
 
     Attributes:
         down: From the hidden state to the queries or their low-rank input, and to the latent and the rotated elements.

@@ -91,7 +91,6 @@ class LoadedModel:
     """Model in evaluation mode on its device.
 
     Attributes:
-        module: The model.
         dtype: The dtype of the computation.
         precision: The dtype to which inputs of products may be rounded.
         max_len: Tokens of the longest sequence that the model allows.
@@ -255,7 +254,7 @@ def load_weights(
     Args:
         config: Settings of the model.
         dtypes: Dtypes of the model.
-        device: The device.
+        device: The device of the weights.
         progress: Gets progress lines.
         auto_class: One of transformers' auto classes.
         optional: Prefixes of weights that may be missing.

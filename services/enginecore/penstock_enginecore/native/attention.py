@@ -1,4 +1,4 @@
-"""Attention by the kernels, over the paged cache as it lies: no gather, no mask in memory."""
+"""Attention by the CPU kernels, directly on the paged cache, without gathering keys or storing masks."""
 
 import ctypes
 
@@ -12,20 +12,26 @@ from penstock_enginecore.native.ffi_structs import Attention, Cache, Group, Para
 from penstock_enginecore.native.library import NativeLibrary
 
 TILE = 16
-"""Tokens of the cache that lie together: ``kChunk`` of the kernels."""
+"""Tokens of the cache that are stored together (``kChunk`` of the kernels)."""
 TILES = KVLayout("tiles of 16", TILE)
-"""Per head, the keys of 16 tokens number by number: number i of all of them, then number i + 1; the values token by token.
+"""Layout for float32: per head, keys of 16 tokens are stored element by element across the tokens, and values token by
+token.
+
 A tile takes the memory of its 16 slots. ``csrc/attention.h`` reads it.
 """
 PAIRS = KVLayout("tiles of 16 in pairs", TILE)
-"""The same in bfloat16: two numbers of a key lie together, and of values those of two tokens; see ``csrc/attention_pairs.h``."""
+"""Layout for bfloat16: like ``TILES``, but keys are stored in pairs of elements, and values in pairs of tokens. See
+``csrc/attention_pairs.h``.
+"""
 _MAX_HEAD_SIZE = 512
 
 
 class NativeAttention(AttentionBackend):
-    """Keeps layers in ``TILES``, those in bfloat16 in ``PAIRS`` where inputs of products may be rounded, and attends with the
-    kernels. What these do not take (a block size that 16 does not divide, odd head sizes, other half precision) goes to
-    ``fallback`` in its own layout, layer by layer.
+    """Attention backend with the CPU kernels.
+
+    Layers are stored in ``TILES``, or in ``PAIRS`` if they are bfloat16 and inputs of products may be rounded.
+    ``fallback`` handles layers that the kernels do not support, in its own layout. Examples are block sizes that are
+    not a multiple of 16, odd head sizes and other half precision dtypes.
     """
 
     def __init__(self, library: NativeLibrary, fallback: AttentionBackend) -> None:
@@ -33,7 +39,7 @@ class NativeAttention(AttentionBackend):
         self._fallback = fallback
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
-        """``TILES`` or ``PAIRS`` where the kernels can keep and read the layer, else the fallback's."""
+        """Return ``TILES`` or ``PAIRS`` if the kernels support the layer, otherwise the fallback's layout."""
         taken = (
             (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
             and spec.block_size % TILE == 0
@@ -43,7 +49,7 @@ class NativeAttention(AttentionBackend):
         return kernel_layout(self.library, dtype) if taken else self._fallback.layout(spec, dtype)
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Into the cache's own layout."""
+        """Write keys and values in the layout of the cache."""
         if not _is_ours(cache):
             self._fallback.write(cache, plan, keys, values)
             return
@@ -71,7 +77,7 @@ class NativeAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """From the cache's own layout."""
+        """Compute attention on the layout of the cache."""
         metadata = plan.metadata
         if not _is_ours(cache):
             return self._fallback.attend(query, key, value, cache, plan, params)
@@ -97,14 +103,16 @@ class NativeAttention(AttentionBackend):
             key_ends_of(metadata),
         )
         self.library.call("attend", ctypes.byref(attention))
-        del sinks  # the kernel has read it
+        del sinks  # the kernel has read it by now
         return output.to(query.dtype)
 
 
 def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
-    """How the kernels of ``library`` keep numbers of ``dtype``, which is float32 or what they round to. ValueError for others."""
+    """Return the kernels' layout for elements of ``dtype``, which must be float32 or the dtype that they round to.
+    Raises ValueError.
+    """
     if dtype not in (torch.float32, library.rounds_to):
-        raise ValueError(f"the kernels do not attend over a cache in {str(dtype).removeprefix('torch.')}")
+        raise ValueError(f"the kernels do not support a KV cache in {str(dtype).removeprefix('torch.')}")
     return TILES if dtype == torch.float32 else PAIRS
 
 
@@ -113,32 +121,32 @@ def _is_ours(cache: KVCache) -> bool:
 
 
 def cache_struct(cache: KVCache) -> Cache:
-    """The kernels' view of a layer's memory."""
+    """Return the kernels' struct for a layer's memory."""
     keys, values = cache.keys, cache.values
     return Cache(keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), cache.layout == PAIRS)
 
 
 def group_struct(metadata: AttentionMetadata) -> Group:
-    """The kernels' view of a group's block table and slots."""
+    """Return the kernels' struct for a group's block table and slots."""
     table = metadata.block_table
     stride = table.strides[0] // table.itemsize
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
 def key_ends_of(metadata: AttentionMetadata) -> int | None:
-    """Where the kernels find ``key_ends``; None, as where there are none, while no query sees keys behind itself."""
+    """Return the address of ``key_ends``, or None if there are none or no query attends to later keys."""
     ends = metadata.key_ends
     if ends is None or all(metadata.spans(request) is None for request in range(metadata.num_requests)):
         return None
     if not ends.flags.c_contiguous or ends.dtype != np.int64 or len(ends) != len(metadata.slot_mapping):
         raise ValueError(
-            f"the ends of keys are {ends.dtype} {list(ends.shape)}, not int64 [{len(metadata.slot_mapping)}]"
+            f"key_ends is {ends.dtype} {list(ends.shape)}; it must be contiguous int64 [{len(metadata.slot_mapping)}]"
         )
     return ends.ctypes.data
 
 
 def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:
-    """The kernels' view of ``params``, and the tensor that it points into, which must outlive it."""
+    """Return the kernels' struct for ``params``, and the tensor that it points into, which must outlive the struct."""
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     struct = Params(
         params.sliding_window or 0,
@@ -150,18 +158,22 @@ def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]
     return struct, sinks
 
 
-# Attention of whole sequences in which every token sees every other, without a cache that stays.
+# Bidirectional attention of whole sequences, without a persistent cache.
 
 
 class WholeAttention:
-    """By the kernels of ``library``. Keys and values lie in memory that is used again, as in one block of a cache."""
+    """Bidirectional attention by the kernels of ``library``. Keys and values are in reused memory, arranged like one
+    block of a cache.
+    """
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self._memory = torch.empty(0)
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the kernels attend over ``[sequences, heads, tokens, head size]``: float32, as many queries as keys."""
+        """Return whether the kernels support tensors ``[sequences, heads, tokens, head size]``. They must be float32 of
+        equal length.
+        """
         head_size, value_size = key.shape[3], value.shape[3]
         return (
             query.dtype == key.dtype == value.dtype == torch.float32
@@ -173,7 +185,9 @@ class WholeAttention:
         )
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``[sequences, tokens, heads, value size]`` for what it takes. A sequence's numbers do not depend on the others."""
+        """Return the output ``[sequences, tokens, heads, value size]``. A sequence's results do not depend on the other
+        sequences.
+        """
         count, num_heads, tokens, head_size = query.shape
         num_kv_heads, value_size = key.shape[1], value.shape[3]
         output = query.new_empty(count, tokens, num_heads, value_size)
@@ -187,7 +201,7 @@ class WholeAttention:
         starts, lengths = np.array([0, tokens]), np.array([tokens])
         group = Group(slots.ctypes.data, table.ctypes.data, 1, room)
         for number in range(count):
-            # Tokens first: what the layers before have put out.
+            # Tokens come first here, as in the output of the previous layers.
             q, k, v = (x[number].transpose(0, 1).contiguous() for x in (query, key, value))
             write = Write(
                 tokens,

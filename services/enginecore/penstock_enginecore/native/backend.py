@@ -1,4 +1,4 @@
-"""The CPU kernels as one backend: which parts of a model's work they are to do, and what does it."""
+"""Selection of the work that CPU kernels do, and the objects that do it."""
 
 import ctypes
 import logging
@@ -20,21 +20,23 @@ from penstock_enginecore.native.library import KernelsError, NativeLibrary, find
 from penstock_enginecore.native.linear import PackedLinear
 from penstock_enginecore.sample.rules import GrammarRows
 
-# Masks of grammars, the likeliest token, and the draw from a whole distribution, by the kernels.
+# Grammar masks, argmax and unfiltered random sampling by the kernels.
 
 
 class NativeSampling:
-    """Does what ``sample.blocks.peak`` and ``sample.draw.draw`` do, in one pass by all threads."""
+    """Sampling by the kernels, with the results of ``peak`` and ``draw`` in ``sample.filters``, in one pass by all
+    threads.
+    """
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
     def takes(self, logits: torch.Tensor) -> bool:
-        """Whether the kernels read logits like these."""
+        """Return whether the kernels support these logits."""
         return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Leave only the tokens whose bits are set, in place: what ``sample.rules.mask_grammar`` does."""
+        """Keep only tokens whose bits are set, in place, like ``sample.rules.mask_grammar``."""
         bitmask = np.ascontiguousarray(grammar.bitmask)
         rows = np.ascontiguousarray(grammar.rows)
         if len(rows):
@@ -46,8 +48,10 @@ class NativeSampling:
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Largest value ``[rows]`` and a column, int64 ``[rows]``: the first that has it or, where ``temperature`` is not 0
-        and the value finite, the one that ``uniforms`` draws.
+        """Return the largest value of each row and a column, int64, ``[rows]`` each.
+
+        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, it is sampled
+        by ``uniforms`` instead.
         """
         peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
         uniforms = np.ascontiguousarray(uniforms)
@@ -63,22 +67,24 @@ class NativeSampling:
         return peaks, columns
 
 
-# Layers that the kernels take over in models that the decoder does not know.
+# Packed layers for models that the decoder does not support.
 
 
 class PackedLayers:
-    """The linear layers, experts and routers of ``model`` that compute in float32, replaced by packed ones, and the weights of
-    other routers beside such experts. A layer's own weights are let go of when it is packed, before the next one is: a model is
-    not in memory twice.
+    """Replaces the float32 linear layers, experts and routers of ``model`` by packed ones, and packs weights of other
+    routers of such experts.
+
+    A layer's own weights are freed before the next layer is packed, so the model is never in memory twice.
     """
 
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
         mixtures = [parent for parent in model.modules() if any(map(_is_mixed, parent.children()))]
         routed = [router for mixture in mixtures for router in _routers(mixture)]
-        beside = {id(module) for mixture in mixtures for module in mixture.modules()}  # and holds none of them
+        # ids only, so that no module is kept alive
+        beside = {id(module) for mixture in mixtures for module in mixture.modules()}
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
-            for name, child in parent._modules.items():  # named_children leaves repeated ones out
+            for name, child in parent._modules.items():  # named_children would leave out repeated modules
                 if child is not None and (_is_linear(child) or PackedExperts.takes(child) or PackedRouter.takes(child)):
                     places.setdefault(child, []).append((parent, name))
         self.num_layers, self.num_bytes = len(places), 0
@@ -102,7 +108,7 @@ def _is_float32(weight: torch.Tensor) -> bool:
 
 
 def _is_mixed(module: torch.nn.Module) -> bool:
-    """Whether tokens are routed to what is in ``module``: experts, here or on other ranks too."""
+    """Return whether tokens are routed to parts of ``module``, which are experts on this rank or other ranks."""
     return PackedExperts.takes(module) or getattr(module, "has_routed_experts", False)
 
 
@@ -115,12 +121,12 @@ def _packed(
         return PackedRouter(library, module)
     experts = PackedExperts(library, module)
     experts.free()
-    give_back_free()  # the C library keeps blocks of this size
+    give_back_free()  # the C library keeps freed blocks of this size
     return experts
 
 
 def _routers(mixture: torch.nn.Module) -> Iterator[Any]:
-    """Modules of a ``mixture`` that multiply with their weight by themselves."""
+    """Yield modules of a ``mixture`` that multiply by their own weight."""
     for child in mixture.children():
         if _is_mixed(child) or PackedRouter.takes(child):
             continue
@@ -135,22 +141,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NativeBackend:
-    """``library``: the kernels of one instruction set. ``uses``: what they are configured to do."""
+    """CPU kernels of one instruction set. ``uses`` are the settings for their use."""
 
     library: NativeLibrary
     uses: KernelsConfig
 
     def attention(self, fallback: AttentionBackend) -> AttentionBackend:
-        """Attention by the kernels, and by ``fallback`` for what they do not take."""
+        """Return attention by the kernels. ``fallback`` computes the layers that they do not support."""
         return NativeAttention(self.library, fallback)
 
     def sampling(self) -> NativeSampling | None:
-        """Peaks and draws by the kernels; None where that is off."""
+        """Return sampling by the kernels, or None if it is turned off."""
         return NativeSampling(self.library) if self.uses.sampler else None
 
     def describe(self, *parts: object) -> str:
-        """The instruction set, the names of ``parts`` that are in use (no others are true), the threads, and what products of
-        bfloat16 weights are made of where that is not floats.
+        """Return a description: instruction set, names of ``parts`` in use, threads, and the format of inputs for
+        bfloat16 weights.
+
+        False parts are not in use.
         """
         used = ", ".join(str(part) for part in parts if part)
         count = self.library.parts
@@ -160,14 +168,14 @@ class NativeBackend:
 
 
 def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: bool) -> bool:
-    """Whether ``config`` asks for kernels that multiply with the weights of any model, and they are there. ``rounded``: see
+    """Return whether ``config`` selects kernels for linear layers of any model, and these are available. See
     ``open_backend``.
     """
     if config.isa == "off" or device.type != "cpu" or not config.linear:
         return False
     try:
         find_library(config.isa, rounded=rounded)
-    except KernelsError:  # told when they are opened
+    except KernelsError:  # reported when they are opened
         return False
     return True
 
@@ -175,8 +183,10 @@ def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: 
 def open_backend(
     config: KernelsConfig, device: torch.device, num_threads: int, *, rounded: bool = False
 ) -> NativeBackend | None:
-    """The kernels that ``config`` asks for; None where they are off, not built, or not for this device. ``rounded``: they may
-    round inputs of products to bfloat16. Raises KernelsError where an instruction set is named that cannot be had.
+    """Return the kernels that ``config`` selects, or None if they are off, not built, or not for this device.
+
+    With ``rounded``, kernels may round inputs of products to bfloat16. Raises KernelsError if a named instruction set
+    is not available.
     """
     if config.isa == "off" or device.type != "cpu":
         return None

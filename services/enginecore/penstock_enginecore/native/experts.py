@@ -1,4 +1,4 @@
-"""Mixtures of experts by the kernels: routers, and experts with packed weights."""
+"""Mixtures of experts by the CPU kernels: routers, and experts with packed weights."""
 
 import ctypes
 import math
@@ -17,15 +17,16 @@ from penstock_enginecore.native.ffi_structs import Grouped, Linear, Route
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved, multiply
 
-# Routers by the kernels: a token's experts and their weights do not depend on the tokens beside it.
+# Routers by the kernels. A token's experts and their weights do not depend on other tokens.
 
 MAX_EXPERTS = 1024
 """``kMaxExperts`` of the kernels."""
 
 
 class PackedRouter(torch.nn.Module):
-    """Stands for ``router``, whose weight it has packed, with its hooks. ``top``: experts of a token. ``normalize``: whether
-    their weights add up to one.
+    """Replacement of ``router`` with a packed weight and the same hooks.
+
+    ``top`` is the number of experts per token. ``normalize`` tells whether their weights are scaled to sum to 1.
     """
 
     def __init__(self, library: NativeLibrary, router: Any) -> None:
@@ -38,7 +39,7 @@ class PackedRouter(torch.nn.Module):
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
-        """Whether ``module`` is a router in float32 on the CPU of a kind that is known."""
+        """Return whether ``module`` is a router of a known class, in float32 on the CPU."""
         if type(module).__name__ not in SOFTMAX_ROUTERS:
             return False
         weight: Any = module.weight
@@ -46,11 +47,13 @@ class PackedRouter(torch.nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is packed."""
+        """Bytes of the packed weight."""
         return self.packed.num_bytes
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[..., hidden]`` float32 to logits ``[tokens, experts]``, weights float32 and experts int64 ``[tokens, top]``."""
+        """Return logits ``[tokens, experts]``, and weights float32 and experts int64 ``[tokens, top]``, for float32
+        ``[..., hidden]``.
+        """
         logits = multiply(self._library, self.packed, hidden_states.reshape(-1, self.packed.k))
         weights = logits.new_empty(len(logits), self.top)
         experts = torch.empty(len(logits), self.top, dtype=torch.int64)
@@ -67,12 +70,12 @@ class PackedRouter(torch.nn.Module):
         return logits, weights, experts
 
 
-# The weight of a router, multiplied with by the kernels: a token's experts do not depend on the tokens beside it.
+# Weight of a router, multiplied by the kernels. A token's experts do not depend on other tokens.
 
 
 class RouterWeight(torch.nn.Parameter):
-    """A weight ``[experts, hidden]`` that is given to ``torch.nn.functional.linear`` by a module that is no linear layer. All
-    else sees the weight as it was.
+    """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions
+    see a normal weight.
     """
 
     packed: PackedWeight
@@ -80,7 +83,7 @@ class RouterWeight(torch.nn.Parameter):
 
     @classmethod
     def of(cls, library: NativeLibrary, weight: torch.Tensor) -> Self:
-        """``weight``: float32, on the CPU."""
+        """Return the packed ``weight``, which is float32 on the CPU."""
         made = cls(widened(weight.detach()), requires_grad=False)
         made.library, made.packed = library, PackedWeight(library, weight)
         return made
@@ -93,7 +96,7 @@ class RouterWeight(torch.nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Products by the kernels."""
+        """Compute products by the kernels, and all other functions by torch."""
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -102,24 +105,25 @@ class RouterWeight(torch.nn.Parameter):
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's
     if not isinstance(weight, RouterWeight):
-        raise TypeError("a router's weight is multiplied with, not multiplied")
+        raise TypeError("the weight of a router can only be the second argument of a product")
     out = multiply(weight.library, weight.packed, input, apart=True)
     return out if bias is None else out + bias
 
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-"""What transformers' ``use_experts_implementation`` says of a class of experts."""
+"""Attributes that transformers' ``use_experts_implementation`` sets on a class of experts."""
 _ONE_THREAD = 32768
-"""Numbers: torch shares out what is more."""
+"""Elements. torch splits larger tensors among threads."""
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
 
 class PackedExperts(torch.nn.Module):
-    """Stands for ``experts``, a module whose class transformers' ``use_experts_implementation`` describes, with its hooks. It
-    keeps that module for its activation; ``free`` its weights.
+    """Replacement of ``experts`` with packed weights and the same hooks, for classes with
+    ``use_experts_implementation``.
 
-    A (token, expert) pair's output depends on nothing but the pair, and a token's on its own pairs, which are summed in the order
-    of its routing.
+    The original module is kept for its activation; ``free`` frees its weights. The output of a (token, expert) pair
+    depends only on the pair. The output of a token depends only on its pairs, which are summed in the order of its
+    routing.
     """
 
     def __init__(self, library: NativeLibrary, experts: Any) -> None:
@@ -128,7 +132,7 @@ class PackedExperts(torch.nn.Module):
         self._library = library
         self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
-        self._unpacked = (experts,)  # a tuple, since its parameters are no longer the model's
+        self._unpacked = (experts,)  # a tuple, because its parameters no longer belong to the model
         self._up_name = up = "gate_up_proj" if experts.has_gate else "up_proj"
         self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
         self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}
@@ -136,15 +140,17 @@ class PackedExperts(torch.nn.Module):
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
 
     def write(self, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Have other ``weights``, by the names that they have in the module, of the expert at a place. Raises ValueError where
-        they do not fit there.
+        """Write ``weights``, by their names in the module, into the place of ``expert``. Raises ValueError if they do
+        not fit.
         """
         self._up[expert].overwrite(self._library, *self._rows(weights, self._up_name))
         self._down[expert].overwrite(self._library, *self._rows(weights, "down_proj"))
 
     def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What ``slot_memory`` is where these weights were written, in memory of its own. Another thread may call it while one
-        computes. Raises ValueError where they do not fit.
+        """Return the packed ``weights`` as new tensors in the format of ``slot_memory``. Raises ValueError if they do
+        not fit.
+
+        Another thread may call this during computation.
         """
         library = self._library.beside
         up = self._up[0].like(library, *self._rows(weights, self._up_name))
@@ -152,7 +158,7 @@ class PackedExperts(torch.nn.Module):
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
-        """Whether ``module`` is experts in float32 on the CPU that are described, and of a kind that is known."""
+        """Return whether ``module`` is a supported class of experts, in float32 on the CPU."""
         experts: Any = module
         if not all(hasattr(module, name) for name in (*_SAID, "down_proj")) or experts.has_post_expert_norm:
             return False
@@ -170,37 +176,39 @@ class PackedExperts(torch.nn.Module):
         return sum(weight.num_bytes for weight in (*self._up, *self._down))
 
     def slot_memory(self, expert: int) -> list[torch.Tensor]:
-        """What the expert at a place is made of, as bytes uint8 that may be written to: see ``PackedWeight.memory``."""
+        """Return the memory of an expert as writable bytes, uint8. See ``PackedWeight.memory``."""
         return self._up[expert].memory + self._down[expert].memory
 
     @property
     def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
-        """By expert, what gate and up are multiplied with, rows of both in turn, and what follows their epilogue of the kernels'
-        own; None where experts do something else between the two.
+        """Packed weights by expert: gate and up with interleaved rows, and down. None unless the kernels' epilogue
+        computes the activation.
         """
         return (self._up, self._down) if self._silu else None
 
     @property
     def layout(self) -> str:
-        """Those of experts with the same layout can be exchanged."""
+        """Name of the format. Experts with equal layouts have interchangeable memory."""
         weights = f"{self._up[0].layout}, {self._down[0].layout}"
         return f"{weights}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
 
     def free(self) -> None:
-        """Let go of the weights as they were."""
+        """Free the original weights."""
         for name in self._names:
             setattr(self._unpacked[0], name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """``hidden_states`` float32 ``[tokens, hidden]``; the experts of each token and how much they count ``[tokens, top]``.
-        The weighted sums, ``[tokens, hidden]``.
+        """Return the weighted sums of the experts' outputs, ``[tokens, hidden]``.
+
+        ``hidden_states`` is float32 ``[tokens, hidden]``. The experts of each token and their weights are ``[tokens,
+        top]``.
         """
         top, width = top_k_index.shape[-1], self._up[0].k
         if hidden_states.dtype != torch.float32 or hidden_states.shape[1:] != (width,):
             raise TypeError(
-                f"packed experts take float32 [tokens, {width}], not {hidden_states.dtype} {list(hidden_states.shape)}"
+                f"packed experts need float32 [tokens, {width}], not {hidden_states.dtype} {list(hidden_states.shape)}"
             )
         if not len(hidden_states):
             return torch.zeros_like(hidden_states)
@@ -217,8 +225,10 @@ class PackedExperts(torch.nn.Module):
         return weighted_sum(outputs, top_k_weights)
 
     def _activated(self, up: torch.Tensor) -> torch.Tensor:
-        """Torch computes the last numbers of a tensor, or of a thread's part, in another way than the others. Nothing is left
-        over in pieces of whole vectors that one thread computes.
+        """Return the activation, computed in pieces of whole vectors by one thread each.
+
+        torch computes the last elements of a tensor, or of a thread's part, differently. With whole vectors there are
+        no such elements.
         """
         whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # rows
         padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % whole))
@@ -234,7 +244,9 @@ class PackedExperts(torch.nn.Module):
         *,
         silu: bool = False,
     ) -> torch.Tensor:
-        """Rows of ``x``, in the order of ``from_rows``, by the weights whose groups end at ``ends``."""
+        """Return the rows of ``x``, in the order of ``from_rows``, times the weights of the groups that end at
+        ``ends``.
+        """
         x = x.contiguous()
         out = x.new_empty(int(ends[-1]), weights[0].n // (2 if silu else 1))
         grouped = Grouped(
@@ -256,7 +268,7 @@ class PackedExperts(torch.nn.Module):
         return PackedWeight(self._library, *self._rows(weights, name), half=self._half[name])
 
     def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight of an expert as the kernels multiply with it, and its bias."""
+        """Return an expert's weight in the layout for the kernels, and its bias."""
         weight = weights[name]
         if self._unpacked[0].is_transposed:
             weight = weight.T
@@ -266,8 +278,9 @@ class PackedExperts(torch.nn.Module):
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``[tokens, hidden]`` of ``outputs`` ``[tokens, top, hidden]``, which are overwritten: added in the order of the routing, so
-    that the bits are the same wherever this is done.
+    """Return the weighted sum ``[tokens, hidden]`` of ``outputs`` ``[tokens, top, hidden]``, which are overwritten.
+
+    Outputs are added in the order of the routing, so that the result is bit-identical on every rank.
     """
     outputs.mul_(weights[..., None])
     total = outputs[:, 0].clone()
@@ -277,7 +290,7 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _is_silu(experts: Any) -> bool:
-    """Whether the kernels' own epilogue is what the experts do between their two products."""
+    """Return whether the kernels' epilogue computes what the experts do between their two products."""
     return (
         experts.has_gate
         and experts.is_concatenated

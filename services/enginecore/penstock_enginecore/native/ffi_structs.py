@@ -1,4 +1,4 @@
-"""The structs that the kernels take, as ``csrc/model.h`` has them: field by field, in its order."""
+"""Structs of the kernels' interface, with the same fields in the same order as in ``csrc/model.h``."""
 
 import ctypes
 from typing import Any
@@ -8,8 +8,8 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """A packed weight ``[n, k]``, what its integers are multiplied with, and its bias; ``kind``: what its numbers are;
-    ``parts``: in how many numbers a matrix unit multiplies an input.
+    """Packed weight ``[n, k]``, its integer scales and its bias. ``kind`` is the dtype, ``parts`` the values per input
+    in a matrix unit.
     """
 
     _fields_ = [
@@ -24,13 +24,15 @@ class Linear(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
-    """Some vectors of the output features of an update, which take ``rank`` sums of a row from ``first`` on."""
+    """Part of the output features of an update, in vectors. It uses ``rank`` sums of a row, from ``first`` on."""
 
     _fields_ = [("b", _Pointer), ("vectors", _Int), ("first", _Int), ("rank", _Int)]
 
 
 class Update(ctypes.Structure):
-    """What an adapter adds to a product with a weight of ``k`` inputs; nothing where ``rank`` is 0. The kinds are ``KINDS``."""
+    """LoRA update of a product with a weight of ``k`` inputs. A ``rank`` of 0 means no update. Kinds are those of
+    ``KINDS``.
+    """
 
     _fields_ = [
         ("a", _Pointer),
@@ -52,7 +54,7 @@ class Segment(ctypes.Structure):
 
 
 class Grouped(ctypes.Structure):
-    """Products of rows by the weights of their groups."""
+    """Products of groups of rows, each by its own weight."""
 
     _fields_ = [
         ("num_groups", _Int),
@@ -68,7 +70,7 @@ class Grouped(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """A layer's keys and values; strides in numbers per slot. ``pairs``: whether they are bfloat16."""
+    """Keys and values of a layer. Strides are in elements per slot. ``pairs`` tells whether they are bfloat16."""
 
     _fields_ = [
         ("keys", _Pointer),
@@ -80,7 +82,7 @@ class Cache(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """How a layer attends, as ``AttentionParams`` says it; what is off is 0 or null."""
+    """Attention parameters of a layer, as in ``AttentionParams``. Unused ones are 0 or null."""
 
     _fields_ = [
         ("window", _Int),
@@ -92,7 +94,7 @@ class Params(ctypes.Structure):
 
 
 class Mixture(ctypes.Structure):
-    """Experts and their router; none where all is 0."""
+    """Experts and their router. All fields are 0 if there are none."""
 
     _fields_ = [
         ("num_experts", _Int),
@@ -105,7 +107,7 @@ class Mixture(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A decoder layer. Norms that it has none of are null; ``rotary``: which of a step's."""
+    """Decoder layer. Missing norms are null. ``rotary`` is the index of the step's rotary embedding."""
 
     _fields_ = [
         ("input_norm", _Pointer),
@@ -125,13 +127,13 @@ class Layer(ctypes.Structure):
 
 
 class Exchange(ctypes.Structure):
-    """Memory that ``size`` ranks share, exchanged in pieces of so many bytes; null for one rank alone."""
+    """Memory that ``size`` ranks share, exchanged in pieces of ``piece`` bytes. Null for a single rank."""
 
     _fields_ = [("base", _Pointer), ("rank", _Int), ("size", _Int), ("piece", _Int)]
 
 
 class Fusion(ctypes.Structure):
-    """What the first layer of an EAGLE head gets in place of embedded tokens; nothing of the kind where all is 0."""
+    """Computation of an EAGLE head's first input from embedded tokens. All fields are 0 for other models."""
 
     _fields_ = [
         ("fc", Linear),
@@ -142,7 +144,7 @@ class Fusion(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """A decoder."""
+    """Decoder model."""
 
     _fields_ = [
         ("num_layers", _Int),
@@ -165,7 +167,7 @@ class Model(ctypes.Structure):
 
 
 class Group(ctypes.Structure):
-    """Where the requests of a step lie in one group of the KV cache."""
+    """Positions of a step's requests in one group of the KV cache."""
 
     _fields_ = [("slots", _Pointer), ("block_table", _Pointer), ("table_stride", _Int), ("block_size", _Int)]
 
@@ -177,7 +179,7 @@ class Rotary(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """A forward pass, or the part of one from layer ``first`` to the attention of layer ``last``."""
+    """Forward pass, or its part from layer ``first`` to the attention of layer ``last``."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -217,7 +219,7 @@ class Step(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """How many tokens the requests of a step go on for, and how these are chosen."""
+    """Number of further tokens of a step's requests, and their sampling parameters."""
 
     _fields_ = [
         ("num_drafts", _Int),
@@ -233,7 +235,7 @@ class Chain(ctypes.Structure):
 
 
 class Route(ctypes.Structure):
-    """Which experts tokens go to by a router's logits, and with which weights."""
+    """Routing of tokens to experts by a router's logits, with weights."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -270,7 +272,7 @@ class Attention(ctypes.Structure):
 
 
 class Write(ctypes.Structure):
-    """New keys and values of a layer."""
+    """Write of new keys and values of a layer."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -287,7 +289,7 @@ class Write(ctypes.Structure):
 
 
 class Sampling(ctypes.Structure):
-    """Rows of logits to choose a token from."""
+    """Rows of logits from which tokens are sampled."""
 
     _fields_ = [
         ("rows", _Int),
@@ -301,7 +303,7 @@ class Sampling(ctypes.Structure):
 
 
 class Mask(ctypes.Structure):
-    """Rows of logits of which only some tokens stay."""
+    """Rows of logits in which only some tokens are allowed."""
 
     _fields_ = [
         ("count", _Int),
@@ -334,4 +336,4 @@ ALL: tuple[type[Any], ...] = (
     Update,
     Segment,
 )
-"""In the order in which ``penstock_sizes`` reports their sizes."""
+"""Structs in the order in which ``penstock_sizes`` reports their sizes."""

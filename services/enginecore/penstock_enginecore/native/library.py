@@ -1,6 +1,6 @@
-"""Finds the kernels for this processor and calls them.
+"""Loading and calling of the CPU kernels for this processor.
 
-A call releases the interpreter's lock. Its arguments are plain tensors and arrays; whoever calls keeps them alive.
+A call releases the GIL. Its arguments are plain tensors and arrays, which the caller keeps alive.
 """
 
 import ctypes
@@ -17,17 +17,18 @@ import torch
 from penstock_common.errors import ConfigError
 from penstock_enginecore.native.ffi_structs import ALL
 
-# What the system has to grant before instructions may be used that the processor has.
+# Permissions of the operating system for some instruction sets of the processor.
 
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
-"""Numbers of Linux on x86-64: a system call, what it is asked to do, and for which registers."""
+"""Linux numbers on x86-64: the system call, the request, and the registers that it is for."""
 
 
 def request_tiles() -> None:
-    """Have Linux let this process, all its threads, use the tiles of AMX. Raises OSError where it does not: a thread that
-    uses them would be ended by a signal.
+    """Request permission to use AMX tiles in all threads of this process.
+
+    Raises OSError if Linux refuses. Without permission, a thread that used tiles would be killed by a signal.
     """
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
@@ -46,25 +47,27 @@ _CAPABILITIES = {
     "avx2": ("avx2", "fma3"),
     "baseline": (),
 }
-"""Instruction sets, best first, and what torch calls the features they need."""
+"""Instruction sets, best first, and the processor features that they need, by torch's names."""
 
 _FOR_ROUNDED = {"avx512_bf16"}
-"""Instruction sets that gain nothing unless inputs may be rounded: ``auto`` passes them over."""
+"""Instruction sets that are only faster if inputs may be rounded. Otherwise ``auto`` skips them."""
 
 _PERMISSIONS = {"amx": request_tiles}
-"""What asks the system for leave to use an instruction set. Raises OSError where it refuses."""
+"""Functions that request permission for an instruction set. They raise OSError if the system refuses."""
 
 _DIRECTORY = Path(__file__).parent
-"""Where the kernels are."""
+"""Folder of the kernels."""
 
 
 class KernelsError(ConfigError):
-    """The kernels cannot be had; the message says why."""
+    """Reports that the kernels are not available. The message gives the reason."""
 
 
 class _Context:
-    """The threads of a library and what they work with. Refers to nothing, and is freed with its last reference: that of the
-    library, or of an object of the library's that outlives it.
+    """Threads of a library and their memory.
+
+    The context holds no references. It is freed with the last reference to it, from the library or from an object of
+    the library that outlives it.
     """
 
     def __init__(self, functions: ctypes.CDLL, num_threads: int) -> None:
@@ -72,7 +75,7 @@ class _Context:
         self.handle = ctypes.c_void_p()
         code = functions.penstock_context_new(num_threads, ctypes.byref(self.handle))
         if code:
-            raise KernelsError(f"{num_threads} threads cannot be started: {os.strerror(code)}")
+            raise KernelsError(f"cannot start {num_threads} kernel threads: {os.strerror(code)}")
 
     def __del__(self) -> None:
         if self.handle.value:
@@ -84,8 +87,10 @@ class _Context:
 
 
 class NativeLibrary:
-    """The kernels of one instruction set with threads of their own. Not for use by several threads at once. ``parts``: in how
-    many bfloat16 numbers inputs are multiplied with weights that bfloat16 holds; 0: as the floats that they are.
+    """Kernels of one instruction set with separate threads. Not thread-safe.
+
+    ``parts`` is the number of bfloat16 values into which an input is split for products with bfloat16 weights, or 0 if
+    inputs stay float32.
     """
 
     def __init__(self, path: Path, isa: str, num_threads: int, *, rounded: bool = False) -> None:
@@ -99,25 +104,27 @@ class NativeLibrary:
 
     @property
     def rounds_to(self) -> torch.dtype | None:
-        """What inputs of products are rounded to; None: they are not."""
+        """The dtype to which inputs of products are rounded, or None if they are not rounded."""
         return torch.bfloat16 if self.parts == 1 else None
 
     @functools.cached_property
     def beside(self) -> "NativeLibrary":
-        """The same kernels for another thread, which compute on that alone."""
+        """The same kernels for use on another thread. They compute only on that thread."""
         return self._beside()
 
     def filled_to(self, kind: int) -> int:
-        """Panels of numbers of ``kind`` have a multiple of so many inputs."""
+        """Return the multiple to which inputs of panels with elements of ``kind`` are padded."""
         multiple: int = self._functions.penstock_filled_to(kind)
         return multiple
 
     def call(self, name: str, *arguments: Any) -> None:
-        """The function ``penstock_<name>`` of this context. MemoryError or OSError where it fails."""
+        """Call the function ``penstock_<name>`` of this context. Raises MemoryError or OSError if it fails."""
         self.call_on(self._context.handle, name, *arguments)
 
     def call_on(self, handle: ctypes.c_void_p, name: str, *arguments: Any) -> None:
-        """The same of another object of the library's: ``handle`` comes first."""
+        """Call a function of another object of the library, whose ``handle`` is the first argument. Raises like
+        ``call``.
+        """
         function = getattr(self._functions, f"penstock_{name}")
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"penstock::{name}"):
@@ -125,32 +132,37 @@ class NativeLibrary:
         else:
             code = function(handle, *arguments)
         if code:
-            error = OSError(code, f"the kernel {name!r} failed: {os.strerror(code)}")
+            error = OSError(code, f"kernel {name!r} failed: {os.strerror(code)}")
             raise MemoryError(str(error)) if code == errno.ENOMEM else error
 
     def free_with(self, owner: object, handle: ctypes.c_void_p, name: str) -> None:
-        """Let go of an object, ``penstock_<name>_free``, when ``owner`` is gone. The context outlives it, even where one
-        collection of garbage finds both: the finalizer holds the context. Nothing is freed as the process ends: other threads
-        may still compute.
+        """Free an object with ``penstock_<name>_free`` when ``owner`` is garbage collected.
+
+        The finalizer holds the context, so the context outlives the object. Nothing is freed at process exit, because
+        other threads may still compute.
         """
         weakref.finalize(owner, self._context.free, handle, name).atexit = False
 
 
 def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> NativeLibrary:
-    """The kernels for ``isa``; ``auto``: the best that this processor has and the system lets it use. ``rounded``: they may round
-    inputs to bfloat16, where a matrix unit is faster for it. Raises KernelsError.
+    """Return the kernels for ``isa``. "auto" selects the best instruction set that the processor has and the system
+    permits.
+
+    With ``rounded``, kernels may round inputs to bfloat16 if a matrix unit is faster that way. Raises KernelsError.
     """
     path, name = find_library(isa, rounded=rounded)
     return NativeLibrary(path, name, num_threads, rounded=rounded)
 
 
 def find_library(isa: str, *, rounded: bool = False) -> tuple[Path, str]:
-    """Where the kernels are that ``open_library`` opens, and their instruction set. Raises KernelsError."""
+    """Return the path and instruction set of the kernels that ``open_library`` would open. Raises KernelsError."""
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
         if name not in runnable:
-            raise KernelsError(f"kernels.isa is {name!r}, which this processor does not have; it has {runnable}")
+            raise KernelsError(
+                f"kernels.isa is {name!r}, which this processor does not support; it supports {runnable}"
+            )
         path = _DIRECTORY / f"kernels_{name}.so"
         if not path.is_file() or (isa == "auto" and name in _FOR_ROUNDED and not rounded):
             continue
@@ -159,11 +171,13 @@ def find_library(isa: str, *, rounded: bool = False) -> tuple[Path, str]:
                 request()
         except OSError as e:
             if isa != "auto":
-                raise KernelsError(f"kernels.isa is {name!r}, which the system refuses to this process: {e}") from e
-            logger.warning("the system refuses %s to this process, the kernels for it are passed over: %s", name, e)
+                raise KernelsError(
+                    f"kernels.isa is {name!r}, but the system does not permit it to this process: {e}"
+                ) from e
+            logger.warning("the system does not permit %s to this process, skipping its kernels: %s", name, e)
             continue
         return path, name
-    raise KernelsError("the package was built without kernels; a C++ compiler must be there when it is installed")
+    raise KernelsError("the package was built without kernels; install it again with a C++ compiler available")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear layers that multiply with packed weights, and the LoRA matrices that add to them."""
+"""Linear layers with packed weights, and LoRA matrices in the kernels' layout."""
 
 import ctypes
 import math
@@ -13,19 +13,23 @@ from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, huge_empty, multiply
 
-# Adapters' matrices in the layouts that the kernels read (``csrc/lora.h``).
+# LoRA matrices in the layouts that the kernels read (``csrc/lora.h``).
 
 _ALIGNED = 64
-"""Bytes."""
+"""Alignment in bytes."""
 _GROUP = 4
-"""Rows of A that lie together."""
+"""Rows of A that are stored together."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """What an adapter adds to a weight of several projections, which share an input, with as many inputs as ``a`` float32
-    ``[rank, k]`` has columns. ``pieces``: float32 ``[out features, rank]`` of each, and the row of ``a`` that the first of their
-    columns is for; None for as many output features as get nothing. ``interleaved``: vectors of output features take turns.
+    """LoRA update of a weight that merges several projections with a shared input.
+
+    Attributes:
+        a: float32 ``[rank, k]``.
+        pieces: For each projection, float32 ``[out features, rank]`` and the row of ``a`` for its first column. For a projection
+            without update, its number of output features.
+        interleaved: The output features of the projections alternate in vectors.
     """
 
     a: torch.Tensor
@@ -36,7 +40,9 @@ class MergedUpdate:
     def of(
         cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False
     ) -> "MergedUpdate":
-        """Of layers with ``features`` outputs whose weights come one after the other, or in turn; one has an update at least."""
+        """Return the update of layers with ``features`` outputs, whose weights are joined or interleaved. At least one
+        has an update.
+        """
         pieces: list[tuple[torch.Tensor, int] | int] = []
         rank = 0
         for update, count in zip(updates, features, strict=True):
@@ -47,18 +53,20 @@ class MergedUpdate:
 
     @classmethod
     def halves(cls, update: LowRankUpdate) -> "MergedUpdate":
-        """Of one layer whose rows are a gate's and then an up projection's."""
+        """Return the update of one layer whose rows are those of a gate, followed by those of an up projection."""
         return cls(update.a, [(half, 0) for half in update.b.chunk(2)], interleaved=True)
 
 
 class PackedUpdates:
-    """``updates`` in a row, None for those that are nothing; ``struct`` is an array of them and points into memory kept here,
-    of ``num_bytes``. Numbers that bfloat16 holds are kept in it.
+    """Packed ``updates``, where None means no update.
+
+    ``struct`` is an array of structs that point into this object's memory of ``num_bytes``. Elements that bfloat16
+    represents exactly are stored as bfloat16.
     """
 
     def __init__(self, library: NativeLibrary, updates: Sequence[MergedUpdate | None]) -> None:
         self._lanes = library.lanes
-        # Float32, of which bfloat16 leaves half of the pages untouched.
+        # Reserve float32 memory. If elements are bfloat16, half of its pages stay untouched.
         numbers = sum(self._numbers(update) for update in updates if update is not None)
         self._memory = huge_empty(4 * numbers, torch.uint8)
         self.num_bytes = 0
@@ -66,7 +74,7 @@ class PackedUpdates:
         self.struct = (Update * len(updates))(*(Update() if each is None else self._update(each) for each in updates))
 
     def segment(self, first: int, end: int) -> Segment:
-        """Rows ``first`` to before ``end`` have these."""
+        """Return a segment struct for rows ``first`` to ``end`` with these updates."""
         return Segment(ctypes.addressof(self.struct), first, end, self.width)
 
     def _update(self, update: MergedUpdate) -> Update:
@@ -74,7 +82,7 @@ class PackedUpdates:
         if len(update.pieces) > 1 and any(
             (each if isinstance(each, int) else len(each[0])) % lanes for each in update.pieces
         ):
-            raise ValueError(f"a merged weight's projections have multiples of {lanes} output features")
+            raise ValueError(f"output features of a merged weight's projections must be multiples of {lanes}")
         half_a = _fits_bfloat16(update.a)
         half_b = all(isinstance(each, int) or _fits_bfloat16(each[0]) for each in update.pieces)
         kinds = [torch.bfloat16 if half else torch.float32 for half in (half_a, half_b)]
@@ -103,13 +111,13 @@ class PackedUpdates:
         return Piece(place.data_ptr(), len(by_vector), first, rank)
 
     def _place(self, shape: Sequence[int], kind: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor."""
+        """Return memory for a tensor."""
         start, size = self.num_bytes, math.prod(shape) * kind.itemsize
         self.num_bytes += size + -size % _ALIGNED
         return self._memory[start : start + size].view(kind).view(*shape)
 
     def _numbers(self, update: MergedUpdate) -> int:
-        """As many as there is memory for."""
+        """Return the number of elements to reserve for an update."""
         rank, k = update.a.shape
         of_b = (
             (each[0].shape[0] + self._lanes) * (each[0].shape[1] + 1)
@@ -120,19 +128,19 @@ class PackedUpdates:
 
 
 def _fits_bfloat16(tensor: torch.Tensor) -> bool:
-    """Most that does not shows it in its first row."""
+    """Return whether bfloat16 represents all elements. The first row is checked first, because it decides most cases."""
     return fits_bfloat16(tensor[:1]) and fits_bfloat16(tensor)
 
 
 def _filled(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """With zeros behind its rows and columns, where it has fewer."""
+    """Return the tensor padded with zeros to this size."""
     if tensor.shape == (rows, columns):
         return tensor
     return F.pad(tensor, (0, columns - tensor.shape[1], 0, rows - len(tensor)))
 
 
 class PackedAddition:
-    """An ``Addition`` of the kernels, whose every row's numbers do not depend on the rows beside it."""
+    """``Addition`` of a LoRA update by the kernels. A row's result does not depend on the other rows."""
 
     def __init__(self, library: NativeLibrary, update: LowRankUpdate) -> None:
         self._library = library
@@ -140,7 +148,7 @@ class PackedAddition:
         self._packed = PackedUpdates(library, [MergedUpdate.of([update], [self._n])])
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """float32, both with rows that are one piece of memory each."""
+        """Add the update for ``x`` to ``out``. Both are float32 with contiguous rows."""
         segment = self._packed.segment(0, len(x))
         self._library.call(
             "low_rank", ctypes.byref(segment), 1, self._n, x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
@@ -148,12 +156,13 @@ class PackedAddition:
 
 
 class PackedLinear(torch.nn.Linear):
-    """Stands for ``linear``, whose weight it has packed, with its hooks. Its own ``weight`` is empty: who needs that cannot be
-    packed.
+    """Replacement of ``linear`` with a packed weight and the same hooks.
+
+    Its own ``weight`` is empty, so code that needs the weight does not work with it.
     """
 
     def __init__(self, library: NativeLibrary, linear: torch.nn.Linear, *, apart: bool = False) -> None:
-        """``apart``: see ``multiply``."""
+        """Pack the weight of ``linear``. ``apart``: see ``multiply``."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -164,13 +173,13 @@ class PackedLinear(torch.nn.Linear):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is packed."""
+        """Bytes of the packed weight."""
         return self.packed.num_bytes
 
     def addition(self, update: LowRankUpdate) -> PackedAddition:
-        """An adapter's, by the kernels."""
+        """Return a LoRA update of this layer, computed by the kernels."""
         return PackedAddition(self._library, update)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, float32."""
+        """Return float32 ``[..., out_features]`` for float32 ``[..., in_features]``."""
         return multiply(self._library, self.packed, x, apart=self._apart)

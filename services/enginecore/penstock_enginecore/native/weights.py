@@ -1,4 +1,4 @@
-"""Weights in the layout the kernels read, in panels of as many rows as two vectors have lanes (``csrc/gemm.h``)."""
+"""Weights in the kernels' layout: panels of as many rows as two vectors have lanes (``csrc/gemm.h``)."""
 
 import ctypes
 import mmap
@@ -12,40 +12,44 @@ from penstock_enginecore.models.dtypes import NarrowWeight, widened
 from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.library import NativeLibrary
 
-# Weights rounded to 8-bit integers times a number per row: a decode step on a CPU takes as long as its weights take to read.
+# Weights rounded to 8-bit integers with a factor per row. A decode step on a CPU takes as long as reading its weights.
 #
-# A rounded weight stays a weight: whoever computes by it, transformers' own modules too, computes what the integers mean. The CPU
-# kernels find that its rows are integers times a number, and keep those.
+# A rounded weight is still a dense weight, so any code, including transformers' modules, computes with the rounded
+# values. The CPU kernels detect that its rows are integers times a factor, and store the integers.
 
 _LARGEST = 127
 _CUT = 0xFF
-"""Bits of a scale that are 0, so that it has 16 significant ones: its product with an integer is a float without rounding."""
+"""Bits of a scale that are zero. The remaining 16 significant bits make its product with an integer exact in float32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """``numbers`` int8 ``[n, k]`` times ``scales`` float32 ``[n]`` are the weight, bit by bit."""
+    """Weight that equals ``numbers`` int8 ``[n, k]`` times ``scales`` float32 ``[n]`` bit by bit."""
 
     numbers: torch.Tensor
     scales: torch.Tensor
 
 
 def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
-    """A float32 weight ``[n, k]``, each row rounded to multiples of a 127th of its largest number: off by half of one at most."""
+    """Return a float32 weight ``[n, k]`` with each row rounded to multiples of 1/127 of its largest element. The error
+    is at most half a step.
+    """
     scales = _up((weight.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
     return (weight / scales).round() * scales
 
 
 def as_int8(weight: torch.Tensor) -> Int8Weight | None:
-    """The integers and scales of a float32 weight ``[n, k]`` that was rounded, None for any other."""
+    """Return integers and scales of a float32 weight ``[n, k]`` that was rounded, or None for other weights."""
     if not weight.numel() or _exactly(weight[:1]) is None:
         return None
     return _exactly(weight)
 
 
 def round_linears(module: torch.nn.Module, *, but: torch.nn.Module | None = None) -> float:
-    """Round the weights of all linear layers, but those of ``but``, to new ones in float32. Returns the largest error of a layer,
-    as a share of its weight's length as a vector.
+    """Round the weights of all linear layers except those of ``but``, to new float32 weights.
+
+    Returns the largest error of a layer, relative to the norm of its weight.
     """
     worst = 0.0
     for layer in module.modules():
@@ -72,17 +76,18 @@ def _exactly(weight: torch.Tensor) -> Int8Weight | None:
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _PIECE = 4 * 1024 * 1024
-"""Numbers that are packed at a time."""
+"""Elements that are packed at a time."""
 VECTORS = 64
-"""Numbers: what torch's loops over vectors take at a time divides it."""
+"""Elements. A multiple of the number that torch's vectorized loops process at a time."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""What the kernels call the dtypes that they keep weights in."""
+"""The kernels' numbers for dtypes of weights."""
 
 
 class PackedWeight:
-    """A weight ``[n, k]`` and a bias ``[n]``, packed. ``struct`` points into them. A weight whose every number bfloat16 holds
-    is kept in it, and one whose rows are 8-bit integers times a number as such integers: a half and a quarter of the memory, and
-    of the time to read it.
+    """Packed weight ``[n, k]`` and bias ``[n]``. ``struct`` points into them.
+
+    A weight whose elements bfloat16 represents exactly is stored as bfloat16. A weight whose rows are 8-bit integers
+    times a factor is stored as integers. This takes half or a quarter of the memory, and of the time to read it.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class PackedWeight:
         *,
         half: bool | None = None,
     ) -> None:
-        """``half``: whether it is kept in bfloat16, where it is known that this holds it, and else in float32; None: look."""
+        """Pack a weight. ``half`` selects bfloat16 or float32 if the caller knows which one fits; None detects the
+        dtype.
+        """
         look = half is None
         self.dtype = torch.bfloat16 if half or (look and fits_bfloat16(weight)) else torch.float32
         self.n, self.k = weight.shape
@@ -113,19 +120,19 @@ class PackedWeight:
         self._pack(library, weight)
 
     def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Pack others in their place, of the same shapes. Raises ValueError where their numbers need another dtype."""
+        """Replace the weight and bias by others of the same shapes. Raises ValueError if they need another dtype."""
         self._check(weight, bias)
         self._pack(library, weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 
     def like(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "PackedWeight":
-        """Others, packed as this one is. Raises as ``overwrite``."""
+        """Return another weight, packed in the same format. Raises like ``overwrite``."""
         self._check(weight, bias)
         return PackedWeight(library, weight, bias, half=self.dtype == torch.bfloat16)
 
     def _pack(self, library: NativeLibrary, weight: torch.Tensor) -> None:
-        """Some panels at a time, so that no whole weight is there as floats."""
+        """Pack a few panels at a time, so that there is never a full copy as floats."""
         panel, of = 2 * library.lanes, self.struct
         row_bytes = (self.k + -self.k % self._filled_to) * self.dtype.itemsize
         step = max(_PIECE // (panel * max(self.k, 1)), 1) * panel
@@ -136,19 +143,26 @@ class PackedWeight:
 
     def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         if self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and fits_bfloat16(weight)):
-            raise ValueError(f"{str(self.dtype).removeprefix('torch.')} does not hold every number of the weight")
+            raise ValueError(
+                f"{str(self.dtype).removeprefix('torch.')} does not represent every element of the weight exactly"
+            )
         if weight.shape != (self.n, self.k) or (bias is None) != (self._bias is None):
-            raise ValueError(f"a weight {list(weight.shape)} does not go where [{self.n}, {self.k}] is")
+            raise ValueError(
+                f"a weight of shape {list(weight.shape)} does not fit a packed weight of shape [{self.n}, {self.k}]"
+            )
 
     @property
     def layout(self) -> str:
-        """Memory of weights of one shape and layout can be exchanged, between libraries with the same lanes."""
+        """Name of the format. Weights of equal shape and layout have interchangeable memory, between libraries with the
+        same lanes.
+        """
         return f"{self.dtype} by {self._filled_to}"
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What is packed, and the bias, as bytes uint8 ``[n]`` that may be written to: by those of a weight of the same shape and
-        dtype that was packed for the same instructions.
+        """Packed weight and bias as writable bytes, uint8 ``[n]``.
+
+        Only bytes of a weight of the same shape and dtype, packed for the same instruction set, may be written.
         """
         return [part.view(torch.uint8) for part in (self._packed, self._bias) if part is not None]
 
@@ -158,15 +172,17 @@ class PackedWeight:
 
 
 def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, apart: bool = False) -> torch.Tensor:
-    """``x`` float32 ``[..., k]`` by ``weight``, ``[..., n]``. A row's numbers do not depend on the rows beside it.
+    """Return ``x`` float32 ``[..., k]`` times ``weight``, ``[..., n]``. A row's result does not depend on the other
+    rows.
 
-    ``apart``: nor do those that torch makes of it number by number. Its loops over vectors compute the last numbers of a tensor
-    in another way; rows whose ends are not those of vectors have a gap behind them, so that each is a loop of its own.
+    With ``apart``, results of later elementwise torch operations do not depend on other rows either. torch's vectorized
+    loops compute the last elements of a tensor differently. So rows that do not end at a vector boundary get a gap, and
+    torch processes each row separately.
     """
     n, k = weight.n, weight.k
     stride = n + 1 if apart and n % VECTORS else n
     if x.dtype != torch.float32 or x.shape[-1] != k:
-        raise TypeError(f"a packed layer takes float32 [..., {k}], not {x.dtype} {list(x.shape)}")
+        raise TypeError(f"packed layers need float32 [..., {k}], not {x.dtype} {list(x.shape)}")
     out = x.new_empty(*x.shape[:-1], stride)[..., :n]
     flat = x.reshape(-1, k).contiguous()
     if len(flat):
@@ -175,16 +191,16 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, a
 
 
 def interleaved(library: NativeLibrary, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Rows of both ``[n, k]`` in turn, a vector's lanes at a time, as products with a gate take them."""
+    """Return the rows of both ``[n, k]`` in alternating groups of one vector's lanes, as gated products need them."""
     rows = torch.stack([half.view(-1, library.lanes, half.shape[1]) for half in (gate, up)], dim=1)
     return rows.view(-1, gate.shape[1])
 
 
 def fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether bfloat16 holds every number."""
+    """Return whether bfloat16 represents every element exactly."""
     if isinstance(weight, NarrowWeight):
         weight = weight.kept
-    if weight.dtype == torch.float16:  # has three bits more
+    if weight.dtype == torch.float16:  # has three more mantissa bits
         return not bool((weight.contiguous().view(torch.int16) & 0b111).any())
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
@@ -192,11 +208,13 @@ def fits_bfloat16(weight: torch.Tensor) -> bool:
 
 
 def huge_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[count]`` on huge pages where the system has them: weights are read from one end to the other."""
+    """Return an uninitialized tensor ``[count]``, on huge pages if the system has them, because weights are read
+    sequentially.
+    """
     size = count * dtype.itemsize
     if size < _HUGE_PAGE:
         return torch.empty(count, dtype=dtype)
     memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // _HUGE_PAGE * _HUGE_PAGE)  # the last one would not be filled
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // _HUGE_PAGE * _HUGE_PAGE)  # the last page would not be full
     return torch.frombuffer(memory, dtype=dtype, count=count)

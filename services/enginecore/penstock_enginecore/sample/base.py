@@ -1,4 +1,4 @@
-"""What every sampler is, what it gets and what it gives, and random numbers without state."""
+"""Interface of samplers, its data types, and stateless random numbers."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ import torch
 
 from penstock_enginecore.sample.rules import LogitRules
 
-# Random numbers without state: Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers:
+# Stateless random numbers with Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers:
 # as easy as 1, 2, 3" (SC 2011).
 
 _ROUNDS = 10
@@ -19,14 +19,15 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 _AHEAD = 16
-"""Steps."""
+"""Steps for which numbers are computed in advance."""
 
 UInt64Array = npt.NDArray[np.uint64]
 
 
 def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
-    """Four random 32-bit words per row. ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` hold 32-bit words, low word
-    first.
+    """Return four random 32-bit words per row.
+
+    ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` hold 32-bit words, low word first.
     """
     c0, c1, c2, c3 = (counter[:, i] for i in range(4))
     k0, k1 = key[:, 0], key[:, 1]
@@ -40,7 +41,7 @@ def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
 
 
 def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per row, a function of its 64-bit seed and its output index alone. 53 random bits."""
+    """Return a number in [0, 1) with 53 random bits per row. It depends only on the row's 64-bit seed and output index."""
     index = indices.astype(np.uint64)
     counter = np.zeros((len(index), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1] = index & _LOW, index >> _32
@@ -51,18 +52,21 @@ def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[
 
 
 class UniformsAhead:
-    """``uniforms`` of the same rows, step after step. They are made for several steps at once, since numpy takes as long for one
-    number as for hundreds.
+    """``uniforms`` of the same rows, step after step.
+
+    Numbers are computed for several steps at once, because numpy takes as long for one number as for hundreds.
     """
 
     def __init__(self, seeds: UInt64Array) -> None:
-        """``seeds`` ``[rows]``."""
+        """Prepare numbers for ``seeds`` ``[rows]``."""
         self._seeds = np.repeat(seeds, _AHEAD)
         self._first: npt.NDArray[np.int64] | None = None
         self._made: npt.NDArray[np.float64] = np.zeros((len(seeds), 0))
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """float64 ``[rows]`` for output ``indices`` ``[rows]``: fastest where each is one more than the time before."""
+        """Return float64 ``[rows]`` for output ``indices`` ``[rows]``. Fastest if each index is one more than in the
+        last call.
+        """
         if self._first is not None and len(indices):
             step = int(indices[0] - self._first[0])
             if 0 <= step < _AHEAD and np.array_equal(indices, self._first + step):
@@ -76,12 +80,13 @@ FloatArray = npt.NDArray[np.float64]
 
 _INT32_MAX = 2**31 - 1
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
-"""Keeps temperatures that are no float32 from dividing by zero or infinity."""
+"""Limits of temperatures, which prevent division by zero or infinity in float32."""
 
 
 class DrawSettings(NamedTuple):
-    """How each row of a batch is drawn, ``[rows]`` each, on the host. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
-    ``min_p`` 0 are off. A new filter is a column here.
+    """Sampling parameters of a batch's rows, ``[rows]`` each, on the host. A new filter needs a new column here.
+
+    A ``temperature`` of 0 is greedy. A ``top_k`` of 0, ``top_p`` of 1 and ``min_p`` of 0 are off.
     """
 
     temperature: FloatArray
@@ -100,30 +105,36 @@ class DrawSettings(NamedTuple):
 
     @property
     def drawn(self) -> npt.NDArray[np.bool_]:
-        """Which rows are drawn at random, bool ``[rows]``."""
+        """Whether a row is sampled randomly, bool ``[rows]``."""
         return self.temperature > 0
 
     @property
     def filtered(self) -> npt.NDArray[np.bool_]:
-        """Which rows are drawn from what filters leave, bool ``[rows]``."""
+        """Whether a row is sampled randomly with filters, bool ``[rows]``."""
         return self.drawn & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def clipped_temperature(self) -> npt.NDArray[np.float32]:
-        """The temperature as a divisor, float32 ``[rows]``: neither 0 nor infinite."""
+        """Temperature as a divisor, float32 ``[rows]``, neither 0 nor infinite."""
         return self.temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
 
     @property
     def max_distance(self) -> FloatArray:
-        """How far below the peak a logit may be with ``min_p``, after division by the temperature; infinity where it is off."""
+        """Largest distance below the peak that ``min_p`` allows, after division by the temperature. Infinity if it is
+        off.
+        """
         with np.errstate(divide="ignore"):
             return (-np.log(self.min_p)).clip(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RowKinds:
-    """What the rows of a batch ask for, which stays the same from step to step. Bool ``[rows]``: ``drawn`` and ``filtered`` of
-    ``DrawSettings``. ``plain_temperature`` float32: of rows that are drawn without filters, else 0.
+    """Properties of a batch's rows that stay the same from step to step.
+
+    Attributes:
+        drawn: bool ``[rows]``, as in ``DrawSettings``.
+        filtered: bool ``[rows]``, as in ``DrawSettings``.
+        plain_temperature: float32 ``[rows]``, the temperature of rows sampled randomly without filters, otherwise 0.
     """
 
     drawn: npt.NDArray[np.bool_]
@@ -142,8 +153,13 @@ class RowKinds:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How to choose a token for each row of logits. ``uniforms`` ``[rows]`` in [0, 1), on the host. ``known_kinds``: those of the
-    settings, if they are known from a step before.
+    """Sampling inputs for rows of logits.
+
+    Attributes:
+        settings: Sampling parameters of the rows.
+        uniforms: ``[rows]`` in [0, 1), on the host.
+        rules: Rules that change logits.
+        known_kinds: Kinds of the settings, if known from an earlier step.
     """
 
     settings: DrawSettings
@@ -159,9 +175,16 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlainDraws:
-    """How rows without rules are drawn, on the host, ``[rows]`` each: the settings in the types that kernels read, and what the
-    random number follows from. ``temperature`` float32, 0 is greedy; ``max_distance`` float32, see ``DrawSettings``; ``top_k``
-    int32, 0 is off; ``top_p`` float64, 1 is off. ``seeds`` uint64, ``output_indices`` int64.
+    """Sampling of rows without rules, on the host, ``[rows]`` each: settings in the kernels' dtypes, and inputs of the
+    random number.
+
+    Attributes:
+        temperature: float32, 0 for greedy.
+        max_distance: float32, see ``DrawSettings``.
+        top_k: int32, 0 for no limit.
+        top_p: float64, 1 for no limit.
+        seeds: uint64.
+        output_indices: int64.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -191,8 +214,10 @@ class PlainDraws:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTokens:
-    """What a device was told to choose: ``results`` int32 ``[2, num_rows and more]`` on it, the token of each row, and how
-    many of its logits are NaN or infinity, or 1 if all are minus infinity.
+    """Tokens that a device is sampling.
+
+    ``results`` is int32 ``[2, at least num_rows]`` on the device. It has the token of each row, and the number of its
+    logits that are NaN or infinity, or 1 if all are minus infinity.
     """
 
     results: torch.Tensor
@@ -200,14 +225,18 @@ class LaunchedTokens:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """int32 ``[num_rows]``."""
+        """Tokens, int32 ``[num_rows]``."""
         return self.results[0, : self.num_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """``token_ids`` int64 ``[rows]``. ``num_nans`` int64 ``[rows]``: how many logits are NaN or infinity, and all of them in rows
-    without rules that are minus infinity throughout; None when no row has any. Only logits that might be chosen count.
+    """Sampled tokens.
+
+    Attributes:
+        token_ids: int64 ``[rows]``.
+        num_nans: int64 ``[rows]``, number of a row's logits that are NaN or infinity, or None if no row has any. All logits count
+            in rows without rules that are minus infinity throughout. Logits that cannot be chosen do not count.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -215,18 +244,21 @@ class SampledTokens:
 
 
 class Sampler(Protocol):
-    """From logits to tokens. A row's token is a function of its logits, settings and uniform number alone."""
+    """Samples tokens from logits. A row's token depends only on its logits, settings and uniform number."""
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """One token per row of ``logits`` ``[rows, vocab]``, any float dtype, on the sampler's device. Rules overwrite logits
-        that are float32: what is to be known of them must be copied before.
+        """Return one token per row of ``logits`` ``[rows, vocab]``, of any float dtype, on the sampler's device.
+
+        Rules overwrite float32 logits, so callers that need the original logits must copy them first.
         """
 
 
 class TokenLauncher(Protocol):
-    """What has a device choose tokens without anybody's waiting for them."""
+    """Starts sampling on a device without waiting for the tokens."""
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
-        """The tokens that a ``Sampler`` would give for ``logits`` ``[rows, vocab]``, to be chosen behind the work that is under
-        way. What overwrites ``logits`` may be launched at once.
+        """Start sampling the tokens that a ``Sampler`` would return for ``logits`` ``[rows, vocab]``, after the queued
+        work.
+
+        Later work that overwrites ``logits`` may be launched at once.
         """

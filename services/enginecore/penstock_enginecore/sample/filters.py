@@ -1,18 +1,20 @@
-"""min_p, top_k and top_p, the draw from the tokens they leave, and a fast search for the largest logits of wide rows.
+"""Filters (min_p, top_k, top_p), sampling from the remaining tokens, and a fast search for the largest logits of wide
+rows.
 
-A row is seen as distances: how far each logit is below the row's peak, over temperature; a token's weight is exp(-distance).
-Each filter lowers a limit on the distance, so tokens that tie with the last one kept are kept too, and the outcome depends
-neither on how a sort breaks ties nor on the rest of the batch.
+A row is represented by distances: how far each logit is below the row's peak, divided by the temperature. A token's
+weight is exp(-distance). Each filter lowers a limit on the distance, so tokens that tie with the last kept token are
+kept too. The result depends neither on how a sort breaks ties nor on the rest of the batch.
 
-Filters mostly leave few tokens. So rows are looked at in stages: the 128 likeliest tokens, the 1024 likeliest, then all. A row is
-done at the first stage that is sure to hold every token its filters keep, which stage that is depends on the row alone.
+Filters usually keep few tokens. So rows are processed in stages: the 128 likeliest tokens, the 1024 likeliest, then
+all. A row is done at the first stage that surely holds every token that its filters keep. This stage depends only on
+the row.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Wide rows searched in two steps, blocks first: on a CPU several times faster than torch's own argmax and topk.
+# Search of wide rows in two steps, blocks first. On a CPU this is several times faster than torch's argmax and topk.
 
 _PEAK_BLOCK = 256
 _FEW = 256
@@ -20,8 +22,10 @@ _CPU_SLICE, _DEVICE_SLICE = 2**21, 2**27
 
 
 def row_slices(rows: torch.Tensor) -> list[slice]:
-    """Slices of ``rows`` ``[rows, width]`` to work on one after the other. A CPU's caches, and memory it need not ask the
-    system for, hold the temporaries of few rows; other devices only must not run out of memory.
+    """Return slices of ``rows`` ``[rows, width]`` to process one after the other.
+
+    On a CPU, the temporaries of few rows fit the caches and memory that the process already has. On other devices the
+    limit only prevents running out of memory.
     """
     size = _CPU_SLICE if rows.device.type == "cpu" else _DEVICE_SLICE
     step = max(1, size // max(1, rows.shape[1]))
@@ -29,7 +33,9 @@ def row_slices(rows: torch.Tensor) -> list[slice]:
 
 
 def peak(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest value and the first column that has it, per row: ``[rows]`` and int64 ``[rows]``. NaN is largest of all."""
+    """Return the largest value of each row, ``[rows]``, and the first column that has it, int64 ``[rows]``. NaN counts
+    as largest.
+    """
     maxima = block_maxima(rows, _PEAK_BLOCK)
     columns = block_columns(maxima.argmax(dim=-1, keepdim=True), _PEAK_BLOCK, rows.shape[1])
     block = rows.gather(1, columns)
@@ -38,9 +44,9 @@ def peak(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` largest values of each row, descending, and their columns: ``[rows, count]`` each.
+    """Return the ``count`` largest values of each row in descending order, and their columns, ``[rows, count]`` each.
 
-    They lie in the ``count`` blocks with the largest maxima.
+    These values are in the ``count`` blocks with the largest maxima.
     """
     block = 64 if count <= _FEW else 32
     width = rows.shape[1]
@@ -58,41 +64,48 @@ def largest(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def block_maxima(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Maxima of consecutive blocks of ``size`` columns, ``[rows, ceil(width / size)]``: the last may be shorter."""
+    """Return the maxima of consecutive blocks of ``size`` columns, ``[rows, ceil(width / size)]``. The last block may
+    be shorter.
+    """
     maxima = _blocks(rows, size).amax(dim=-1)
     rest = rows[:, maxima.shape[1] * size :]
     return torch.cat([maxima, rest.amax(dim=-1, keepdim=True)], dim=1) if rest.shape[1] else maxima
 
 
 def block_sums(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Sums like ``block_maxima``, in float64."""
+    """Return sums of blocks as in ``block_maxima``, in float64."""
     sums = _blocks(rows, size).sum(dim=-1, dtype=torch.float64)
     rest = rows[:, sums.shape[1] * size :]
     return torch.cat([sums, rest.sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1) if rest.shape[1] else sums
 
 
 def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """``[rows, blocks, size]``: a view of the whole blocks."""
+    """Return a view ``[rows, blocks, size]`` of the whole blocks."""
     count = rows.shape[1] // size
     return rows[:, : count * size].view(len(rows), count, size)
 
 
 def block_columns(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
-    """Columns of the blocks numbered ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. Past the end, the last column repeats."""
+    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. The last column
+    repeats past the end.
+    """
     columns = blocks[:, :, None] * size + torch.arange(size, device=blocks.device)
     return columns.flatten(1).clamp_(max=width - 1)
 
 
-# One token per row from weights and a uniform number: the inverse of the cumulative distribution in order of token ids,
-# where a small error of a logit moves few boundaries and only slightly.
+# Sampling of one token per row from weights and a uniform number, by inverting the cumulative distribution in order of
+# token ids.
+#
+# In this order, a small error of a logit changes few boundaries and only slightly.
 
 _BLOCK = 256
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Token ids int64 ``[rows]``. ``weights`` ``[rows, vocab]``, not negative; ``uniforms`` float64 ``[rows, 1]`` in [0, 1).
+    """Return token ids int64 ``[rows]``, for non-negative ``weights`` ``[rows, vocab]`` and ``uniforms`` float64
+    ``[rows, 1]`` in [0, 1).
 
-    Blocks are summed first, so that float64 sums run over a part of the vocabulary only.
+    Blocks are summed first, so float64 sums cover only a part of the vocabulary.
     """
     before = block_sums(weights, _BLOCK).cumsum(dim=-1)
     target = _target(before[:, -1:], uniforms)
@@ -106,7 +119,9 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Like ``draw``, where all tokens with any weight are among ``token_ids`` ``[rows, n]``, in any order."""
+    """Return token ids like ``draw``, if all tokens with any weight are among ``token_ids`` ``[rows, n]``, in any
+    order.
+    """
     token_ids, order = token_ids.sort(dim=-1)
     weights = weights.gather(1, order)
     total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
@@ -114,13 +129,16 @@ def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.T
 
 
 def _target(total: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A target that rounds up to the total would point past the last token with any weight."""
+    """Return the target, less than the total. A target that rounds up to the total would be past the last token with
+    any weight.
+    """
     return torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def _invert(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulative weight exceeds ``target`` ``[rows, 1]``; the last one with any weight if none does,
-    which rounding may cause.
+    """Return the first column whose cumulative weight exceeds ``target`` ``[rows, 1]``.
+
+    If rounding keeps every sum below the target, return the last column with any weight.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
@@ -131,15 +149,23 @@ _STAGES = (128, 1024)
 _MASS_BLOCK = 256
 _KEY_SHIFT = 16
 _KEYS = (0x7F800000 >> _KEY_SHIFT) + 1
-"""Float32 numbers that are not negative, infinity included, by their upper 16 bits: these are in order of size."""
+"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. These bits are in order of
+size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterInputs:
-    """Columns ``[rows, 1]`` beside ``logits`` ``[rows, vocab]``, whose maxima ``peaks`` are finite.
+    """Inputs of filtered sampling. Parameters are columns ``[rows, 1]``.
 
-    ``peaks`` and ``temperature`` float32, ``max_distance`` float32 (min_p as a limit on the distance, infinity is off),
-    ``top_k`` int64 (the vocabulary's size is off), ``top_p`` and ``uniforms`` float64.
+    Attributes:
+        logits: ``[rows, vocab]``.
+        peaks: float32, maxima of the rows, which must be finite.
+        temperature: float32.
+        max_distance: float32, min_p as a limit on the distance, or infinity for no limit.
+        top_k: int64, or the vocabulary's size for no limit.
+        top_p: float64.
+        uniforms: float64.
     """
 
     logits: torch.Tensor
@@ -151,7 +177,7 @@ class FilterInputs:
     uniforms: torch.Tensor
 
     def rows(self, rows: torch.Tensor | slice) -> "FilterInputs":
-        """The rows ``rows``, an int64 index or a slice."""
+        """Return the inputs of some rows, given by int64 indices or a slice."""
         return FilterInputs(
             self.logits[rows],
             self.peaks[rows],
@@ -163,12 +189,12 @@ class FilterInputs:
         )
 
     def distances(self, logits: torch.Tensor) -> torch.Tensor:
-        """Distances of ``logits`` ``[rows, n]``, float32, none negative."""
+        """Return distances of ``logits`` ``[rows, n]``, float32, never negative."""
         return (self.peaks - logits.float()).div_(self.temperature)
 
 
 def draw_filtered(inputs: FilterInputs) -> torch.Tensor:
-    """Token ids int64 ``[rows]``."""
+    """Return token ids int64 ``[rows]``."""
     parts = row_slices(inputs.logits)
     if len(parts) == 1:
         return _draw_rows(inputs)
@@ -204,9 +230,13 @@ def _select(inputs: FilterInputs, rows: torch.Tensor) -> FilterInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What a draw from the likeliest tokens gave, per row. ``token_ids`` mean nothing where the filters may keep tokens that
-    were not looked at: ``few``, if the last stage may do, or ``many``. ``mass`` ``[rows, 1]``: weight of all tokens that
-    pass min_p and top_k, NaN where nobody asked.
+    """Result of sampling from the likeliest tokens, per row.
+
+    Attributes:
+        token_ids: Sampled tokens. Invalid if ``few`` or ``many`` is true, because the filters may keep other tokens.
+        few: The next stage may suffice.
+        many: All tokens are needed.
+        mass: ``[rows, 1]``, weight of all tokens that pass min_p and top_k, or NaN if not computed.
     """
 
     token_ids: torch.Tensor
@@ -216,7 +246,7 @@ class _Drawn:
 
 
 def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _Drawn:
-    """Draw from the ``count`` likeliest tokens."""
+    """Sample from the ``count`` likeliest tokens."""
     values, token_ids = largest(inputs.logits, count)
     distances = inputs.distances(values)
     weights = distances.neg().exp_()
@@ -225,7 +255,7 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _D
     kth = distances.gather(1, (inputs.top_k - 1).clamp(max=count - 1))
     limit = torch.where(has_top_k, torch.minimum(limit, kth), limit)
     has_top_p = inputs.top_p < 1
-    # What is not among the likeliest is no closer than the last of them, and weighs no more.
+    # Tokens that are not among the likeliest have at least the distance of the last one, and at most its weight.
     last, weightless = distances[:, -1:], weights[:, -1:] == 0
     may_reach = torch.zeros_like(has_top_p)
     if bool(has_top_p.any()):
@@ -247,7 +277,7 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _D
 
 
 def _mass(inputs: FilterInputs, limit: torch.Tensor) -> torch.Tensor:
-    """Weight of all tokens within ``limit`` ``[rows, 1]``, float64 ``[rows, 1]``."""
+    """Return the weight of all tokens within ``limit`` ``[rows, 1]``, float64 ``[rows, 1]``."""
     distances = inputs.distances(inputs.logits)
     return _kept_weights(distances, limit)[1]
 
@@ -264,7 +294,7 @@ def _from_all(inputs: FilterInputs) -> torch.Tensor:
 
 
 def _from_kept(inputs: FilterInputs) -> torch.Tensor:
-    """Draw from rows whose filters keep many tokens."""
+    """Sample from rows whose filters keep many tokens."""
     vocab = inputs.logits.shape[1]
     distances = inputs.distances(inputs.logits)
     limit = inputs.max_distance.clone()
@@ -283,10 +313,11 @@ def _from_kept(inputs: FilterInputs) -> torch.Tensor:
 def _nucleus_limit(
     distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """The least distance within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``, ``limit`` at most; ``[1]``.
+    """Return the smallest distance within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``, at most
+    ``limit``; ``[1]``.
 
-    A histogram of the distances says between which two of its boundaries that is; only what lies there is sorted. Elsewhere
-    than on a CPU, where sorting is fast and a histogram's sums depend on the order of its threads, the row is sorted.
+    On a CPU, a histogram of the distances finds the interval, and only tokens in it are sorted. On other devices the
+    row is sorted, because sorting is fast there, and sums of a histogram depend on the order of threads.
     """
     if distances.device.type != "cpu":
         distances, order = distances.sort()

@@ -1,7 +1,8 @@
-"""Rules that change the logits of single rows before a token is chosen, penalties included, and those of each request.
+"""Rules that change the logits of single rows before sampling, including penalties, and the rules of each request.
 
-Order: grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and ends before min_tokens) come before penalties in
-effect, too: nothing lifts a logit of minus infinity. They are last because they give way, see ``lift_bans``.
+The order is grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and end tokens before min_tokens) have the
+same effect as before penalties, because penalties never change a logit of minus infinity. They are last because they
+may be lifted, see ``lift_bans``.
 """
 
 from collections import defaultdict
@@ -23,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PenaltyEntries:
-    """The logits to penalize, as parallel arrays: row, token id, what to divide or multiply by, and what to subtract then."""
+    """Logits to penalize, as parallel arrays: row, token id, repetition penalty, and the value to subtract afterwards."""
 
     rows: IntArray
     token_ids: IntArray
@@ -32,10 +33,10 @@ class PenaltyEntries:
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and their counts in its output, kept up to date token by token.
+    """Distinct tokens of a sequence and their counts in its output, updated token by token.
 
-    Takes memory in proportion to the distinct tokens, not to the vocabulary, and a step costs as much. ``with_prompt``
-    counts the prompt's tokens in, which only the repetition penalty looks at.
+    Memory and time per step are proportional to the distinct tokens, not to the vocabulary. With ``with_prompt``, the
+    prompt's tokens are included, which only the repetition penalty uses.
     """
 
     def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
@@ -48,7 +49,7 @@ class TokenCounts:
         self._index = dict(zip(distinct.tolist(), range(self._size), strict=True))
 
     def with_output(self, token_ids: Sequence[int]) -> "TokenCounts":
-        """These counts and those of more output, apart from these."""
+        """Return a copy of these counts with more output tokens."""
         later = copy(self)
         later._token_ids, later._counts, later._index = self._token_ids.copy(), self._counts.copy(), self._index.copy()
         for token_id in token_ids:
@@ -70,22 +71,22 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> IntArray:
-        """The distinct tokens."""
+        """Distinct tokens."""
         return self._token_ids[: self._size]
 
     @property
     def counts(self) -> IntArray:
-        """How often each is in the output; 0 for one that is only in the prompt."""
+        """Number of times that each token occurs in the output; 0 for a token that is only in the prompt."""
         return self._counts[: self._size]
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether any penalty does anything."""
+    """Return whether any penalty has an effect."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def join_penalties(by_row: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> PenaltyEntries:
-    """The entries of several rows."""
+    """Return the entries of several rows."""
     lengths = [len(counts.token_ids) for _, _, counts in by_row]
 
     def repeated(values: Sequence[float], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -107,26 +108,28 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Single logits: parallel int64 arrays of rows and token ids."""
+    """Positions of single logits, as parallel int64 arrays of rows and token ids."""
 
     rows: IntArray
     token_ids: IntArray
 
     @classmethod
     def join(cls, by_row: Sequence[tuple[int, IntArray]]) -> "Entries":
-        """From token ids by row."""
+        """Return the entries for token ids by row."""
         lengths = [len(ids) for _, ids in by_row]
         rows = np.repeat(np.array([row for row, _ in by_row], dtype=np.int64), lengths)
         return cls(rows, np.concatenate([ids for _, ids in by_row]))
 
     def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """As an index into ``[rows, vocab]``."""
+        """Return an index into ``[rows, vocab]``."""
         return torch.from_numpy(self.rows).to(device), torch.from_numpy(self.token_ids).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRows:
-    """``bitmask`` int32 ``[len(rows), words]`` of ``rows``: a bit per token, lowest first, set where the grammar allows it."""
+    """Grammar masks of ``rows``: ``bitmask`` int32 ``[len(rows), words]``, one bit per token, lowest first, set if the
+    token is allowed.
+    """
 
     rows: IntArray
     bitmask: npt.NDArray[np.int32]
@@ -134,8 +137,14 @@ class GrammarRows:
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """The rules of a step, None where no row has one. ``allowed``: all other tokens of these rows are out. ``bias``: what is
-    added to which logits, float32. ``banned``: not to be chosen while there is anything else.
+    """Rules of a step. A rule is None if no row has it.
+
+    Attributes:
+        grammar: Grammar masks.
+        allowed: The only tokens that these rows may choose.
+        bias: Entries and the float32 values added to their logits.
+        penalties: Penalties.
+        banned: Tokens that may only be chosen if no other token is left.
     """
 
     grammar: GrammarRows | None = None
@@ -149,15 +158,17 @@ class LogitRules:
 
     @property
     def rows(self) -> IntArray:
-        """The rows that have a rule, int64, unsorted, some of them several times."""
+        """Rows that have a rule, int64, unsorted, possibly repeated."""
         biased = None if self.bias is None else self.bias[0]
         rules = (self.grammar, self.allowed, biased, self.penalties, self.banned)
         return np.concatenate([np.zeros(0, dtype=np.int64), *(rule.rows for rule in rules if rule is not None)])
 
 
 def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" = None) -> torch.Tensor | None:
-    """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the logits that ``banned`` had before, for ``lift_bans``.
-    ``mask`` does what ``mask_grammar`` does.
+    """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the previous logits of ``banned``, for
+    ``lift_bans``.
+
+    ``mask`` replaces ``mask_grammar``.
     """
     if rules.grammar is not None:
         (mask or mask_grammar)(logits, rules.grammar)
@@ -178,8 +189,9 @@ def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" 
 
 
 def lift_bans(logits: torch.Tensor, rules: LogitRules, before: torch.Tensor, rows: torch.Tensor) -> None:
-    """Take the bans of ``rows`` (bool ``[rows]``) back: rows they have left no token, such as one whose grammar allows nothing
-    but the end of the sequence while min_tokens forbids it.
+    """Undo the bans of ``rows`` (bool ``[rows]``) that have no token left.
+
+    An example is a grammar that allows only the end of the sequence while min_tokens forbids it.
     """
     if rules.banned is None:
         return
@@ -192,9 +204,10 @@ Masking = Callable[[torch.Tensor, GrammarRows], None]
 
 
 def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
-    """Leave only the tokens whose bits are set."""
+    """Keep only tokens whose bits are set."""
     words = torch.from_numpy(np.ascontiguousarray(grammar.bitmask).view(np.uint8)).to(logits.device)
-    # Eight limits per byte from a table and a minimum: a masked fill is branches on a CPU, many times slower.
+    # Look up eight limits per byte and take the minimum. A masked fill is many times slower on a CPU, because it
+    # branches.
     limits = _byte_limits(logits.device)[words.int()].flatten(1)[:, : logits.shape[1]]
     rows = torch.from_numpy(grammar.rows).to(logits.device)
     if len(rows) == len(logits) and bool((grammar.rows == np.arange(len(rows))).all()):
@@ -204,7 +217,7 @@ def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
 
 
 def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
-    """Leave only these tokens in the rows that are named."""
+    """Keep only these tokens in their rows."""
     index = allowed.index(logits.device)
     kept = logits[index]
     logits[torch.from_numpy(np.unique(allowed.rows)).to(logits.device)] = NEVER
@@ -212,7 +225,9 @@ def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
 
 
 def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
-    """Divide positive logits by the repetition penalty, multiply others; then take frequency times count off, and presence."""
+    """Divide positive logits by the repetition penalty and multiply others by it. Then subtract frequency and presence
+    penalties.
+    """
     entries = Entries(penalties.rows, penalties.token_ids)
     index = entries.index(logits.device)
     repetition, subtracted = (
@@ -223,24 +238,26 @@ def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
 
 
 def _byte_limits(device: torch.device) -> torch.Tensor:
-    """``[256, 8]``: infinity where a bit of the byte is set, lowest first, else minus infinity."""
+    """Return ``[256, 8]``: infinity for each set bit of the byte, lowest first, otherwise minus infinity."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))).to(device)
 
 
 class BadWords:
-    """Token sequences that must not come out: the last token of one is banned while the rest of it ends the output."""
+    """Token sequences that must not be generated. The last token of one is banned while the output ends with the rest
+    of it.
+    """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
-        # By the last token of the rest, so that few are compared.
+        # Keyed by the last token of the rest, so that few sequences are compared.
         self._by_token: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
         for word in words:
             if len(word) > 1:
                 self._by_token[word[-2]].append((word[:-1], word[-1]))
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """The tokens that must not follow ``output`` ``[tokens]``."""
+        """Return the tokens that must not follow ``output`` ``[tokens]``."""
         banned = list(self._always)
         for rest, last in self._by_token.get(int(output[-1]), ()) if len(output) else ():
             if len(rest) <= len(output) and tuple(output[-len(rest) :].tolist()) == rest:
@@ -249,7 +266,7 @@ class BadWords:
 
 
 class RequestRules:
-    """State of a request's rules. ``token_ids`` are prompt and output so far."""
+    """State of a request's rules. ``token_ids`` are the prompt and the output so far."""
 
     def __init__(
         self,
@@ -280,14 +297,16 @@ class RequestRules:
         eos_token_ids: frozenset[int],
         reasoning_budget: ReasoningBudget | None = None,
     ) -> Self | None:
-        """The rules of a request, or None when it has none."""
+        """Return the rules of a request, or None if it has none."""
         listed = params.allowed_token_ids or params.logit_bias or params.bad_word_token_ids
         if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
             return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
         return None
 
     def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
-        """The same rules for the position behind ``output`` ``[tokens]``, of which the last ``num_drafts`` are not known here."""
+        """Return the rules for the position after ``output`` ``[tokens]``, whose last ``num_drafts`` tokens are not
+        counted yet.
+        """
         if self.counts is None or not num_drafts:
             return self
         later = copy(self)
@@ -295,18 +314,21 @@ class RequestRules:
         return later
 
     def append(self, token_id: int) -> None:
-        """Take note of an output token."""
+        """Record an output token."""
         if self.counts is not None:
             self.counts.append(token_id)
 
     def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
-        """The only tokens that may follow ``output``, none if all may. A token that ends the reasoning goes before the others."""
+        """Return the only tokens that may follow ``output``, or an empty array if all may. A token that ends the
+        reasoning has priority.
+        """
         forced = self._forced(output)
         return self._allowed if forced is None else np.array([forced], dtype=np.int64)
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """The tokens that must not follow ``output`` ``[tokens]``: ends of bad words, and of a request below min_tokens.
-        None where the reasoning must end.
+        """Return the tokens that must not follow ``output`` ``[tokens]``, or no tokens if the reasoning must end.
+
+        These are the last tokens of bad words, and end tokens of a request below min_tokens.
         """
         if self._forced(output) is not None:
             return []
@@ -320,7 +342,7 @@ class RequestRules:
 def join_rules(
     by_row: Sequence[tuple[int, RequestRules, npt.NDArray[np.integer]]], grammar: GrammarRows | None
 ) -> LogitRules:
-    """The rules of a step, from those of its rows, with the output tokens of each."""
+    """Return the rules of a step, from those of its rows with the output tokens of each row."""
     allowed = [(row, only) for row, rules, output in by_row if len(only := rules.allowed(output))]
     biased = [(row, rules) for row, rules, _ in by_row if len(rules.bias)]
     counted = [(row, rules.params, c) for row, rules, _ in by_row if (c := rules.counts) and len(c.token_ids)]

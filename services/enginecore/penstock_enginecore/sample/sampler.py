@@ -1,7 +1,8 @@
-"""From logits to tokens: sampling, log-probabilities, logits split over ranks, and the verification of drafted tokens.
+"""Sampling of tokens from logits, log-probabilities, logits split over ranks, and verification of draft tokens.
 
-Order: grammar, allowed tokens, bias, bad words, min_tokens, penalties, temperature, min_p, top_k, top_p, draw. Only what a
-batch needs is computed: rows that are greedy and without rules cost an argmax. A row's token never depends on the others.
+The order of operations is grammar, allowed tokens, bias, bad words, min_tokens, penalties, temperature, min_p, top_k,
+top_p, sampling. Only operations that a batch needs are computed: greedy rows without rules need only an argmax. A row's
+token never depends on other rows.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from penstock_enginecore.sample.base import FloatArray, SampledTokens, Sampler, 
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered, largest, peak, row_slices
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules, lift_bans
 
-# Log-probabilities of the raw distribution: before grammar, bias, penalties and temperature.
+# Log-probabilities of the raw distribution, before grammar, bias, penalties and temperature.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """On the host, per row: the chosen token's, then those of the likeliest tokens, descending; all ``[rows, 1 + k]``."""
+    """Log-probabilities on the host, ``[rows, 1 + k]`` each: the chosen token, then the likeliest tokens in descending
+    order.
+    """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -38,9 +41,10 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> TokenLogprobs:
-    """``logits`` ``[rows, vocab]`` any float dtype, ``chosen`` int64 ``[rows]``, ``count`` at most the vocabulary's size.
+    """Return log-probabilities of the tokens ``chosen`` int64 ``[rows]`` and of the ``count`` likeliest tokens.
 
-    A rank is 1 plus the number of tokens that are strictly likelier.
+    ``logits`` is ``[rows, vocab]`` of any float dtype. A rank is 1 plus the number of tokens that are strictly
+    likelier.
     """
     parts = [_part(logits[part], chosen[part, None], count) for part in row_slices(logits)]
     return TokenLogprobs(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
@@ -60,39 +64,42 @@ def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch
 
 
 def _ranks(descending: torch.Tensor) -> torch.Tensor:
-    """Ranks ``[rows, n]`` of values in descending order: equal ones share the first one's."""
+    """Return ranks ``[rows, n]`` of values in descending order. Equal values share the first one's rank."""
     ranks = torch.arange(descending.shape[1], device=descending.device).expand_as(descending).clone()
     ranks[:, 1:].masked_fill_(descending[:, 1:] == descending[:, :-1], 0)
     return ranks.cummax(dim=1).values + 1
 
 
 class SamplingKernels(Protocol):
-    """What kernels may do in place of torch, for logits that they take."""
+    """Kernels that may replace torch's operations for logits that they support."""
 
     def takes(self, logits: torch.Tensor) -> bool:
-        """Whether they read logits like these."""
+        """Return whether the kernels support these logits."""
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Leave only the tokens whose bits are set, in place, as ``rules.mask_grammar`` does."""
+        """Keep only tokens whose bits are set, in place, like ``rules.mask_grammar``."""
 
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: FloatArray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Largest value ``[rows]`` and a column, int64 ``[rows]``: the first that has it or, where ``temperature`` is not 0
-        and the value finite, the one that ``uniforms`` draws from the whole row.
+        """Return the largest value of each row and a column, int64, ``[rows]`` each.
+
+        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, it is sampled
+        from the whole row by ``uniforms`` instead.
         """
 
 
 class TorchSampler:
-    """A ``Sampler`` of torch's operations, for any device. ``kernels``: those that find peaks and draw from rows without filters,
-    for the logits that they take.
+    """``Sampler`` with torch's operations, for any device.
+
+    ``kernels`` find peaks and sample rows without filters, for logits that they support.
     """
 
     def __init__(self, kernels: SamplingKernels | None = None) -> None:
         self._kernels = kernels
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """Rules first; then the peak of every row, which is the token of a greedy one; then draws for those that are left."""
+        """Apply the rules, find the peak of every row, which is the token of greedy rows, and sample the other rows."""
         kernels = self._kernels
         if inputs.rules:
             logits = logits.float()
@@ -109,7 +116,7 @@ class TorchSampler:
             peaks, token_ids = peak(logits)
             any_left, left = kinds.any_drawn, kinds.drawn
         finite = np.isfinite(peaks.float().cpu().numpy())
-        # Where every token is out, or the peak is no number, there is nothing to draw from: the first peak it is.
+        # If no token is allowed, or the peak is NaN, the row keeps the column of the first peak.
         if any_left and len(drawn := np.flatnonzero(left & finite)):
             rows = torch.from_numpy(drawn).to(logits.device)
             everything = len(drawn) == len(logits)
@@ -134,7 +141,7 @@ def _num_nans(logits: torch.Tensor, peaks: torch.Tensor, rules: LogitRules) -> n
 def _filter_inputs(
     logits: torch.Tensor, peaks: torch.Tensor, inputs: SamplingInputs, rows: npt.NDArray[np.int64]
 ) -> FilterInputs:
-    """``logits`` and ``peaks`` are those of ``rows`` already."""
+    """Return the filters' inputs. ``logits`` and ``peaks`` are already restricted to ``rows``."""
     vocab, settings = logits.shape[1], inputs.settings
     top_k = np.where(settings.top_k > 0, np.minimum(settings.top_k, vocab), vocab)
 
@@ -152,13 +159,14 @@ def _filter_inputs(
     )
 
 
-# Sampling from logits of which every rank has some columns.
+# Sampling from logits whose columns are split over ranks.
 
 
 class SplitSampler:
-    """A ``Sampler`` of logits that are whole, or of this rank's columns alone: where all rows are greedy and nothing is to be
-    done to their logits, the ranks tell each other their likeliest tokens, and else all logits. Every rank samples, and gets the
-    same tokens.
+    """``Sampler`` for whole logits, or for logits of which this rank has only some columns.
+
+    If all rows are greedy and without rules, ranks exchange only their likeliest tokens. Otherwise they exchange all
+    logits. Every rank samples and gets the same tokens.
     """
 
     def __init__(self, inner: Sampler, vocabulary: SplitVocabulary) -> None:
@@ -182,19 +190,21 @@ class SplitSampler:
         return peak(logits if own == logits.shape[-1] else logits[:, :own].contiguous())
 
 
-# Which drafted tokens hold: those that are what their rows sampled, up to the first that is not.
+# Verification of draft tokens: drafts are accepted while they equal the sampled tokens.
 #
-# A row samples what it would sample without drafts, by its own logits, rules and random number, so that what comes out depends
+# A row samples the same token as without drafts, from its own logits, rules and random number. So the output depends
 # neither on the drafts nor on their number (drafter-invariant speculative decoding; Daliri, Musco and Suresh, 2024).
 
 IntArray = npt.NDArray[np.int64]
 
 
 def final_runs(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The next tokens of each request among those that were sampled: its drafts that hold, and one more.
+    """Return the next tokens of each request: its accepted drafts, and one more.
 
-    ``token_ids`` int64 ``[rows]``: the rows of a request one behind the other, the first behind its final tokens and row j behind
-    ``drafts[i][:j]``; each request has one more than drafts. ``num_rows``: how many of them can be reached, 1 at least.
+    Args:
+        token_ids: int64 ``[rows]``, sampled tokens. A request has one row more than drafts: row j follows ``drafts[i][:j]``.
+        num_rows: Rows of each request that may be used, at least 1.
+        drafts: Draft tokens of each request.
     """
     runs, start = [], 0
     for rows, drafted in zip(num_rows, drafts, strict=True):

@@ -55,14 +55,14 @@ def test_each_layer_lies_as_the_backend_says_for_the_block_size_it_gets() -> Non
 
 def test_blocks_that_hold_no_whole_tiles_are_refused() -> None:
     memory = make_memory({"layer": SPEC}, lambda *_: TILES_OF_4)
-    with pytest.raises(ValueError, match="blocks of 6 tokens do not hold whole tiles of 4"):
+    with pytest.raises(ValueError, match="blocks of 6 tokens are not a multiple of the layout's tiles of 4"):
         memory.throwaway(6, 2)
 
 
 def test_memory_in_another_layout_is_not_read_or_written_as_slots() -> None:
     cache = make_memory({"layer": SPEC}, lambda *_: TILES_OF_4).throwaway(4, 2)["layer"].cache
     slots, rows = torch.tensor([4]), torch.zeros(1, 2, 8)
-    with pytest.raises(ValueError, match="layout 'tiles of 4', not in 'slots'"):
+    with pytest.raises(ValueError, match="layout 'tiles of 4'; it must be 'slots'"):
         cache.gather(slots)
     with pytest.raises(ValueError, match="layout 'tiles of 4'"):
         cache.write(slots, rows, rows)

@@ -112,27 +112,29 @@ def test_files_that_are_gone_or_lack_an_expert_are_told(tmp_path: Path, monkeypa
     reader = ExpertReader(shared.share, tmp_path, torch.float32)
     with monkeypatch.context() as patch:
         patch.setattr(loading_module.ExpertShare, "experts_of", lambda *args: {})
-        with pytest.raises(
-            ModelLoadError, match=r"experts 1 of model.layers.0.mlp.experts are not whole there: down_proj"
-        ):
+        with pytest.raises(ModelLoadError, match=r"experts 1 of model.layers.0.mlp.experts are incomplete: down_proj"):
             reader.read(0, [1])
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"experts 1, 2 of model.layers.1.mlp.experts cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"cannot read .*experts 1, 2 of model.layers.1.mlp.experts"):
         reader.read(1, [1, 2])
 
 
 @pytest.mark.parametrize("family", ["llama", "jetmoe", "llama4_text"])
 def test_a_model_without_a_plan_is_refused(family: str, tmp_path: Path) -> None:
     whole = save_tiny_model(family, tmp_path)
-    with pytest.raises(ModelLoadError, match=f"expert_parallel: {type(whole).__name__} has no plan for it"):
+    with pytest.raises(
+        ModelLoadError, match=f"expert_parallel: transformers has no expert parallel plan for {type(whole).__name__}"
+    ):
         load(tmp_path, SharedModel(config()))
 
 
 def test_sizes_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     save_tiny_model("qwen3_moe", tmp_path)
-    with pytest.raises(ConfigError, match="data_parallel.size is 5; the model's 4 experts go to at most as many ranks"):
+    with pytest.raises(ConfigError, match="data_parallel.size is 5; the model's 4 experts fit at most as many ranks"):
         load(tmp_path, SharedModel(config(5)))
-    with pytest.raises(ConfigError, match="expert_parallel.slots is 1; 2 ranks hold the model's 4 experts"):
+    with pytest.raises(
+        ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 to hold the model's 4 experts"
+    ):
         load(tmp_path, SharedModel(config(slots=1)))
     with pytest.raises(ConfigError, match="expert_parallel.slots is 5; the model has 4 experts"):
         load(tmp_path, SharedModel(config(slots=5)))
@@ -152,11 +154,11 @@ def test_random_and_quantized_weights_are_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_engines_that_do_not_share_experts_yet_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model.device 'cuda'"):
+    with pytest.raises(ConfigError, match="model.device is 'cuda'"):
         check_shared(config(), torch.device("cuda"), "generate")
-    with pytest.raises(ConfigError, match="the model is to embed"):
+    with pytest.raises(ConfigError, match="the task is embed"):
         check_shared(config(), CPU, "embed")
-    with pytest.raises(ConfigError, match="executor.kind 'multiproc'"):
+    with pytest.raises(ConfigError, match="executor.kind is 'multiproc'"):
         check_shared(config(kind="multiproc"), CPU, "generate")
     check_shared(config(), CPU, "generate")
     with pytest.raises(ConfigError, match="expert_parallel.enabled is true and data_parallel.size 1"):

@@ -28,8 +28,8 @@ def test_few_slots_are_as_few_as_hold_all() -> None:
 @pytest.mark.parametrize(
     ("size", "slots", "said"),
     [
-        (5, 1, "the group has 5 ranks; the model's 4 experts go to at most as many"),
-        (3, 1, r"expert_parallel.slots is 1; 3 ranks hold the model's 4 experts with at least 2"),
+        (5, 1, "the group has 5 ranks; the model's 4 experts fit at most as many"),
+        (3, 1, r"expert_parallel.slots is 1; 3 ranks need at least 2 to hold the model's 4 experts"),
         (2, 5, r"expert_parallel.slots is 5; the model has 4 experts per layer"),
     ],
 )

@@ -203,9 +203,9 @@ def test_an_expert_that_does_not_fit_is_not_packed_aside(library: NativeLibrary)
         for parameter in experts.parameters():
             parameter.copy_(parameter.bfloat16())
     packed = PackedExperts(library, experts)
-    with pytest.raises(ValueError, match="bfloat16 does not hold every number"):
+    with pytest.raises(ValueError, match="bfloat16 does not represent every element"):
         packed.packed({name: each + 1e-6 for name, each in weights.items()})
-    with pytest.raises(ValueError, match=r"a weight \[.*\] does not go where"):
+    with pytest.raises(ValueError, match=r"a weight of shape \[.*\] does not fit"):
         packed.packed({name: each[:, :-1].bfloat16().float() for name, each in weights.items()})
 
 

@@ -89,7 +89,7 @@ def test_a_packed_layer_keeps_leading_dimensions_and_refuses_what_it_cannot_take
     layer = PackedLinear(library, torch.nn.Linear(8, 3))
     assert layer(torch.randn(2, 0, 8)).shape == (2, 0, 3)
     assert layer(torch.randn(2, 5, 8).transpose(0, 1)).shape == (5, 2, 3)
-    with pytest.raises(TypeError, match=r"takes float32 \[..., 8\], not torch.float64"):
+    with pytest.raises(TypeError, match=r"packed layers need float32 \[..., 8\], not torch.float64"):
         layer(torch.randn(2, 8, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"\[2, 7\]"):
         layer(torch.randn(2, 7))
@@ -344,7 +344,7 @@ def test_programs_give_the_same_with_more_threads_than_cores_and_others_beside_t
 
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(library_module._CAPABILITIES, "avx2", ("no_such_feature",))
-    with pytest.raises(KernelsError, match="kernels.isa is 'avx2', which this processor does not have"):
+    with pytest.raises(KernelsError, match="kernels.isa is 'avx2', which this processor does not support"):
         open_library("avx2", 1)
 
 

@@ -96,8 +96,6 @@ class DeviceAdapters:
         places: The matrix products that adapters may update.
         limits: Limits on slots and ranks.
         dtype: The model's dtype.
-        device: The device.
-        kernels: The Triton kernels.
         copies: Copies adapters to the device. Defaults to a side stream on GPUs.
     """
 
@@ -232,13 +230,10 @@ class SlotModules:
     of ``AdaptedModules``, but ``allocate`` takes the memory, which never grows.
 
     Args:
-        module: The model.
         layers: ``(out, in)`` features of the linear layers, by name.
         head: Name of the layer that gets only rows whose logits are wanted, or empty if there is none.
         limits: Limits on slots and ranks.
         dtype: The model's dtype.
-        device: The device.
-        kernels: The Triton kernels.
     """
 
     def __init__(

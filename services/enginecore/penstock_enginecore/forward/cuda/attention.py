@@ -179,7 +179,6 @@ class Attending(Generic[T]):
     """Model for which attention candidates are built.
 
     Attributes:
-        device: The device.
         specs: KV cache specs of its attention layers.
         dtype: The dtype of queries.
         serve: Makes a pass with an attention backend.

@@ -128,7 +128,6 @@ class InputBuffers:
         num_groups: Number of KV cache groups.
         max_blocks: Most blocks of a sequence in each group.
         slots: Host memory for the copies.
-        device: The device.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class HostSlot:
     """Host memory for one copy, and its device memory.
 
     Args:
-        device: The device.
         make_event: Makes an event that marks the end of a copy, or None if copies are synchronous. With events the memory is
             page-locked, because copies from pageable memory are synchronous.
     """

@@ -125,8 +125,6 @@ class FusedForward:
     Logits are in a buffer that the next run overwrites. Raises UnsuitableError if the kernels do not support the model.
 
     Args:
-        probed: The model.
-        kernels: The Triton kernels.
         graphs: Captures and replays steps of padded shapes, or None to launch each step.
         lora: Limits for adapter slots, which make this pass an ``AdaptedForward``, or None for no adapters.
     """

@@ -35,7 +35,7 @@ def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str,
     Args:
         module: The rotary embedding. It may return complex numbers, which hold a cosine and a sine.
         max_len: Number of positions.
-        device: The device.
+        device: The device of the tables.
         variant: Further arguments of ``module``, for example the kind of layer for Gemma 3.
         twice: Whether ``module`` returns each number twice, for both halves of a head.
 
@@ -198,13 +198,10 @@ class LatentAttention:
     """Latent attention (MLA).
 
     Attributes:
-        plan: The layer's plan.
         first: Product of the queries' input, the latent and the rotated part.
         up: Product of the queries from their low-rank input, or None.
         absorb: Projects queries to the latent's space.
         expand: Projects from the latent's space to values.
-        output: The output product.
-        kernels: The kernels.
     """
 
     plan: LatentPlan
@@ -323,10 +320,7 @@ class Layers:
     Raises UnsuitableError if the kernels do not support the plan. ``widths`` has the sizes of the activations.
 
     Args:
-        plan: The model's plan.
         max_len: Number of positions.
-        kernels: The kernels.
-        device: The device.
         adapt: Makes products to which adapters can be added.
     """
 

@@ -98,7 +98,6 @@ class DenseGroups:
     Args:
         weight: ``[experts, out_features, in_features]``, as in the model's module.
         bias: ``[experts, out_features]``, or None.
-        kernels: The Triton kernels.
         transposed: The last two dimensions of ``weight`` are swapped.
     """
 

@@ -129,7 +129,6 @@ class QuantizedStack(torch.nn.Module):
     """Quantized weight of all experts.
 
     Args:
-        scheme: The quantization scheme.
         projections: Matrices that are joined by rows. Each is given by its parts, by suffix, with the experts as first dimension.
         merged: There is one projection, and ``scheme`` dequantizes all experts at once.
     """

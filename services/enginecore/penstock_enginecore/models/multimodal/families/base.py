@@ -28,7 +28,6 @@ class Checkpoint:
         config: Configuration of the whole model.
         directory: Folder of its files.
         max_tokens: Tokens of the longest prompt, and so of the largest item.
-        device: The device.
     """
 
     config: Any
