@@ -13,8 +13,8 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
 # Weighted sums of values that skip masked values.
 #
-# Zero times infinity or NaN is NaN. So multiplying a masked value by a zero weight would spread it to tokens that do
-# not attend to it.
+# Zero times infinity or NaN is NaN. Therefore a zero weight does not remove a masked value: the product would spread
+# NaN to tokens that do not attend to it.
 
 
 def weighted_values(weights: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -46,9 +46,9 @@ class AttentionMetadata:
         block_table: int32 ``[requests, blocks]``.
         slot_mapping: ``[tokens]``, slot in which each new token is stored.
         block_size: Tokens per block.
-        key_ends: ``[tokens]``, the position in its request before which a query's keys end, or None for causal attention. It is
-            greater than the query's position, at most the request's length, and never decreases. Windows and chunks still
-            apply.
+        key_ends: ``[tokens]``, the end of each query's keys, as a position in its request, or None for causal attention. An end
+            is greater than the query's position, at most the request's length, and never decreases. Windows and chunks
+            still apply.
     """
 
     query_start_loc: IntArray
@@ -109,7 +109,7 @@ class AttentionParams:
 class StepPlan:
     """Data derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
 
-    ``by_mask`` belongs to the backend. It holds data derived when the first layer of a kind attends, keyed by the
+    ``by_mask`` belongs to the backend and holds data derived when the first layer of a kind attends, keyed by the
     layer's sliding window and attention chunk.
     """
 

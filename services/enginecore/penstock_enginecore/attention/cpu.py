@@ -1,6 +1,6 @@
 """Attention for CPUs, with torch's fused scaled dot product attention.
 
-Requests with one new token (decode) are batched. They are sorted by length and grouped into buckets of similar length.
+Requests with one new token (decode) are batched. Decodes are sorted by length and grouped into buckets of similar length.
 The keys of a bucket are gathered into one padded tensor. Query heads that share a key head are placed along the query
 axis.
 
@@ -9,7 +9,7 @@ Chunked attention is split into its chunks, each with ordinary attention over fe
 later keys has a separate mask.
 
 The fused kernel masks by adding to scores, and multiplies masked values by zero, which is wrong for infinite values and
-NaN. So a decode is padded with one of its own keys, and a prefill with such values is computed without the fused
+NaN. Therefore a decode is padded with one of its own keys, and a prefill with such values is computed without the fused
 kernel, by selection.
 """
 

@@ -29,8 +29,9 @@ def create_backend(
 ) -> AttentionBackend:
     """Return the backend called ``name``. Raises ConfigError.
 
-    "auto" selects the fastest backend for ``device``: the result of ``kernels`` if given. Its argument is the backend
-    for layers that its kernels do not support. "triton" returns the backend that is used where Triton kernels are not.
+    "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" means its result; the argument of
+    ``kernels`` is the backend for layers that the kernels do not support. "triton" returns the backend that is used
+    where Triton kernels are not.
     """
     if name == "auto" and kernels is not None:
         return kernels(CPUAttention())

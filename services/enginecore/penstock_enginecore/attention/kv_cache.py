@@ -35,7 +35,7 @@ class KVLayout:
 
 
 SLOTS = KVLayout("slots")
-"""Layout with all heads of a token side by side in its slot. So fetching a token is one contiguous copy for any block
+"""Layout with all heads of a token side by side in its slot. Fetching a token is one contiguous copy for any block
 size.
 """
 

@@ -12,7 +12,7 @@ from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
 
-# Placement policy that balances the load of ranks. It is stateless and deterministic.
+# Placement policy that balances the load of ranks. The policy is stateless and deterministic.
 #
 # The experts with the highest load get the spare slots, at most one replica per rank. Then replicas are assigned to
 # ranks, highest load first. A replica stays on its rank unless that rank would be overloaded; otherwise it goes to the
@@ -250,7 +250,7 @@ def _check_layouts(experts: SpreadExperts) -> None:
 class ExpertBalancer:
     """Counts the tokens of ``config.window`` steps, and moves experts if that improves the balance.
 
-    All ranks call ``after_step`` after the same steps. They get the same placement, because it is a pure function of
+    All ranks call ``after_step`` after the same steps. All ranks get the same placement, because it is a pure function of
     their combined counts.
     """
 

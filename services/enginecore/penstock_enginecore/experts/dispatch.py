@@ -86,7 +86,7 @@ _WORD = 8
 class AllGather:
     """Dispatch that gathers states and routing of all tokens.
 
-    Each pair's output returns unchanged, and the token's own rank weights and sums the outputs. So results are
+    A pair's output returns unchanged, and the token's own rank weights and sums the outputs. Therefore results are
     bit-identical to those of a single rank with all experts.
     """
 
@@ -106,7 +106,7 @@ class AllGather:
 class ReduceScatter:
     """Dispatch that gathers states, routing and weights of all tokens.
 
-    Each rank sums the outputs of its experts per token, and the token's own rank adds the ranks' sums. One row per
+    A rank sums the outputs of its experts per token, and the token's own rank adds the ranks' sums. One row per
     token and rank returns. Results are equal up to rounding.
     """
 

@@ -19,7 +19,7 @@ from penstock_enginecore.experts.placement import Placement, check_slots
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
-# Placement of experts in a new group. It is a pure function of the experts that its ranks hold.
+# Placement of experts in a new group. The placement is a pure function of the experts that its ranks hold.
 
 
 def regrouped(held: Sequence[Sequence[Sequence[int]]], num_experts: int) -> Placement:
@@ -82,7 +82,7 @@ class _Prepared:
     """Placement for the next group.
 
     ``aside`` has packed experts by layer and expert that were read while another group serves, or that moved away
-    meanwhile. They only need to be copied into slots.
+    meanwhile. These experts only need to be copied into slots.
     """
 
     placement: Placement
@@ -93,9 +93,9 @@ class _Prepared:
 class GroupExperts:
     """Experts of this rank across groups; see ``SharedExperts``. There are none before the first group.
 
-    Ranks exchange which experts they hold. So no rank must know how the previous group ended, even during a move or
+    Ranks exchange which experts they hold. Therefore no rank must know how the previous group ended, even during a move or
     with new ranks. A rank reads missing experts from the checkpoint. Without a group it reads them into its slots.
-    While a group serves, the slots belong to that group, so the rank buffers the experts. It also buffers an expert
+    While a group serves, the slots belong to that group, so the rank buffers the experts. The rank also buffers an expert
     that is replaced in a slot but belongs there in the next group.
     """
 

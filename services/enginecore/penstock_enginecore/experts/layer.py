@@ -31,7 +31,7 @@ class Membership:
     def slots_of(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
         """Return the slots, over all ranks, that compute the experts ``chosen`` int64 ``[tokens, top]``.
 
-        Tokens alternate between replicas. Each rank starts at another replica.
+        Tokens alternate between replicas. Ranks start at different replicas.
         """
         slots, number = self._table(layer)
         turns = torch.arange(self.group.rank, self.group.rank + len(chosen))[:, None]
@@ -61,7 +61,7 @@ EMPTY = -1
 class DispatchedExperts(torch.nn.Module):
     """Replacement of a model's module of experts that dispatches tokens to ranks.
 
-    Without a group it computes only its own experts, and other experts add zero. So a model can be loaded and probed
+    Without a group it computes only its own experts, and other experts add zero. Therefore a model can be loaded and probed
     before a group exists.
 
     Args:

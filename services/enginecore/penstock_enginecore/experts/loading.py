@@ -200,7 +200,7 @@ def _layer_of(name: str) -> str:
 class ExpertReader:
     """Reads single experts from the files in ``directory`` in ``dtype``.
 
-    transformers merges and transposes the tensors, as in a full load. They are loaded into a model on the meta device,
+    transformers merges and transposes the tensors, as in a full load. The tensors are loaded into a model on the meta device,
     in which only one layer's experts have memory.
     """
 

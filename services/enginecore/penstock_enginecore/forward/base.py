@@ -109,7 +109,7 @@ class Choice:
 
     Attributes:
         draws: Sampling parameters of the rows that get logits.
-        newest: int32, receives the chosen tokens. Its last entry belongs to no request.
+        newest: int32, receives the chosen tokens. The last entry belongs to no request.
         kept_rows: int64 ``[rows]``, rows of ``newest`` to write.
     """
 

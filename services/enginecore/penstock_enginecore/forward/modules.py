@@ -1,4 +1,4 @@
-"""Forward pass by transformers' own modules, with attention over the paged KV cache. It works for every supported model
+"""Forward pass by transformers' own modules, with attention over the paged KV cache. This pass works for every supported model
 family.
 """
 
@@ -28,7 +28,7 @@ from penstock_enginecore.models.support import ProbeContext, layer_specs
 
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
-# Models do more after the last layer than a matrix product: soft caps, scales and casts. So the model's own ``forward``
+# Models do more after the last layer than a matrix product: soft caps, scales and casts. Therefore the model's own ``forward``
 # runs, and a module that returns the given hidden states replaces its base model during the call.
 
 
@@ -157,7 +157,7 @@ def probe_model(
 
 
 def _expect_no_padding(module: PreTrainedModel) -> None:
-    """Turn off transformers' warning about padding without a mask. Its check reads from the device in every call."""
+    """Turn off transformers' warning about padding without a mask. The check reads from the device in every call."""
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *args: None  # noqa: ARG005
@@ -288,7 +288,7 @@ class ModulesForward:
         return module_tensors(self._module)
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``. Its quantized layers are dequantized first, to match this pass."""
+        """Copy the weights of ``model``. Quantized layers are dequantized first, to match this pass."""
         dequantize_kept(model.module, model.dtype)
         copy_weights(module_tensors(model.module), self.weights())
 

@@ -201,7 +201,7 @@ def linear_candidate(
 
 
 class NativeForward(KernelDecoder):
-    """``ForwardPass`` of layers and head in the CPU kernels. It packs the weights of the model's modules.
+    """``ForwardPass`` of layers and head in the CPU kernels. The pass packs the weights of the model's modules.
 
     Raises UnsuitableError if the kernels do not support the model. See ``decoder_candidate``.
     """
@@ -422,7 +422,7 @@ def pack_towers(encoder: MediaEncoder | None, native: NativeBackend | None) -> i
     """Let the kernels compute the linear layers and attention of ``encoder``. The rest of the encoder stays with
     PyTorch.
 
-    Each packed layer and the attention are first compared with PyTorch on the same numbers. Returns the number of
+    Packed layers and the attention are first compared with PyTorch on the same numbers. Returns the number of
     packed layers.
     """
     if encoder is None or native is None:

@@ -235,6 +235,6 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
 
 
 def expect_no_media(batch: ForwardBatch) -> None:
-    """Raise ValueError for media in a chain. Its later steps do not support them."""
+    """Raise ValueError for media in a chain. Later steps of a chain do not support them."""
     if batch.rope_positions is not None or batch.deepstack is not None or batch.attention[0].key_ends is not None:
         raise ValueError("chained steps do not support media")

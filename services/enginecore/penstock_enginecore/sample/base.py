@@ -41,7 +41,9 @@ def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
 
 
 def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits per row. It depends only on the row's 64-bit seed and output index."""
+    """Return a number in [0, 1) with 53 random bits per row, which depends only on the row's 64-bit seed and output
+    index.
+    """
     index = indices.astype(np.uint64)
     counter = np.zeros((len(index), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1] = index & _LOW, index >> _32
@@ -216,7 +218,7 @@ class PlainDraws:
 class LaunchedTokens:
     """Tokens that a device is sampling.
 
-    ``results`` is int32 ``[2, at least num_rows]`` on the device. It has the token of each row, and the number of its
+    ``results`` is int32 ``[2, at least num_rows]`` on the device. Row 0 has the token of each row, and the number of its
     logits that are NaN or infinity, or 1 if all are minus infinity.
     """
 

@@ -2,7 +2,7 @@
 rows.
 
 A row is represented by distances: how far each logit is below the row's peak, divided by the temperature. A token's
-weight is exp(-distance). Each filter lowers a limit on the distance, so tokens that tie with the last kept token are
+weight is exp(-distance). A filter lowers a limit on the distance, so tokens that tie with the last kept token are
 kept too. The result depends neither on how a sort breaks ties nor on the rest of the batch.
 
 Filters usually keep few tokens. So rows are processed in stages: the 128 likeliest tokens, the 1024 likeliest, then
@@ -149,7 +149,7 @@ _STAGES = (128, 1024)
 _MASS_BLOCK = 256
 _KEY_SHIFT = 16
 _KEYS = (0x7F800000 >> _KEY_SHIFT) + 1
-"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. These bits are in order of
+"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. Those bits are in order of
 size.
 """
 

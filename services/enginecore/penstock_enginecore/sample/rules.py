@@ -1,7 +1,7 @@
 """Rules that change the logits of single rows before sampling, including penalties, and the rules of each request.
 
 The order is grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and end tokens before min_tokens) have the
-same effect as before penalties, because penalties never change a logit of minus infinity. They are last because they
+same effect as before penalties, because penalties never change a logit of minus infinity. Bans are last because they
 may be lifted, see ``lift_bans``.
 """
 
@@ -326,9 +326,10 @@ class RequestRules:
         return self._allowed if forced is None else np.array([forced], dtype=np.int64)
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """Return the tokens that must not follow ``output`` ``[tokens]``, or no tokens if the reasoning must end.
+        """Return the tokens that must not follow ``output`` ``[tokens]``: last tokens of bad words, and end tokens
+        below min_tokens.
 
-        These are the last tokens of bad words, and end tokens of a request below min_tokens.
+        If the reasoning must end, no token is banned.
         """
         if self._forced(output) is not None:
             return []

@@ -192,7 +192,7 @@ class SplitSampler:
 
 # Verification of draft tokens: drafts are accepted while they equal the sampled tokens.
 #
-# A row samples the same token as without drafts, from its own logits, rules and random number. So the output depends
+# A row samples the same token as without drafts, from its own logits, rules and random number. Therefore the output depends
 # neither on the drafts nor on their number (drafter-invariant speculative decoding; Daliri, Musco and Suresh, 2024).
 
 IntArray = npt.NDArray[np.int64]
@@ -202,7 +202,7 @@ def final_runs(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Se
     """Return the next tokens of each request: its accepted drafts, and one more.
 
     Args:
-        token_ids: int64 ``[rows]``, sampled tokens. A request has one row more than drafts: row j follows ``drafts[i][:j]``.
+        token_ids: int64 ``[rows]``, sampled tokens. A request has one row more than drafts, and row j follows ``drafts[i][:j]``.
         num_rows: Rows of each request that may be used, at least 1.
         drafts: Draft tokens of each request.
     """

@@ -47,7 +47,7 @@ class StepShape:
 
     @property
     def is_large(self) -> bool:
-        """Whether the shape is larger than those that are padded and captured."""
+        """Whether the shape is larger than the padded and captured shapes."""
         return max(self.tokens, self.requests) > MAX_CAPTURED_TOKENS
 
 
@@ -346,7 +346,7 @@ class Activations:
 
 
 class ActivationBuffers:
-    """Activation memory of steps up to ``max_shape``. It starts as zeros. Padding rows later hold old values that are
+    """Activation memory of steps up to ``max_shape``. The memory starts as zeros. Padding rows later hold old values that are
     never used.
     """
 
@@ -429,7 +429,7 @@ class Step:
 class StepMemory:
     """Tensors of steps.
 
-    Those of padded shapes are allocated once and never move. Larger ones are allocated when a step first needs them.
+    Tensors of padded shapes are allocated once and never move. Larger ones are allocated when a step first needs them.
     """
 
     def __init__(self, cache: CacheShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:

@@ -120,7 +120,7 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
 
 
 class FusedForward:
-    """``ForwardPass`` of embedding, layers and head. It merges the weights of the model's modules.
+    """``ForwardPass`` of embedding, layers and head. The pass merges the weights of the model's modules.
 
     Logits are in a buffer that the next run overwrites. Raises UnsuitableError if the kernels do not support the model.
 
@@ -422,8 +422,8 @@ def fused_candidates(
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
-    """Return a function that tells which quantized weights the fused decoder needs unchanged. None are if the decoder
-    is not tried.
+    """Return a function that tells which quantized weights the fused decoder needs unchanged. If the decoder is not tried,
+    no weight is.
     """
     return keeps if _is_offered(device, uses, attention_backend) else lambda scheme: False  # noqa: ARG005
 

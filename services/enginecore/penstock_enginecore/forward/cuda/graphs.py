@@ -1,7 +1,7 @@
 """Steps that are captured once and then replayed with a single launch.
 
 The first step of a shape is launched kernel by kernel, which also compiles the kernels, and is then captured. Later
-steps of the shape are replays. They use the same input and result tensors as the first step.
+steps of the shape are replays. Replays use the input and result tensors of the first step.
 """
 
 import logging

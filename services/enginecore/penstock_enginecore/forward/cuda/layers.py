@@ -1,8 +1,8 @@
 """Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and products are
 launched.
 
-A norm kernel includes the addition before the norm. The prologue kernel adds the biases of queries, keys and values. So
-a layer has four products and five to seven launches.
+A norm kernel includes the addition before the norm. The prologue kernel adds the biases of queries, keys and values. A
+layer has four products and five to seven launches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +140,7 @@ class HeadsAttention:
 
 # Attention of a layer over a latent (MLA) by absorbed projections.
 #
-# Queries are projected to the latent's space and attend there. The result is then projected to the heads' values. So
+# Queries are projected to the latent's space and attend there. The result is then projected to the heads' values. Therefore
 # the cache holds one vector per token for all heads. Intermediate tensors are allocated, with sizes that depend only on
 # the step's shape.
 
@@ -179,7 +179,7 @@ class HeadWeights(Held):
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by its matrix.
 
-        The result goes into ``out`` ``[tokens, heads, out_features]``. Both tensors may be strided in tokens and heads.
+        The result goes into ``out`` ``[tokens, heads, out_features]``. The two tensors may be strided in tokens and heads.
         """
         heads = len(self._weight)
         if not self._kernels.batch_invariant:

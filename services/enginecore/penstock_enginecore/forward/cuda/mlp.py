@@ -1,6 +1,6 @@
 """Part of a layer after its second norm: a gated MLP, or a mixture of experts.
 
-Experts use grouped products. Tokens are sorted by expert, and each expert's end is kept on the device. So a step with
+Experts use grouped products. Tokens are sorted by expert, and each expert's end is kept on the device. Therefore a step with
 experts reads nothing on the host and can be captured. Intermediate tensors are allocated. Batch-invariant kernels
 compute the sums themselves, because the order of torch's sums depends on the number of tokens.
 """
@@ -238,7 +238,7 @@ class MLP(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """Gated MLP: the activation of one product, times another. Its output is multiplied by ``scale``."""
+    """Gated MLP: the activation of one product, times another. The output is multiplied by ``scale``."""
 
     plan: MLPPlan
     gate_up: Product

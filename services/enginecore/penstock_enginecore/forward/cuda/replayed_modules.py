@@ -45,9 +45,9 @@ class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
     Steps of padded shapes use tensors that never move, and ``graphs`` captures them at their first run.
-    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. It runs all steps
-    once a capture has failed; ``failure`` then names the module. With ``adapted``, steps with adapters have separate
-    graphs; if it is None, ``ModulesForward`` runs these steps too.
+    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. After a failed
+    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters
+    have separate graphs. If it is None, ``ModulesForward`` runs these steps too.
     """
 
     replays = True
@@ -205,7 +205,7 @@ class ReplayedModules:
         return logits
 
     def _logits_like(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for logits of the largest shape. It is allocated before the first capture."""
+        """Return the buffer for logits of the largest shape. The buffer is allocated before the first capture."""
         if self._logits is None:
             with torch.inference_mode(False):
                 self._logits = torch.zeros(CAPTURED.requests, logits.shape[1], dtype=logits.dtype, device=self.device)

@@ -28,7 +28,7 @@ MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
 class DeviceLauncher:
     """``TokenLauncher`` for a device.
 
-    Each call returns new tensors. The kernels' memory grows with the rows. ``for_steps`` are the kernels for captured
+    A call returns new tensors. The kernels' memory grows with the rows. ``for_steps`` are the kernels for captured
     steps, whose memory never moves.
     """
 

@@ -20,8 +20,8 @@ from penstock_enginecore.lora import triton as lora
 class TritonKernels:
     """Launches kernels of one device.
 
-    Each call launches work for every given row, in order, and returns without waiting. It reads nothing on the host,
-    and no shape depends on a value on the device. So a sequence of calls can be captured and replayed.
+    A call launches work for every given row, in order, and returns without waiting. A call reads nothing on the host,
+    and no shape depends on a value on the device. Therefore a sequence of calls can be captured and replayed.
 
     With ``batch_invariant``, a row's results are bit-identical for every batch and step size. Attention uses shared
     scratch memory, because layers and steps run one after the other.

@@ -1,11 +1,11 @@
 """Paged attention in Triton.
 
 Requests with one new token and requests with several use different kernels, launched one after the other. The grids
-depend only on padded sizes, and each program finds its work on the device. So the kernels can be captured.
+depend only on padded sizes, and each program finds its work on the device. Therefore the kernels can be captured.
 
 The keys of a decode are split at positions that depend only on its length, as in FlashDecoding (Dao et al., 2023), and
-merged in order. So its result is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the
-queries' dtype without loss before they are multiplied. So sums are float32 throughout, and no second level of sums is
+merged in order. Therefore its result is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the
+queries' dtype without loss before they are multiplied. Therefore sums are float32 throughout, and no second level of sums is
 needed.
 """
 
@@ -40,7 +40,7 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
 def find(counts, upto, indices, piece):
     """Return the owner of ``piece``, and the piece's index among the owner's pieces.
 
-    Each owner has ``counts`` consecutive pieces. ``upto`` holds the running sums of ``counts``.
+    An owner has ``counts`` consecutive pieces. ``upto`` holds the running sums of ``counts``.
     """
     owner = tl.sum((upto <= piece).to(tl.int32), 0)
     return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)

@@ -19,7 +19,7 @@ from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTil
 
 
 def grid_rows(rows: int, experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of ``block_m`` rows. Each tile has at least one row, and each expert at most
+    """Return the maximum number of tiles of ``block_m`` rows. A tile has at least one row, and an expert at most
     one partial tile.
     """
     return min(rows, rows // block_m + experts)

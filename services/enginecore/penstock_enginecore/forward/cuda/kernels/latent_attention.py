@@ -206,7 +206,7 @@ def _turn_queries(
 MAX_LATENT, MAX_ROTARY = 512, 64
 """Largest latent and rotary size that tiles hold."""
 _PIECES = 512
-"""Maximum number of pieces of a decode, over all heads. It limits the scratch memory."""
+"""Maximum number of pieces of a decode, over all heads. This number limits the scratch memory."""
 _MERGED_AT_ONCE = 16
 
 

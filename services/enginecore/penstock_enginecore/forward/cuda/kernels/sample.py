@@ -3,10 +3,10 @@ output index.
 
 Some values are bit-identical to the CPU's: the token of a greedy row, the random number, and the distances of logits
 below the peak. A greedy row takes the first largest logit, and NaN counts as largest. Distances use the same two
-roundings to float32. So min_p and top_k keep the same tokens, including ties.
+roundings to float32. Therefore min_p and top_k keep the same tokens, including ties.
 
 Other values are equal up to rounding. Weights are exp(-distance) in float64, rounded to float32; a CPU's exp may differ
-in the last digit. Sums of weights are float64 in another order. So if a boundary of the cumulative distribution is
+in the last digit. Sums of weights are float64 in another order. If a boundary of the cumulative distribution is
 within about 1e-7 of the target, top_p may keep one token more or less, and the sampled token may differ. Tokens of
 weight 0 are never sampled. The order of sums is fixed, so the same inputs always give the same token.
 """
@@ -26,7 +26,7 @@ _FILTERED = 1024
 
 
 class TokenSampler:
-    """Samples tokens from logits on the device, for up to ``max_rows`` rows of ``vocab`` logits. Its memory never
+    """Samples tokens from logits on the device, for up to ``max_rows`` rows of ``vocab`` logits. The memory never
     moves.
     """
 
@@ -148,7 +148,7 @@ def _is_drawn(peak, temperature):
 
 @triton.jit
 def _distances(logits, columns, inside, peak, temperature):
-    """Return the distances below the peak, infinity outside of the row. Both roundings are IEEE's, as on a CPU."""
+    """Return the distances below the peak, infinity outside of the row. The two roundings are IEEE's, as on a CPU."""
     value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)
 
@@ -163,7 +163,7 @@ def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.conste
     """Return the smallest distance within which the tokens' weights, or their count, sum to at least ``wanted``.
 
     If rounding keeps every sum below ``wanted``, this is the largest distance of a token with any weight. Non-negative
-    floats have the order of their bits. So the search settles four bits at a time, highest first, with sums over tokens
+    floats have the order of their bits. Therefore the search settles four bits at a time, highest first, with sums over tokens
     that share the settled bits.
     """
     settled = tl.zeros((), tl.int32)
