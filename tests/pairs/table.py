@@ -38,7 +38,7 @@ def _refused() -> dict[Two, Refused]:
         for draft in DRAFTS:
             found[frozenset({way, draft})] = Refused("speculative decoding needs 1 stage")
         found[frozenset({way, Feature.MEDIA})] = Refused(
-            "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not served so yet"
+            "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not supported together"
         )
         found[frozenset({way, Feature.POOLING})] = Refused("models that embed are not served in stages yet")
     for way in (Feature.TENSOR, *stages):

@@ -1,1 +1,1 @@
-"""What the services share: config, errors, logging, channels and servers, health, metrics, domain types. No torch."""
+"""Code that the services share: config, errors, logs, channels, servers, health, metrics, domain types. No torch."""

@@ -1,6 +1,6 @@
-"""What crosses processes: servers, channels, conversions."""
+"""gRPC servers and channels, and conversions between messages and domain types."""
 
 import os
 
-# gRPC's own library writes what peers send into the process's log, at a level below this: any bytes of theirs.
+# gRPC's C library logs bytes that peers send, at a level below ERROR, so set the level to ERROR.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,1 +1,3 @@
-"""Large tensors on a stream of messages: in chunks before the message that refers to them. Without I/O and without messages."""
+"""Large tensors on a stream of messages, sent in chunks before the message that refers to them. No I/O and no messages
+here.
+"""

@@ -1,4 +1,4 @@
-"""What an adapter is once it has been read, what a worker keeps of it, and which tokens of a step have one."""
+"""Adapters in memory: their matrices, the part that one worker keeps, and the tokens of a step that use them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +14,20 @@ from torch.utils.hooks import RemovableHandle
 from penstock_enginecore.attention.base import IntArray
 
 TakeAdapter: TypeAlias = Callable[[], None]
-"""Has a forward pass take segments of an adapter from then on, and does little. Called between steps, once at most."""
+"""Makes a forward pass accept segments of an adapter from then on. It is cheap. Call it between steps, at most once."""
 BLANK = b""
-"""The digest of segments whose tokens have no adapter, for passes that replay steps: they launch what steps with adapters do."""
+"""Digest of segments without an adapter, for passes that replay captured steps. Such steps launch the same kernels as
+steps with adapters.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to ``x`` times a layer's weight: ``x @ a.T @ b.T`` (LoRA; Hu et al., 2021). ``a`` float32
-    ``[rank, in features]``; ``b`` float32 ``[out features, rank]``, with the adapter's scale in it.
+    """Low-rank update of a layer: the adapter adds ``x @ a.T @ b.T`` to the layer's output (LoRA; Hu et al., 2021).
+
+    Attributes:
+        a: float32 ``[rank, in features]``.
+        b: float32 ``[out features, rank]``, already multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -30,15 +35,18 @@ class LowRankUpdate:
 
     @property
     def rank(self) -> int:
-        """One at least; layers of an adapter may differ."""
+        """Rank of the update, at least 1. Layers of an adapter may have different ranks."""
         return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """``digest``: BLAKE2b-128 of its canonical config and tensors, by which it is known; names are labels. ``updates`` by name of
-    the module in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or ``lm_head``; empty in a worker that has none
-    of its layers alone.
+    """An adapter's updates, or the part of them that a worker computes.
+
+    Attributes:
+        digest: BLAKE2b-128 of the adapter's canonical config and tensors, which identifies it. Names are only labels.
+        updates: Updates by module name in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or ``lm_head``. Empty
+            only in a worker that has none of the adapter's layers.
     """
 
     digest: bytes
@@ -46,19 +54,20 @@ class LoraAdapter:
 
     @property
     def max_rank(self) -> int:
-        """The largest of its layers'; 0 where there are none."""
+        """Largest rank of the updates, or 0 if there are none."""
         return max((update.rank for update in self.updates.values()), default=0)
 
     @property
     def num_bytes(self) -> int:
-        """Of its matrices."""
+        """Bytes of the matrices."""
         return sum(update.a.nbytes + update.b.nbytes for update in self.updates.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """The tokens of a step from ``first`` to before ``end``, one at least, whose requests have the adapter of ``digest``.
-    Segments of a step are in order and have no tokens in common; tokens in none of them are the base model's.
+    """Consecutive tokens of a step whose requests use the same adapter: from ``first`` to before ``end``, at least one.
+
+    Segments of a step are in order and do not overlap. Tokens outside all segments use the base model.
     """
 
     digest: bytes
@@ -77,26 +86,29 @@ class AdaptedForward(Protocol):
         """
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare and take an adapter, between steps. Raises as ``prepare_adapter``."""
+        """Prepare and take an adapter, between steps. Raises the errors of ``prepare_adapter``."""
 
     def remove_adapter(self, digest: bytes) -> None:
-        """Free the memory of an adapter, between steps. KeyError for one that is not there."""
+        """Free the memory of an adapter, between steps. Raises KeyError if the adapter is unknown."""
 
 
-# Where several workers share the model.
+# Adapters on several workers that share the model.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFeatures:
-    """What a rank has of a linear layer: the ``outputs``, which are zeros behind the layer's last, or the ``inputs``, over which
-    the ranks' outputs are summed. None for all of them.
+    """The part of a linear layer that a rank has.
+
+    Attributes:
+        outputs: Output features of this rank, or None for all. Features after the layer's last one are zeros.
+        inputs: Input features of this rank, or None for all. The ranks' outputs are summed.
     """
 
     outputs: range | None = None
     inputs: range | None = None
 
     def of(self, update: LowRankUpdate) -> LowRankUpdate:
-        """The rows of B that give these outputs, or the columns of A that take these inputs, in memory of their own."""
+        """Return the rows of B for these outputs, or the columns of A for these inputs, as copies."""
         a, b = update.a, update.b
         if self.inputs is not None:
             a = a[:, self.inputs.start : self.inputs.stop]
@@ -108,16 +120,20 @@ class OwnFeatures:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """``features``: of the layers that are split among ranks, by name. ``linears``: names of the layers that the worker's stage
-    has, None for all.
+    """The part of every adapter that a worker computes.
+
+    Attributes:
+        features: Features of the layers that are split among ranks, by name.
+        linears: Names of the layers on the worker's stage, or None for all.
     """
 
     features: Mapping[str, OwnFeatures] = field(default_factory=dict)
     linears: frozenset[str] | None = None
 
     def of(self, adapter: LoraAdapter) -> LoraAdapter:
-        """``adapter`` with what the worker computes of it, under the digest of the whole. It keeps none of the whole's memory,
-        unless it is the whole; it may be empty.
+        """Return the worker's part of ``adapter``, under the digest of the whole. The part may be empty.
+
+        The result does not share memory with ``adapter``, unless the worker computes the whole adapter.
         """
         if not self.features and self.linears is None:
             return adapter
@@ -134,12 +150,16 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-# The order of a step's requests by adapter, and where in the batch each adapter's tokens are.
+# Order of a step's requests by adapter, and the positions of each adapter's tokens in the batch.
 
 
 def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes]) -> list[str]:
-    """Requests without an adapter first, in their order; then those of each adapter, by digest: the same in all workers.
-    ``digests``: of the requests that have one.
+    """Return the requests without an adapter in their order, then the requests of each adapter, by digest. All workers
+    get the same order.
+
+    Args:
+        request_ids: IDs of the step's requests.
+        digests: Digests of the requests that have an adapter, by request ID.
     """
     if not digests:
         return list(request_ids)
@@ -149,7 +169,9 @@ def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes])
 def segments_of(
     request_ids: Sequence[str], digests: Mapping[str, bytes], query_start_loc: IntArray
 ) -> tuple[LoraSegment, ...]:
-    """Of requests in the order of ``ordered_by_adapter``, whose tokens begin at ``query_start_loc`` int64 ``[requests + 1]``."""
+    """Return the segments of requests in the order of ``ordered_by_adapter``. ``query_start_loc`` is int64 ``[requests
+    + 1]``.
+    """
     if not digests:
         return ()
     of_requests = [digests.get(request_id, b"") for request_id in request_ids]
@@ -160,11 +182,13 @@ def segments_of(
     )
 
 
-# Which rows that were taken from a step's tokens have an adapter.
+# Segments of rows that were selected from a step's tokens.
 
 
 def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[LoraSegment]:
-    """Those of ``rows`` int64 ``[n]``, tokens in any order, one behind the other: ``first`` and ``end`` count rows."""
+    """Return the segments of ``rows``, int64 ``[n]`` token indices in any order. ``first`` and ``end`` of the result
+    are row indices.
+    """
     if not segments or not len(rows):
         return []
     firsts = np.array([segment.first for segment in segments])
@@ -179,52 +203,56 @@ def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[Lo
     ]
 
 
-# Adapters on a model's own modules, whatever their family. The products in plain torch are what those of kernels are compared
-# with.
+# Adapters on the modules of any transformers model. The kernels' results are compared with these products in plain
+# torch.
 
 Addition = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds to what a layer has made of ``x`` ``[rows, in features]``, in place: ``[rows, out features]``."""
+"""Adds an update to a layer's output ``[rows, out features]`` in place, given its input ``x`` ``[rows, in features]``.
+"""
 
 
 @runtime_checkable
 class AdaptedLayer(Protocol):
-    """A linear layer that knows how to add updates."""
+    """A linear layer with its own implementation of updates."""
 
     def addition(self, update: LowRankUpdate) -> Addition:
-        """What adds ``update``."""
+        """Return a function that adds ``update``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainAddition:
-    """By torch, in float32. ``a`` and ``b`` are those of an update, on the layer's device."""
+    """Adds an update with torch, in float32. ``a`` and ``b`` are the update's matrices on the layer's device."""
 
     a: torch.Tensor
     b: torch.Tensor
 
     @classmethod
     def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> Addition:
-        """For ``layer``, by its own way to add where it has one."""
+        """Return the addition of ``update`` to ``layer``. Uses the layer's own implementation if it has one."""
         if isinstance(layer, AdaptedLayer):
             return layer.addition(update)
         device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
         return cls(update.a.to(device), update.b.to(device))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Addition``."""
+        """Add the update to ``out`` in place, see ``Addition``."""
         out += F.linear(F.linear(x.float(), self.a), self.b).to(out.dtype)
 
 
 class AdaptedModules:
-    """Linear layers of ``module``, whose outputs get what adapters add. Rows of tokens without one are not touched. ``head``: the
-    layer that gets rows whose logits are wanted in place of tokens, None where there is none.
+    """Adds adapters to the linear layers of ``module``. Rows of tokens without an adapter are not changed.
 
-    Layers that no adapter knows have no hook: without adapters the model is as it was.
+    Layers that no adapter updates have no hook, so without adapters the model is unchanged.
+
+    Args:
+        head: The layer whose input is the rows with wanted logits, not all tokens. None if there is none.
     """
 
     def __init__(self, module: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
         self._name = type(module).__name__
         self._head = head
-        # Looked up once: adapters are prepared on other threads, while steps that compute the head alone take the layers out.
+        # Look up the modules once: other threads prepare adapters while steps that compute only the head remove the
+        # layers.
         self._named = dict(module.named_modules(remove_duplicate=False))
         self._added: dict[bytes, dict[torch.nn.Module, Addition]] = {}
         self._hooks: dict[torch.nn.Module, RemovableHandle] = {}
@@ -235,34 +263,40 @@ class AdaptedModules:
         return digest in self._added
 
     def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
-        """On any thread. Raises ValueError for an update whose layer is not there or has other features."""
+        """Prepare an adapter. Thread-safe. Raises ValueError if an update's layer does not exist or has other features."""
         layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
         on_host = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
-        # What goes to a device must not come between the calls that a step is captured from.
+        # Copies to a device must not come between the calls from which a step is captured.
         ready = _additions(layers) if on_host else None
 
         def take() -> None:
             self._added[adapter.digest] = _additions(layers) if ready is None else ready
             for layer in layers.keys() - self._hooks.keys():
-                # Before the hook that adds up or puts together what ranks have.
+                # Run before the hook that reduces or gathers the ranks' outputs.
                 self._hooks[layer] = layer.register_forward_hook(self._add, prepend=True)
 
         return take
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Between steps. Raises as ``prepare``."""
+        """Add an adapter, between steps. Raises the errors of ``prepare``."""
         self.prepare(adapter)()
 
     def remove(self, digest: bytes) -> None:
-        """Between steps. KeyError where it is not there."""
+        """Remove an adapter, between steps. Raises KeyError if it is unknown."""
         del self._added[digest]
         for layer in self._hooks.keys() - {layer for layers in self._added.values() for layer in layers}:
             self._hooks.pop(layer).remove()
 
     @contextmanager
     def step(self, segments: Sequence[LoraSegment], rows: IntArray) -> Iterator[None]:
-        """What the model computes within is a step of ``segments``, and ``rows`` int64 are its tokens whose logits are wanted.
-        Raises LookupError for an adapter that is not there.
+        """Apply the adapters of ``segments`` to the step that the model computes in the ``with`` block.
+
+        Args:
+            segments: Segments of the step's tokens.
+            rows: int64 indices of the tokens whose logits are wanted.
+
+        Raises:
+            LookupError: An adapter of a segment was not added.
         """
         expect_known(segments, self._added)
         self._tokens, self._rows = segments, segments_of_rows(segments, rows)
@@ -272,7 +306,7 @@ class AdaptedModules:
             self._tokens = self._rows = ()
 
     def _add(self, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        """The forward hook of layers that an adapter knows."""
+        """Forward hook of the layers that an adapter updates."""
         segments = self._rows if layer is self._head else self._tokens
         if not segments:
             return
@@ -298,26 +332,28 @@ def _additions(layers: Mapping[torch.nn.Module, LowRankUpdate]) -> dict[torch.nn
 
 
 def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The output embedding of a transformers model."""
+    """Return the output embedding of a transformers model."""
     return cast("torch.nn.Module | None", cast("Any", module).get_output_embeddings())
 
 
 def pooling_layer(module: Any) -> torch.nn.Module | None:
-    """That of BERT's pooler and its like: it gets one token of a prompt, of which a classifier's head makes what it reads. Hidden
-    states do not depend on it.
+    """Return the dense layer of BERT's pooler or a similar one, or None.
+
+    The layer processes one token of each prompt, and a classifier's head uses its output. Hidden states do not depend
+    on it.
     """
     return getattr(getattr(module, "pooler", None), "dense", None)
 
 
 def expect_features(name: str, update: LowRankUpdate, out_features: int, in_features: int) -> None:
-    """Raise ValueError where ``update`` is none of a layer ``[out_features, in_features]``."""
+    """Raise ValueError if ``update`` does not fit a layer ``[out_features, in_features]``."""
     a, b = tuple(update.a.shape), tuple(update.b.shape)
     if a[1:] != (in_features,) or b != (out_features, a[0]):
         raise ValueError(f"{name} takes [rank, {in_features}] and [{out_features}, rank], not {list(a)} and {list(b)}")
 
 
 def expect_known(segments: Sequence[LoraSegment], known: Any) -> None:
-    """Raise LookupError where the adapter of a segment is not in ``known``, digests."""
+    """Raise LookupError if the adapter of a segment is not among the digests ``known``."""
     for segment in segments:
         if segment.digest not in known:
             raise LookupError(f"there is no adapter {segment.digest.hex()}; it has not been added, or was removed")

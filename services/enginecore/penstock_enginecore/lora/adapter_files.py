@@ -1,4 +1,4 @@
-"""The files of an adapter: opened, checked, read, and known again by a digest."""
+"""Adapter files: opening, validation, reading, and digests of their content."""
 
 import hashlib
 import math
@@ -19,12 +19,14 @@ from penstock_common.files import open_input
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_format import CONFIG_FILE
 
-# A safetensors file: its header checked whole before memory is given to it, its tensors read at once into memory of ours.
+# Reader of safetensors files. The header is validated before memory is allocated for the tensors. The tensors are read
+# into one buffer.
 #
-# A mapped file would kill the engine where somebody cuts it off while it is read; and views of one buffer need no second copy.
+# The file is not memory-mapped, because the engine would crash if another process truncated the file. Views of one
+# buffer avoid a second copy.
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Those that adapters may be stored in, by their names in files."""
+"""Supported dtypes of stored adapters, by their names in files."""
 _WIDTHS = {
     "F64": 8,
     "I64": 8,
@@ -39,11 +41,11 @@ _WIDTHS = {
     "U16": 2,
 }
 _WIDTHS |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of a number."""
+"""Bytes per number, by dtype name."""
 _MAX_HEADER = 16 << 20
 _MAX_NAME, _MAX_AXES = 512, 8
 _LENGTH = 8
-"""Bytes in front of the header."""
+"""Bytes of the header's length field."""
 
 
 class _Entry(msgspec.Struct):
@@ -54,7 +56,12 @@ class _Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Of a tensor. Its bytes are those from ``first`` to before ``end`` behind the header."""
+    """Header entry of a tensor.
+
+    Attributes:
+        first: Offset of the tensor's first byte after the header.
+        end: Offset after the tensor's last byte.
+    """
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -64,26 +71,29 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it is stored. ``raw`` uint8 ``[bytes]``, a part of what was read."""
+    """A tensor as it is stored. ``raw`` is uint8 ``[bytes]``, a view of the buffer that was read."""
 
     dtype_name: str
     shape: tuple[int, ...]
     raw: torch.Tensor
 
     def bytes(self) -> memoryview:
-        """Without a copy."""
+        """Return the bytes without a copy."""
         return self.raw.numpy().data
 
     def float(self) -> torch.Tensor:
-        """As float32; a view of what was read where it is stored so, and may be."""
+        """Return the tensor as float32. May be a view of the buffer if the file stores float32."""
         dtype = DTYPES[self.dtype_name]
         aligned = self.raw if self.raw.storage_offset() % dtype.itemsize == 0 else self.raw.clone()
         return aligned.view(dtype).view(self.shape).float()
 
 
 class TensorFile:
-    """Called ``name``, of ``size`` bytes, read from where ``opened`` is, its start. Raises LoraError unless all its bytes are
-    accounted for, as safetensors wants it.
+    """A safetensors file, read from the start of ``opened``. Raises LoraError unless the header describes every byte.
+
+    Args:
+        name: File name, for errors.
+        size: Size of the file in bytes.
     """
 
     def __init__(self, opened: BinaryIO, name: str, size: int) -> None:
@@ -98,7 +108,7 @@ class TensorFile:
         self._check_order()
 
     def read(self) -> dict[str, StoredTensor]:
-        """All tensors, by name. Their bytes lie in one buffer, which lives as long as one of them."""
+        """Read all tensors, by name. They share one buffer, which lives as long as any of them."""
         buffer = torch.empty(self._data_size, dtype=torch.uint8)
         view = buffer.numpy().data
         done = 0
@@ -116,7 +126,8 @@ class TensorFile:
 
     def _headers(self, text: bytes) -> dict[str, TensorHeader]:
         try:
-            # Entry by entry, so that a header of other things never becomes objects, which take many times its size.
+            # Decode entry by entry. So a header with other content never becomes Python objects, which take many times
+            # its size.
             found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             found.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in found.items()}
@@ -125,7 +136,7 @@ class TensorFile:
         return {name: self._header(name, entry) for name, entry in entries.items()}
 
     def _header(self, name: str, entry: _Entry) -> TensorHeader:
-        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # what is done with them takes time
+        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # long names and shapes take time to process
             what, limit = "its name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
             raise LoraError(LoraReason.TENSOR_FILE, what, self._name, name[:_MAX_NAME], limit=limit)
         first, end = entry.data_offsets
@@ -145,7 +156,7 @@ class TensorFile:
         return TensorHeader(entry.dtype, tuple(entry.shape), first, end)
 
     def _check_order(self) -> None:
-        """One behind the other, to the end of the file."""
+        """Raise LoraError unless the tensors follow each other without gaps, up to the end of the file."""
         expected = 0
         for name, header in sorted(self.headers.items(), key=lambda item: (item[1].first, item[1].end)):
             if header.end > self._data_size:
@@ -176,7 +187,7 @@ _POINTER = b"version https://git-lfs"
 
 
 class AdapterFolder:
-    """A directory that stays the same one while it is open, whatever its path comes to mean."""
+    """An open directory. It stays the same directory even if its path is changed to refer to another one."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -185,7 +196,7 @@ class AdapterFolder:
     @classmethod
     @contextmanager
     def at(cls, path: Path) -> Iterator["AdapterFolder"]:
-        """Open while the ``with`` block runs. Raises LoraError."""
+        """Open the directory while the ``with`` block runs. Raises LoraError."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError as e:
@@ -202,8 +213,10 @@ class AdapterFolder:
 
     @contextmanager
     def file(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
-        """A file, and its size in bytes. Raises LoraError where it is missing or cannot be read, and behind the ``with`` block
-        where it has been written to meanwhile.
+        """Open a file, and yield it with its size in bytes.
+
+        Raises LoraError if the file is missing or cannot be read. Raises LoraError after the ``with`` block if the file
+        was modified meanwhile.
         """
         try:
             descriptor = open_input(name, dir_fd=self._descriptor)
@@ -240,7 +253,7 @@ class AdapterFolder:
         return LoraError(LoraReason.NOT_FOUND, what, name, value=str(self._path))
 
     def _is_adapter(self, name: str) -> bool:
-        """Whether an adapter is in a directory within."""
+        """Return whether a subdirectory contains an adapter."""
         try:
             os.stat(f"{name}/{CONFIG_FILE}", dir_fd=self._descriptor)
         except OSError:
@@ -253,7 +266,7 @@ def _why(error: Exception) -> str:
 
 
 class FileState(NamedTuple):
-    """What changes with a file's content: which file it is, its size, and when it was changed, in nanoseconds."""
+    """Identity of a file's content: the file's device and inode, its size, and its times in nanoseconds."""
 
     device: int
     inode: int
@@ -263,30 +276,35 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, opened: BinaryIO) -> Self:
-        """As it is now."""
+        """Return the current state of an open file."""
         found = os.fstat(opened.fileno())
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class ReadBefore:
-    """Digests by the state of an adapter's two files, of the last ``capacity`` that were found good. Files that were changed just
-    before they were read are not remembered: another change might have the same time. ``clock``: seconds since the epoch.
+    """Cache of digests by the states of an adapter's two files, for the last ``capacity`` valid adapters.
+
+    Files that were modified just before they were read are not remembered, because another modification might get the
+    same time.
+
+    Args:
+        clock: Returns seconds since the epoch.
     """
 
     SETTLED = 2.0
-    """Seconds after which a change has a time of its own on any file system."""
+    """Seconds after which a later modification has a different time on any file system."""
 
     def __init__(self, capacity: int = 16_384, clock: Callable[[], float] = time.time) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._digests: dict[tuple[FileState, ...], bytes] = {}  # what was found last last
+        self._digests: dict[tuple[FileState, ...], bytes] = {}  # most recent last
 
     def digest(self, files: tuple[FileState, ...]) -> bytes | None:
-        """Of what lies in these files; None where that is not known."""
+        """Return the digest of these files' content, or None if it is unknown."""
         return self._digests.get(files)
 
     def remember(self, files: tuple[FileState, ...], digest: bytes) -> None:
-        """What was read from ``files`` just now has this digest, and is good."""
+        """Remember the digest of a valid adapter that was read from ``files`` just now."""
         if max(max(file.modified, file.changed) for file in files) / 1e9 > self._clock() - self.SETTLED:
             return
         self._digests.pop(files, None)
@@ -295,16 +313,16 @@ class ReadBefore:
             del self._digests[next(iter(self._digests))]
 
 
-# What an adapter is known by: its content, wherever it lies and however it was written down.
+# Digests of adapters. The digest depends on the adapter's content, not on its location or file layout.
 
 _PERSON = b"penstock.lora.1"
-"""Another number wherever the same adapter would get another digest."""
+"""Change the number whenever the same adapter would get another digest."""
 DIGEST_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StoredUpdate:
-    """Of the layer called ``module``: ``scale * b @ a``, as it is stored."""
+    """The update ``scale * b @ a`` of the layer ``module``, as it is stored."""
 
     module: str
     scale: float
@@ -313,8 +331,9 @@ class StoredUpdate:
 
 
 def adapter_digest(updates: Iterable[StoredUpdate]) -> bytes:
-    """BLAKE2b-128 of what the updates are: layers, scales, tensors. Their order, what they are called in files, and settings that
-    come to the same do not matter.
+    """Return the BLAKE2b-128 digest of the updates: layers, scales and tensors.
+
+    The order of updates, their names in files, and equivalent settings do not affect the digest.
     """
     state = hashlib.blake2b(digest_size=DIGEST_SIZE, person=_PERSON)
     for update in sorted(updates, key=lambda each: each.module):

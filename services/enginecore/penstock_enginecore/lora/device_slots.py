@@ -1,4 +1,4 @@
-"""Slots of device memory for adapters: which adapters are in them, and how adapters get into them."""
+"""Slots of device memory for adapters: their layout, their assignment to adapters, and copies into them."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,17 +15,18 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, expect_features
 from penstock_enginecore.models.errors import ModelLoadError
 
-# What kernels read to add adapters to a product: where matrices are in their slots, and tiles of the rows that have them.
+# Inputs of the kernels that add adapters to a product: where matrices are in the slots, and tiles of the rows that have
+# adapters.
 
-# A slot is one piece of memory for all of an adapter's matrices, as large as ``max_lora_rank`` asks for, of which an adapter
-# fills what its ranks take. So an adapter comes to the device in one copy, and a second one for the table that says where its
-# matrices begin.
+# A slot is one piece of memory for all matrices of an adapter. Its size follows from ``max_lora_rank``; an adapter
+# fills as much as its ranks need. So an adapter is copied to the device in one copy, and its table of matrix offsets in
+# a second one.
 
 ALIGNED = 16
-"""Numbers at a multiple of which a matrix begins, and of half of which a row of B does: vectors are loaded."""
+"""Alignment of a matrix, in numbers. Rows of B are aligned to half of it, because kernels load vectors."""
 ROW_ALIGNED = 8
 PIECE = 128
-"""Output features of a program. A piece has features of one projection."""
+"""Output features that one program computes. All features of a piece belong to one projection."""
 _CHUNK = 1024
 _MOST_CHUNKS = 8
 _STEP = 128
@@ -33,8 +34,9 @@ _STEP = 128
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Projections of one input ``[rows, in_features]``, whose outputs, of ``features``, are side by side. Each has an A and a B
-    in an adapter, or none.
+    """Shape of the projections of one input ``[rows, in_features]``, whose outputs of ``features`` are concatenated.
+
+    An adapter has an A and a B for each projection, or none.
     """
 
     in_features: int
@@ -42,29 +44,36 @@ class ProductShape:
 
     @property
     def columns(self) -> int:
-        """Of its table: where A begins, where each projection's B does, and where its rows in A begin and those of the last
-        end.
+        """Number of columns of the table. The columns contain:
+
+        - the offset of A,
+        - the offset of each projection's B,
+        - the first row of each projection in A, and the end of the last.
         """
         return 2 * len(self.features) + 2
 
     @property
     def chunk(self) -> int:
-        """Columns of A that a program takes, of any step: a long sum is the sum of sums of chunks, in their order."""
+        """Columns of A that one program takes, in any step. A long sum is the sum of the chunks' sums, in order."""
         whole = -(-self.in_features // (_MOST_CHUNKS * _STEP)) * _STEP
         return max(_CHUNK, whole)
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
         return -(-self.in_features // self.chunk)
 
     def numbers(self, ranks: Sequence[int]) -> int:
-        """That matrices of ``ranks`` take, one for each projection, 0 where it has none."""
+        """Return how many numbers the matrices take. ``ranks`` has one entry for each projection, 0 if it has no
+        update.
+        """
         of_b = [_whole(features * row_stride(rank)) for features, rank in zip(self.features, ranks, strict=True)]
         return _whole(sum(ranks) * self.in_features) + sum(of_b)
 
     def pieces(self) -> npt.NDArray[np.int32]:
-        """int32 ``[pieces, 4]``: the projection of each, its first feature, and where the projection's begin and end."""
+        """Return int32 ``[pieces, 4]``: the projection of each piece, its first feature, and the first feature and end
+        of the projection.
+        """
         starts = [0, *accumulate(self.features)]
         found = [
             (part, first, starts[part], starts[part + 1])
@@ -76,8 +85,13 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True)
 class SlotMatrices:
-    """Those of one product in all slots, on the device. ``numbers`` ``[slots, numbers of a slot]``, of all products; ``table``
-    int64 ``[slots, columns]``, see ``ProductShape``; ``pieces`` int32 ``[pieces, 4]``. ``max_rank``: of a projection.
+    """Matrices of one product in all slots, on the device.
+
+    Attributes:
+        numbers: ``[slots, numbers of a slot]``, of all products.
+        table: int64 ``[slots, columns]``, see ``ProductShape``.
+        pieces: int32 ``[pieces, 4]``, see ``ProductShape.pieces``.
+        max_rank: Largest rank of a projection.
     """
 
     shape: ProductShape
@@ -88,25 +102,33 @@ class SlotMatrices:
 
     @property
     def most_ranks(self) -> int:
-        """Rows of A at most."""
+        """Maximum number of rows of A."""
         return len(self.shape.features) * self.max_rank
 
     def scratch_numbers(self, tiles: int, tile_rows: int) -> int:
-        """Float32 numbers that stand between the two kernels, for so many tiles."""
+        """Return the number of float32 values that the first kernel passes to the second, for ``tiles`` tiles."""
         return self.shape.chunks * tiles * tile_rows * self.most_ranks
 
 
 def row_stride(rank: int) -> int:
-    """Numbers from one row of a B of ``rank`` to the next."""
+    """Return the distance between two rows of a B of ``rank``, in numbers."""
     return -(-rank // ROW_ALIGNED) * ROW_ALIGNED
 
 
 def pack(
     shape: ProductShape, updates: Sequence[LowRankUpdate | None], memory: torch.Tensor, start: int, table: IntArray
 ) -> int:
-    """Write the matrices of ``updates``, one for each projection, to ``memory`` ``[numbers]`` from number ``start`` on, and where
-    they are to ``table`` ``[columns]``. Returns where they end. A: rows of the projections one behind the other, those of each
-    from its start on. B: a row for each feature, with the projection's rank, zeros behind.
+    """Write the matrices of ``updates`` to ``memory`` and their offsets to ``table``. Returns the end offset.
+
+    A contains the rows of all projections, one projection after the other. B contains one row for each feature; a row
+    has the projection's rank and is padded with zeros.
+
+    Args:
+        shape: Shape of the product.
+        updates: One update for each projection, or None.
+        memory: ``[numbers]``.
+        start: Offset of the first number to write.
+        table: ``[columns]``, see ``ProductShape.columns``.
     """
     parts = len(shape.features)
     ranks = [0 if update is None else update.rank for update in updates]
@@ -133,18 +155,21 @@ def _whole(numbers: int) -> int:
     return -(-numbers // ALIGNED) * ALIGNED
 
 
-# Rows of a step that have adapters, in the tiles that kernels multiply: which rows, and whose matrices.
+# Tiles that kernels multiply: the rows of a step that have adapters, and the slot of each tile.
 
 TILE_ROWS = 16
-"""Rows of a tile: the fewest that tensor cores multiply, in steps of any size. So a row's sums are those of one instruction,
-whatever is computed beside it.
+"""Rows of a tile: the fewest that tensor cores multiply, for steps of any size. So the sums of a row always come from
+the same instruction, whatever else is in the batch.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """On the device. ``slots`` int32 ``[tiles]``: where the adapter of a tile's rows is, -1 for a tile of none; ``rows`` int32
-    ``[tiles, TILE_ROWS]``: which rows, -1 for none. No row is in two tiles.
+    """Tiles of a step, on the device. No row is in two tiles.
+
+    Attributes:
+        slots: int32 ``[tiles]``: slot of the adapter of a tile's rows, -1 for an unused tile.
+        rows: int32 ``[tiles, TILE_ROWS]``: row indices, -1 for padding.
     """
 
     slots: torch.Tensor
@@ -155,7 +180,9 @@ class RowTiles:
 
 
 def most_tiles(rows: int, max_loras: int) -> int:
-    """The most tiles that ``rows`` rows with up to ``max_loras`` adapters fill: of each adapter one at most is not full."""
+    """Return the maximum number of tiles for ``rows`` rows with up to ``max_loras`` adapters. Each adapter has at most
+    one partly filled tile.
+    """
     return min(rows, rows // TILE_ROWS + max_loras)
 
 
@@ -165,8 +192,17 @@ def lay_out(
     of_tiles: npt.NDArray[np.int32],
     of_rows: npt.NDArray[np.int32],
 ) -> None:
-    """Write the tiles of ``segments`` to ``of_tiles`` ``[tiles]`` and ``of_rows`` ``[tiles, TILE_ROWS]``, see ``RowTiles``. An
-    adapter's rows share tiles, wherever they are. ``slots``: by digest. ValueError for more than there are tiles.
+    """Write the tiles of ``segments`` to ``of_tiles`` and ``of_rows``. Rows of one adapter share tiles, wherever they
+    are in the batch.
+
+    Args:
+        segments: Segments of the step.
+        slots: Slots by digest.
+        of_tiles: ``[tiles]``, see ``RowTiles.slots``.
+        of_rows: ``[tiles, TILE_ROWS]``, see ``RowTiles.rows``.
+
+    Raises:
+        ValueError: The segments need more tiles than there are.
     """
     of_tiles[:], of_rows[:] = -1, -1
     rows: dict[int, list[IntArray]] = {}
@@ -183,24 +219,26 @@ def lay_out(
         first = end
 
 
-# A state machine: steps and adapters in, which slot is to be written out.
+# Assignment of slots. A state machine: its inputs are steps and adapters, its outputs are the slots to write.
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """``max_loras`` slots, each with room for an update of ``max_rank`` of every layer."""
+    """Size of slot memory: ``max_loras`` slots, each with room for an update of rank ``max_rank`` for every layer."""
 
     max_loras: int
     max_rank: int
 
 
 class DeviceSlots:
-    """``count`` slots. An adapter that needs one takes a free slot, or that of the adapter whose steps are the longest ago."""
+    """Assigns ``count`` slots to adapters. If no slot is free, a new adapter replaces the one whose last step is the
+    longest ago.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count))
-        self._slots: dict[bytes, int] = {}  # of the adapters in them, those first whose steps are the longest ago
+        self._slots: dict[bytes, int] = {}  # least recently used first
         self._last: frozenset[bytes] = frozenset()
 
     def __contains__(self, digest: bytes) -> bool:
@@ -210,14 +248,17 @@ class DeviceSlots:
         return self._slots[digest]
 
     def offer(self, digest: bytes) -> int | None:
-        """A slot for an adapter ahead of its first step: to be written. None where it has one already, and where all are those of
-        the last step's adapters, whose next step is likely to come.
+        """Assign a slot to an adapter before its first step. Returns the slot to write.
+
+        Returns None if the adapter already has a slot, or if adapters of the last step occupy all slots. These are
+        likely to be used in the next step.
         """
         return None if digest in self._slots else self._take(digest, self._last)
 
     def begin_step(self, digests: Collection[bytes]) -> dict[bytes, int]:
-        """A step has these adapters. Returns those whose slots are to be written before it, with their slots. ValueError for more
-        adapters than there are slots; nothing has changed then.
+        """Assign slots to the adapters of a step. Returns the slots to write before the step, by digest.
+
+        Raises ValueError if there are more adapters than slots. Nothing changes in that case.
         """
         wanted = frozenset(digests)
         if len(wanted) > self._count:
@@ -227,18 +268,19 @@ class DeviceSlots:
             if digest in self._slots:
                 self._slots[digest] = self._slots.pop(digest)
                 continue
-            if (slot := self._take(digest, wanted)) is not None:  # there is one: others do not need all of them
+            # A slot is available, because the step has at most ``count`` adapters.
+            if (slot := self._take(digest, wanted)) is not None:
                 fresh[digest] = slot
         self._last = wanted
         return fresh
 
     def remove(self, digest: bytes) -> None:
-        """An adapter is gone; one that has no slot is passed over."""
+        """Free the slot of an adapter. Does nothing if it has none."""
         if (slot := self._slots.pop(digest, None)) is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Nothing is in any slot."""
+        """Free all slots."""
         for digest in list(self._slots):
             self.remove(digest)
         self._last = frozenset()
@@ -261,8 +303,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Linear layers of one input by name, whose outputs are side by side, with their ``(out, in)`` features. ``of_rows``: they
-    get the rows whose logits are wanted, in place of tokens.
+    """Linear layers with the same input, whose outputs are concatenated.
+
+    Attributes:
+        layers: ``(out, in)`` features of each layer, by name.
+        of_rows: Whether the layers' input is the rows whose logits are wanted, not all tokens.
     """
 
     layers: Mapping[str, tuple[int, int]]
@@ -270,15 +315,19 @@ class Place:
 
     @property
     def shape(self) -> ProductShape:
-        """Of their product."""
+        """Shape of the layers' product."""
         [in_features] = {in_features for _, in_features in self.layers.values()}
         return ProductShape(in_features, tuple(out for out, _ in self.layers.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An adapter as a slot holds it, in host memory: ``numbers``, and ``table`` int64, of all places. ``updates``: whether it has
-    any in each place.
+    """An adapter in host memory, in the layout of a slot.
+
+    Attributes:
+        numbers: Matrices of all places.
+        table: int64 offsets of all places.
+        updates: Whether the adapter has an update in each place.
     """
 
     numbers: torch.Tensor
@@ -287,25 +336,26 @@ class Image:
 
 
 class Copies(Protocol):
-    """Copies to a device beside what it computes."""
+    """Copies data to a device while it computes."""
 
     def begin(self, copy: Callable[[], None]) -> Any:
-        """Begin what ``copy`` copies once all that was launched is over, for steps may read what it overwrites. Nobody waits.
-        Returns what tells its end.
+        """Start ``copy`` once all launched work is done, because earlier steps may read the memory that it overwrites.
+
+        Does not block the host. Returns a handle for ``await_end``.
         """
 
     def await_end(self, end: Any) -> None:
-        """What is launched from now on comes after it; the host does not wait."""
+        """Make all work that is launched from now on wait for the copy. Does not block the host."""
 
 
 class SideStream:
-    """Copies to a GPU, on a stream of their own."""
+    """Copies to a GPU on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, copy: Callable[[], None]) -> torch.cuda.Event:
-        """Returns an event."""
+        """Start ``copy`` on the stream. Returns an event."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy()
@@ -314,23 +364,28 @@ class SideStream:
         return event
 
     def await_end(self, end: torch.cuda.Event) -> None:
-        """By the current stream."""
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream().wait_event(end)
 
 
 class AtOnce:
-    """Copies on a CPU."""
+    """Copies on a CPU, synchronously."""
 
     def begin(self, copy: Callable[[], None]) -> None:
-        """They are over when this returns."""
+        """Run ``copy``, which is complete when this returns."""
         copy()
 
     def await_end(self, end: None) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the copy is already complete."""
 
 
 class SlotMemory:
-    """Room for ``limits.max_loras`` adapters of ``places``, numbers of ``dtype``. ``matrices``: by place, if there is memory."""
+    """Device memory for ``limits.max_loras`` adapters.
+
+    Attributes:
+        places: The layers that adapters may update.
+        matrices: Views of the memory, by place. Empty while no memory is allocated.
+    """
 
     def __init__(self, places: Sequence[Place], limits: SlotLimits, dtype: torch.dtype, device: torch.device) -> None:
         self.places = list(places)
@@ -344,17 +399,17 @@ class SlotMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots, allocated or not."""
+        """Bytes of all slots, allocated or not."""
         of_slot = sum(shape.numbers([self._limits.max_rank] * len(shape.features)) for shape in self._shapes)
         return self._limits.max_loras * of_slot * self._dtype.itemsize
 
     def scratch_numbers(self, tiles: int, tile_rows: int) -> int:
-        """Float32 numbers that the kernels of one place need between them, for so many tiles."""
+        """Return the number of float32 values that the kernels of one place need between them, for ``tiles`` tiles."""
         return max(matrices.scratch_numbers(tiles, tile_rows) for matrices in self.matrices)
 
     @torch.inference_mode(False)
     def allocate(self) -> None:
-        """Take the memory, if it is not there. Raises ModelLoadError where the device has too little."""
+        """Allocate the memory unless it is allocated. Raises ModelLoadError if the device has too little memory."""
         if self.matrices:
             return
         count, device, columns = self._limits.max_loras, self._device, [shape.columns for shape in self._shapes]
@@ -378,13 +433,14 @@ class SlotMemory:
         ]
 
     def release(self) -> None:
-        """Let go of it, and of what is in it."""
+        """Free the memory and its content."""
         self.matrices = []
         self._numbers = self._table = torch.empty(0)
 
     def image(self, adapter: LoraAdapter) -> Image:
-        """``adapter`` as a slot holds it. Raises ValueError for an update of a layer that is in no place, or has other features
-        or a larger rank. Any thread may call.
+        """Return ``adapter`` in the layout of a slot. Thread-safe.
+
+        Raises ValueError if an update is for an unknown layer, or if its features or rank do not fit.
         """
         left = dict(adapter.updates)
         taken = [self._take(place, left) for place in self.places]
@@ -404,12 +460,12 @@ class SlotMemory:
         return Image(numbers, table, tuple(map(any, ranks)))
 
     def copy(self, image: Image, slot: int) -> None:
-        """Begin the copies of ``image`` to ``slot``, on the current stream."""
+        """Start to copy ``image`` to ``slot`` on the current stream."""
         self._numbers[slot, : len(image.numbers)].copy_(image.numbers, non_blocking=True)
         self._table[slot].copy_(image.table, non_blocking=True)
 
     def _take(self, place: Place, left: dict[str, LowRankUpdate]) -> list[LowRankUpdate | None]:
-        """Those of its layers, out of ``left``."""
+        """Remove the updates of a place's layers from ``left`` and return them."""
         own = [left.pop(name, None) for name in place.layers]
         for (name, features), update in zip(place.layers.items(), own, strict=True):
             if update is None:

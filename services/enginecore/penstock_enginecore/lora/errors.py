@@ -1,4 +1,4 @@
-"""Why an adapter cannot be served. Importable without torch."""
+"""Errors and reasons for refusing an adapter. Importable without torch."""
 
 from enum import StrEnum
 
@@ -6,51 +6,51 @@ from penstock_common.errors import PenstockError
 
 
 class LoraReason(StrEnum):
-    """What is wrong with an adapter, for programs."""
+    """Machine-readable reason for refusing an adapter."""
 
     NOT_FOUND = "NOT_FOUND"
-    """There is nothing at the path, or a file is missing."""
+    """The path does not exist, or a file is missing."""
     UNREADABLE = "UNREADABLE"
-    """The system refuses to read a file, or it changed meanwhile."""
+    """The operating system refuses to read a file, or the file changed while it was read."""
     CONFIG = "CONFIG"
-    """adapter_config.json is too large, is no JSON, or lacks or mistypes a setting."""
+    """adapter_config.json is too large, is not JSON, or has a missing or mistyped setting."""
     PICKLE = "PICKLE"
-    """The tensors are pickled; those may run code."""
+    """The tensors are pickled, and pickles may run code."""
     TENSOR_FILE = "TENSOR_FILE"
-    """The tensors' file is cut off or garbled."""
+    """The tensor file is truncated or malformed."""
     PEFT_TYPE = "PEFT_TYPE"
-    """It is no LoRA."""
+    """The adapter is not a LoRA adapter."""
     TASK_TYPE = "TASK_TYPE"
-    """It is made for models of a kind that is not served."""
+    """The adapter is for a kind of model that is not supported."""
     DORA = "DORA"
     MODULES_TO_SAVE = "MODULES_TO_SAVE"
-    """It brings whole layers along."""
+    """The adapter contains whole layers."""
     BIAS = "BIAS"
-    """Biases of the base model were trained."""
+    """The adapter contains trained biases of the base model."""
     LORA_BIAS = "LORA_BIAS"
     EMBEDDING = "EMBEDDING"
-    """It adapts or replaces embeddings."""
+    """The adapter changes or replaces embeddings."""
     BASE_WEIGHT = "BASE_WEIGHT"
-    """It brings a weight of the base model along that is not that of this one."""
+    """The adapter contains a copy of a base model weight that differs from this model's weight."""
     FAN_IN_FAN_OUT = "FAN_IN_FAN_OUT"
-    """Its layers have their weights the other way round."""
+    """The adapter's layers store their weights transposed."""
     CONV1D = "CONV1D"
-    """It adapts GPT-2's layers, which are no linear layers."""
+    """The adapter changes Conv1D layers, as in GPT-2, which are not linear layers."""
     EXPERTS = "EXPERTS"
-    """It adapts experts or what lies beside them, such as routers."""
+    """The adapter changes experts, or layers next to experts such as routers."""
     MODULE = "MODULE"
-    """It adapts layers of another kind."""
+    """The adapter changes layers of an unsupported kind."""
     TARGET_PARAMETERS = "TARGET_PARAMETERS"
     LAYER_REPLICATION = "LAYER_REPLICATION"
     TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
     CHANGED_BASE = "CHANGED_BASE"
-    """It was trained on weights that its initialization had changed."""
+    """The adapter's initialization changed the base model's weights before training."""
     SETTING = "SETTING"
-    """A setting that is not honoured has a value."""
+    """An unsupported setting has a value."""
     RANK = "RANK"
     """A rank is above the limit."""
     NO_TARGETS = "NO_TARGETS"
-    """It names no layer of the model."""
+    """The adapter names no layer of the model."""
     MISSING_TENSOR = "MISSING_TENSOR"
     SURPLUS_TENSOR = "SURPLUS_TENSOR"
     SHAPE = "SHAPE"
@@ -60,9 +60,14 @@ class LoraReason(StrEnum):
 
 
 class LoraError(PenstockError):
-    """An adapter cannot be served. ``file``: its name in the adapter's directory, or the path where there is none. ``tensor``,
-    ``value`` and ``limit``: what was found where, and what may be there; empty where there is no such thing. ``remedy``: what to
-    do. Text names all of them.
+    """Raised for an adapter that cannot be served. The message contains all attributes.
+
+    Attributes:
+        file: Name of the file in the adapter's directory, or the path if there is none.
+        tensor: Name of the tensor, or empty.
+        value: The value that was found, or empty.
+        limit: The values that are allowed, or empty.
+        remedy: What the user can do, or empty.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class LoraError(PenstockError):
         limit: str = "",
         remedy: str = "",
     ) -> None:
-        super().__init__(reason, what, file, tensor, value, limit, remedy)  # all of them, or it could not be pickled
+        super().__init__(reason, what, file, tensor, value, limit, remedy)  # Pickling needs all arguments in ``args``.
         self.reason = reason
         self.what = what
         self.file = file

@@ -1,6 +1,6 @@
-"""Which layers a configuration of PEFT's means: regular expressions, matched as PEFT matches them, by Python's ``re``.
+"""Selection of the layers that a PEFT config targets. Regular expressions are matched as in PEFT, with Python's ``re``.
 
-The expressions can be hostile. All but plain names are matched in a process of their own: see ``pattern_process``.
+The expressions can be hostile. All except plain names are matched in a separate process, see ``pattern_process``.
 """
 
 import json
@@ -18,27 +18,29 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_format import CONFIG_FILE, PeftConfig
 
 MAX_LENGTH = 4096
-"""Characters of an expression."""
+"""Maximum length of an expression, in characters."""
 _SECONDS = 0.5
-"""Processor time for all expressions of an adapter, in seconds. An ordinary one takes less than a millisecond."""
+"""Processor time for all expressions of an adapter, in seconds. A typical expression takes less than a millisecond."""
 _BYTES = 64 << 20
-"""Memory for the expressions of a setting, above that of the interpreter. Ordinary ones take less than 1 MiB."""
+"""Memory for the expressions of a setting, in addition to that of the interpreter. Typical expressions take less than 1
+MiB.
+"""
 _PATIENCE = 60.0
-"""Seconds until the process must have answered, if other processes leave it no processor."""
+"""Timeout for the process in seconds, in case other processes use all processors."""
 _ORDINARY = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.")
 _READ_DIFFERENTLY = re.compile(r"\[\[|--|&&|~~|\|\||\{[^\d,}]")
-"""Python takes these literally today, and warns that some will change. Other dialects read set operations and character classes
-in them, which is what an author means who writes them.
+"""Syntax that Python takes literally and warns about. Other regular expression dialects read it as set operations and
+character classes, which is probably what the author means.
 """
 
 
 class _Answer(NamedTuple):
-    """What is known of an expression.
+    """Result of matching an expression.
 
     Attributes:
         asked: Names that were matched against the expression.
-        found: Those that match from start to end, each with the text of the group ``index``.
-        wrong: Why the expression is none. Empty if it is one.
+        found: Names that match completely, each with the text of the group ``index``.
+        wrong: Why the expression is invalid. Empty if it is valid.
     """
 
     asked: frozenset[str]
@@ -67,15 +69,15 @@ class Patterns:
         return self._match(key, pattern, name, _alone) is not None
 
     def ends(self, key: str, pattern: str, name: str, beside: Iterable[str] = ()) -> bool:
-        """Return whether ``pattern`` matches all of ``name``, or all behind one of its dots.
+        """Return whether ``pattern`` matches all of ``name``, or all of the part after one of its dots.
 
         Args:
             key: Name of the setting.
             pattern: The expression.
             name: Name of a layer.
-            beside: Other expressions of the setting, which the same process answers for.
+            beside: Other expressions of the setting, which the same process matches.
         """
-        if self._is_plain(pattern):  # the usual case, hundreds of names against hundreds of others
+        if self._is_plain(pattern):  # the usual case: hundreds of patterns and hundreds of names
             start = len(name) - len(pattern)
             if start < 0 or (start and name[start - 1] != "."):
                 return False
@@ -83,13 +85,13 @@ class Patterns:
         return self._match(key, pattern, name, _at_end, beside) is not None
 
     def index(self, key: str, pattern: str, name: str, beside: Iterable[str] = ()) -> int | None:
-        """Return the number of the layer behind the first match of ``pattern`` in ``name``, or None without a match.
+        """Return the layer number after the first match of ``pattern`` in ``name``, or None without a match.
 
         Args:
             key: Name of the setting.
             pattern: An expression for the name of a list of layers. If it is empty, any list counts.
             name: Name of a layer.
-            beside: Other expressions of the setting, which the same process answers for.
+            beside: Other expressions of the setting, which the same process matches.
         """
         found = self._match(key, pattern, name, _in_front_of_index, beside)
         return None if found is None else int(found)
@@ -102,7 +104,9 @@ class Patterns:
     def _match(
         self, key: str, pattern: str, name: str, around: Callable[[str], str], beside: Iterable[str] = ()
     ) -> str | None:
-        """Return the text of the group ``index``, or None if ``pattern``, with what is ``around`` it, does not match ``name``."""
+        """Return the text of the group ``index``, or None if the expression ``around(pattern)`` does not match
+        ``name``.
+        """
         if self._left <= 0:
             raise self._slow(key, [pattern])
         if refused := self._out_of_bounds(key, pattern):
@@ -111,14 +115,14 @@ class Patterns:
         if answer is None or name not in answer.asked:
             asked = (each for each in beside if around is not _at_end or not self._is_plain(each))
             others = [each for each in asked if not self._out_of_bounds(key, each)]
-            # This one comes first: if the process ends, the error names it.
+            # Put this pattern first: if the process is killed, the error names it.
             answer = self._ask(key, list(dict.fromkeys([pattern, *others])), name, around)
         if answer.wrong:
             raise self._refused(key, f"this is no regular expression, {answer.wrong}", pattern[:100])
         return answer.found.get(name)
 
     def _out_of_bounds(self, key: str, pattern: str) -> LoraError | None:
-        """Return why an expression is refused before anything is matched, or None."""
+        """Return the error for an expression that is refused without matching, or None."""
         if len(pattern) > MAX_LENGTH:
             return self._refused(key, "an expression is too long", pattern[:40], f"at most {MAX_LENGTH} characters")
         if found := _READ_DIFFERENTLY.search(pattern):
@@ -126,7 +130,7 @@ class Patterns:
         return None
 
     def _ask(self, key: str, patterns: list[str], name: str, around: Callable[[str], str]) -> _Answer:
-        """Have ``patterns`` answered. Returns the answer for the first of them."""
+        """Match ``patterns`` in a process. Returns the answer for the first of them."""
         names = self._names if name in self._names else frozenset([name])
         wholes = [around(pattern) for pattern in patterns]
         job = {"expressions": wholes, "names": sorted(names), "seconds": self._left, "bytes": _BYTES}
@@ -145,11 +149,12 @@ class Patterns:
         except (OSError, subprocess.TimeoutExpired) as e:
             raise self._not_run(key, str(e)) from e
         if ended.returncode == -signal.SIGPROF:
-            self._left = 0.0  # for all expressions that come next, too
+            self._left = 0.0  # also refuses all later expressions
             raise self._slow(key, patterns)
-        if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):  # by someone else: the expression may be good
+        # Another process sent the signal, so the expression may be valid.
+        if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):
             raise self._not_run(key, f"it was ended by {signal.Signals(-ended.returncode).name}")
-        if ended.returncode:  # a signal, as a rule: the expression has found a defect of the library
+        if ended.returncode:  # usually a signal: the expression has triggered a bug in the library
             self._left = 0.0
             what = f"matching it ended its process (exit code {ended.returncode})"
             raise self._refused(key, what, _named(patterns))
@@ -184,27 +189,32 @@ def _in_front_of_index(pattern: str) -> str:
 
 
 def _named(patterns: list[str]) -> str:
-    """Return the first expression, and the number of those that were matched along with it."""
+    """Return the first expression and the number of expressions that were matched with it."""
     more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
     return patterns[0][:100] + more
 
 
-# The layers of a configuration, with their ranks and scales.
+# The layers that a config selects, with their ranks and scales.
 
 _ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayer:
-    """``scale``: of ``B A``, whose rank is ``rank``."""
+    """A selected layer. ``scale`` is the factor of ``B A``, whose rank is ``rank``."""
 
     rank: int
     scale: float
 
 
 def choose_layers(config: PeftConfig, names: Iterable[str], linear: Iterable[str]) -> dict[str, ChosenLayer]:
-    """Those of ``names`` that ``config`` means; "all-linear" means those of ``linear``. Raises LoraError for an expression that
-    cannot be matched.
+    """Return the layers among ``names`` that ``config`` targets. Raises LoraError for an expression that cannot be
+    matched.
+
+    Args:
+        config: The adapter's config.
+        names: Names of the model's layers, as the adapter's files have them.
+        linear: Layers that "all-linear" selects.
     """
     names = list(names)
     choice = _Choice(config, names, frozenset(linear))
@@ -224,7 +234,7 @@ class _Choice:
             return False
         if not self._named("target_modules", self._targets, name):
             return False
-        if config.layers is None or name in self._targets:  # a whole name counts whatever its layer
+        if config.layers is None or name in self._targets:  # a full name selects the layer regardless of its number
             return True
         patterns = config.layers_patterns or ("",)
         found = (self._patterns.index("layers_pattern", pattern, name, patterns) for pattern in patterns)
@@ -243,5 +253,5 @@ class _Choice:
         return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
 
     def _pattern(self, key: str, patterns: Iterable[str], name: str) -> str:
-        """The first that fits, as in PEFT; '' where none does."""
+        """Return the first pattern that matches, as in PEFT, or '' if none does."""
         return next((each for each in patterns if self._patterns.ends(key, each, name, patterns)), "")

@@ -1,10 +1,11 @@
-"""Matches regular expressions of an adapter's settings in a process of its own, with a limit of processor time and of memory.
+"""Program that matches regular expressions of an adapter's settings, with limits on processor time and memory.
 
-Expressions can be hostile: a short one can take seconds to match, or gigabytes. The engine runs this file as a program, once for
-each setting that has expressions, so that one of them can take neither the interpreter's lock nor the memory of the engine.
+Expressions can be hostile: a short one can take seconds to match, or gigabytes. The engine runs this file as a separate
+process, once for each setting that has expressions. So an expression can block neither the engine's interpreter lock
+nor its memory.
 
-The program imports nothing but the standard library, so that it starts in about 20 ms. It reads one job from its standard input
-and writes one reply to its standard output, both as JSON.
+The program imports only the standard library, so that it starts in about 20 ms. It reads one job from its standard
+input and writes one reply to its standard output, both as JSON.
 """
 
 import json
@@ -17,18 +18,19 @@ import time
 from typing import Any
 
 _NICENESS = 10
-"""Added to the niceness of the process while it matches, which leaves the processor to the engine's steps."""
+"""Added to the niceness of the process while it matches, so that the engine's steps get the processor first."""
 
 
 def main() -> None:
     """Answer the job on standard input.
 
-    The job has ``expressions`` and ``names`` (lists of strings), ``seconds`` (limit of processor time) and ``bytes`` (limit of
-    memory, above that of the interpreter).
+    The job has ``expressions`` and ``names`` (lists of strings), ``seconds`` (limit of processor time) and ``bytes``
+    (limit of memory, in addition to that of the interpreter).
 
-    The reply is ``{"memory": true}`` if there is too little memory. Otherwise it has ``seconds``, the processor time spent, and
-    ``answers``, one for each expression. An answer is a string that says why the expression is none, or an object. Keys of the
-    object are the names that the expression matches from start to end. Values are the text of the group ``index``, or "".
+    The reply is ``{"memory": true}`` if there is too little memory. Otherwise it has ``seconds``, the processor time
+    spent, and ``answers``, one for each expression. An answer is a string that says why the expression is invalid, or
+    an object. Keys of the object are the names that the expression matches completely. Values are the text of the group
+    ``index``, or "".
 
     If the processor time is over, SIGPROF ends the process before it replies.
     """
@@ -50,7 +52,7 @@ def _limit(seconds: float, num_bytes: int) -> None:
         pages = int(statm.read().split()[0])
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Which signals are ignored and blocked is inherited. Only the default action works while an expression is matched.
+    # Ignored and blocked signals are inherited. Only the default action works while an expression is matched.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, seconds)

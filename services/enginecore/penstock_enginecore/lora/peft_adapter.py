@@ -1,4 +1,6 @@
-"""Reads adapters of LoRA as PEFT saves them, and refuses by name what would not be served as it was trained."""
+"""Reader of adapters that PEFT has saved. Refuses adapters that could not be served as they were trained, and names the
+reason.
+"""
 
 import logging
 import math
@@ -39,16 +41,16 @@ logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
 _LONGEST_NAME = 100
-"""Characters of a model's name that an error has."""
+"""Maximum length of a model name in an error message, in characters."""
 _OF_ANOTHER_MODEL = frozenset(
     {LoraReason.NO_TARGETS, LoraReason.MISSING_TENSOR, LoraReason.SURPLUS_TENSOR, LoraReason.SHAPE}
 )
-"""What adapters of another model are refused for, as a rule."""
+"""Reasons that usually mean that the adapter belongs to another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """``max_rank``: of any layer of an adapter."""
+    """Limits for adapters. ``max_rank`` applies to every layer."""
 
     max_rank: int
 
@@ -57,8 +59,13 @@ class LoraLimits:
 def read_adapter(
     path: Path | str, target: AdapterTarget, limits: LoraLimits, before: ReadBefore | None = None
 ) -> LoraAdapter:
-    """The adapter in the directory ``path``, for the model that ``target`` is of. ``before``: what was read for the same target,
-    whose numbers need not be looked at again. Raises LoraError.
+    """Read the adapter in the directory ``path``. Raises LoraError.
+
+    Args:
+        path: Directory of the adapter.
+        limits: Limits for the adapter.
+        target: The modules of the model that the adapter may update.
+        before: Adapters already read for the same target. Their digests and numbers are not checked again.
     """
     before = before or ReadBefore()
     with AdapterFolder.at(Path(path)) as folder:
@@ -85,7 +92,7 @@ def read_adapter(
     ]
     known = before.digest(files)
     digest = known or adapter_digest(updates)
-    share = not tensors.copies  # or the copies would stay in memory with the views
+    share = not tensors.copies  # Otherwise the copies would stay in memory with the views.
     ready = {
         update.module: _update(
             update, tensors.updates[tensors.naming.in_file(update.module)], share=share, good=known is not None
@@ -98,12 +105,12 @@ def read_adapter(
 
 
 def _differs(config: PeftConfig, target: AdapterTarget) -> bool:
-    """Whether the adapter says that it is of a model of another name; that may be the same model all the same."""
+    """Return whether the adapter names a model with another name. It may be the same model all the same."""
     return bool(config.base_model and target.model) and Path(config.base_model).name != Path(target.model).name
 
 
 def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarget) -> LoraError:
-    """The same, with what it was trained on where layers or shapes are not this model's and that may be why."""
+    """Add the name of the adapter's base model to an error, if that may be the cause."""
     if error.remedy or error.reason not in _OF_ANOTHER_MODEL or not _differs(config, target):
         return error
     base, model = config.base_model[:_LONGEST_NAME], Path(target.model).name
@@ -112,9 +119,7 @@ def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarge
 
 
 def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
-    """How many bytes the matrices of the adapter in the directory ``path`` will have once they are read, by what its files say of
-    them. Raises LoraError.
-    """
+    """Return how many bytes the adapter's matrices take in memory, according to its file headers. Raises LoraError."""
     with AdapterFolder.at(Path(path)) as folder:
         with folder.file(CONFIG_FILE) as (opened, _):
             parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
@@ -125,7 +130,7 @@ def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
 
 
 def _layers(config: PeftConfig, tensors: PeftTensors, target: AdapterTarget) -> dict[str, ChosenLayer]:
-    """Those that the adapter is meant for, by their names in its files; all of them linear layers of the model."""
+    """Return the linear layers that the adapter targets, by their names in its files. Raises LoraError."""
     naming = tensors.naming
     known = {name: naming.in_file(name) for name in (*target.linears, *target.unserved)}
     linear = {known[name] for name in target.all_linear}
@@ -148,7 +153,7 @@ def _check_headers(
     target: AdapterTarget,
     limits: LoraLimits,
 ) -> None:
-    """That there are those tensors that the configuration speaks of, of the right types and shapes."""
+    """Check that the file has exactly the configured tensors, with the right dtypes and shapes. Raises LoraError."""
     for layer, names in tensors.updates.items():
         if layer not in layers:
             raise _surplus(layer, next(iter(names.values())), tensors, target)
@@ -188,7 +193,7 @@ def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...]) -> No
 
 
 def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget) -> LoraError:
-    """Why there should be no tensor ``name``."""
+    """Return the error for an unexpected tensor ``name``."""
     known = tensors.naming.in_model(layer)
     if known in target.linears:
         what = f"target_modules in {CONFIG_FILE} does not mean its layer"
@@ -205,7 +210,7 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
 
 
 def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], target: AdapterTarget) -> None:
-    """PEFT saves the base model's lm_head along with an adapter of it: that must be ours."""
+    """Check that copied weights match this model. PEFT saves the base model's lm_head together with an adapter for it."""
     for parameter, name in tensors.copies.items():
         if not target.samples[parameter].agrees(stored[name].float()):
             raise LoraError(
@@ -218,7 +223,14 @@ def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], targ
 
 
 def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good: bool) -> LowRankUpdate:
-    """With its scale in B. ``share``: the memory that was read. ``good``: its numbers are known to be finite."""
+    """Return an update whose B includes the scale.
+
+    Args:
+        update: The update as it is stored.
+        names: Tensor names by side, for error messages.
+        share: Whether the result may share memory with the buffer that was read.
+        good: Whether the numbers are already known to be finite.
+    """
     a, b = update.a.float(), update.b.float()
     if not good:
         _check_finite(a, names["A"], 1.0)
@@ -229,7 +241,7 @@ def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good
 
 
 def _check_finite(tensor: torch.Tensor, name: str, scale: float) -> None:
-    """Also when it is scaled."""
+    """Raise LoraError unless the tensor is finite, before and after scaling."""
     low, high = (float(bound) for bound in tensor.aminmax())
     if max(abs(low), abs(high)) * abs(scale) <= _LARGEST:
         return

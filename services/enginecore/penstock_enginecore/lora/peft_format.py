@@ -1,4 +1,6 @@
-"""What PEFT writes: settings in ``adapter_config.json``, each honoured or refused, and the names of tensors."""
+"""PEFT's file format: the settings in ``adapter_config.json`` and the names of tensors. Settings that change the
+computation are either supported or refused.
+"""
 
 import logging
 import math
@@ -41,16 +43,20 @@ _WITHOUT_EFFECT = frozenset(
         "velora_config",
     }
 )
-"""Settings of training, of initializations that are looked at by their names, and of variants that have switches of their own."""
+"""Settings that have no effect here: training settings, initializations that ``_check_init`` looks at by name, and
+options of variants that have their own switches.
+"""
 _NOTES = ("_", "unsloth_")
-"""What keys begin with that are no settings of PEFT's: programs that train note down what they are."""
+"""Prefixes of keys that are not PEFT settings. Training programs write notes about themselves under these keys."""
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Ways to begin that leave the base model's weights as they are, and B A as the update; besides true and false."""
+"""Initializations, in addition to true and false, that leave the base model's weights unchanged and use ``B A`` as the
+update.
+"""
 _NONE: tuple[Any, ...] = (None, False, [], {}, "")
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """As the file has them, with PEFT's defaults."""
+    """Settings as the file has them, with PEFT's defaults."""
 
     peft_type: str
     r: int = 8
@@ -69,9 +75,16 @@ class _Settings(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """``rank`` and ``alpha``: of layers that no pattern is for. ``target_modules`` and ``exclude_modules``: a regular expression,
-    or ends of names. ``layers``: numbers of those that are adapted, None for all; ``layers_patterns``: what their list is called.
-    ``base_model``: what it was trained on, empty where the file does not say.
+    """Parsed settings of an adapter.
+
+    Attributes:
+        rank: Rank of layers that no pattern matches.
+        alpha: Alpha of layers that no pattern matches.
+        target_modules: A regular expression, or suffixes of module names.
+        exclude_modules: A regular expression, or suffixes of module names.
+        layers: Numbers of the layers that are adapted, or None for all.
+        layers_patterns: Names of the model's list of layers.
+        base_model: Model on which the adapter was trained, or empty if the file does not say.
     """
 
     rank: int
@@ -87,19 +100,22 @@ class PeftConfig:
     base_model: str
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What ``B A`` is multiplied with: alpha / rank, or with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)."""
+        """Return the factor of ``B A``: alpha / rank, or alpha / sqrt(rank) with rsLoRA (Kalajdzievski, 2023)."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
-    """Of the file's content. Raises LoraError for settings that are not honoured, by name, and for ranks below 1."""
+    """Parse the content of ``adapter_config.json``. Raises LoraError for unsupported settings, with their names, and
+    for ranks below 1.
+    """
     if len(text) > MAX_CONFIG_BYTES:
         raise _garbled("it is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
     try:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _garbled("it cannot be read", str(e)) from e
-    if nests_deeper(given, MAX_DEPTH):  # whatever is written into an error must not end in recursion, either
+    # Deep values must not cause a RecursionError when they are written into an error message.
+    if nests_deeper(given, MAX_DEPTH):
         raise _garbled("it nests too deeply", "", f"at most {MAX_DEPTH} levels")
     if not isinstance(given, dict):
         raise _garbled("it is no JSON object", type(given).__name__)
@@ -146,7 +162,7 @@ def _names(given: str | list[str] | tuple[()]) -> str | frozenset[str]:
 
 
 def _check_ranks(settings: _Settings, max_rank: int) -> None:
-    """Numbers that no layer can have; those that only some layers have are looked at with these."""
+    """Check ranks and alphas, including those that apply only to some layers. Raises LoraError for impossible values."""
     rank_pattern, alpha_pattern = settings.rank_pattern or {}, settings.alpha_pattern or {}
     for key, count in (("rank_pattern", len(rank_pattern)), ("alpha_pattern", len(alpha_pattern))):
         if count > _MAX_PATTERNS:
@@ -179,7 +195,7 @@ def _check_init(init: bool | str | None) -> None:
 
 
 def _check(key: str, value: Any) -> None:
-    """Raises for settings that change what is computed."""
+    """Raise LoraError if a setting changes the computation and is not supported."""
     if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
         return
     if key.startswith(_NOTES):
@@ -217,13 +233,13 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-# What tensors are called in PEFT's files, and which layers of the model they are of.
+# Names of tensors in PEFT's files, and the layers of the model to which they belong.
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""What torch's compiler, checkpoints of activations and FSDP put into names of the modules they wrap."""
+"""Parts that torch.compile, activation checkpointing and FSDP insert into the names of modules that they wrap."""
 _TEXT_MODELS = ("language_model", "text_model")
-"""What transformers calls the text model of a model that takes media."""
+"""Names that transformers gives to the text model of a multimodal model."""
 _UPDATE = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _BASE = re.compile(r"(?P<layer>.+?)(?:\.base_layer)?\.(?P<own>weight|bias)")
 _OTHERS = (
@@ -234,13 +250,16 @@ _OTHERS = (
     (re.compile(r".*\.modules_to_save\..*"), LoraReason.MODULES_TO_SAVE, "it is of a layer that is replaced"),
     (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it is of experts"),
 )
-"""Tensors that are refused for what they are called."""
+"""Tensors that are refused because of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftTensors:
-    """Names in a file. ``updates``: by layer, in the file's words, and side, A or B. ``copies``: of weights of the base model, by
-    parameter of the model.
+    """Tensor names of one file.
+
+    Attributes:
+        updates: Names of the A and B tensors, by layer as named in the file and by side ("A" or "B").
+        copies: Names of tensors that copy weights of the base model, by parameter name of the model.
     """
 
     naming: "Naming"
@@ -250,9 +269,14 @@ class PeftTensors:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How names of layers in a file become the model's: an adapter that was trained on a model with a head, say, may be served on
-    one without, and one of a model that takes media on its text model. ``rules``: what a name begins with in the file, and what
-    with in the model; the first that fits holds. ``of_media``: in the file, the text model is a part.
+    """Maps layer names in a file to layer names in the model.
+
+    An adapter that was trained on a model with a head may be served on a model without one. An adapter for a multimodal
+    model may be served on its text model.
+
+    Attributes:
+        rules: Pairs of a prefix in the file and its replacement in the model. The first matching rule applies.
+        of_media: Whether the text model is one part of the model in the file.
     """
 
     rules: tuple[tuple[str, str], ...] = (("", ""),)
@@ -260,7 +284,7 @@ class Naming:
 
     @classmethod
     def of(cls, layers: Iterable[str], target: AdapterTarget) -> Self:
-        """By which most of ``layers`` are the model's."""
+        """Return the naming with which most of ``layers`` exist in the model."""
         inner = f"{target.prefix}." if target.prefix else ""
         ways = [cls()]
         if inner:
@@ -268,22 +292,22 @@ class Naming:
         for text in _TEXT_MODELS:
             for added in dict.fromkeys((inner, "")):  # with a head, and without
                 ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
-            # before transformers 4.52, where the text model had the head
+            # before transformers 4.52, when the head belonged to the text model
             ways.append(cls(((f"{text}.", ""),), of_media=True))
             ways.append(cls(((f"{text}.model.", ""),), of_media=True))
         return max(ways, key=lambda way: sum(way.in_model(layer) in target.linears for layer in layers))
 
     def in_model(self, layer: str) -> str:
-        """What the model calls it; '' where it has none of that name."""
+        """Return the model's name for a layer in the file, or '' if the model has no such name."""
         return next((into + layer.removeprefix(of) for of, into in self.rules if layer.startswith(of)), "")
 
     def in_file(self, layer: str) -> str:
-        """What a file calls it; '' where the model it was trained on had none."""
+        """Return the file's name for a layer of the model, or '' if the trained model had no such layer."""
         return next((of + layer.removeprefix(into) for of, into in self.rules if layer.startswith(into)), "")
 
 
 def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> PeftTensors:
-    """Which tensor of ``file`` is what. Raises LoraError for those that are nothing that is served."""
+    """Classify the tensors of ``file``. Raises LoraError for tensors that are not supported."""
     updates: dict[str, dict[str, str]] = {}
     others: list[str] = []
     for name in names:
@@ -302,17 +326,17 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
 
 
 def is_update(name: str) -> bool:
-    """Whether a tensor is called what A and B are called."""
+    """Return whether a tensor has the name of an A or B matrix."""
     return _UPDATE.fullmatch(_own_name(name)) is not None
 
 
 def tensor_name(layer: str, side: str) -> str:
-    """What PEFT calls the tensor of a layer."""
+    """Return PEFT's tensor name for one side of a layer."""
     return f"{_PREFIX}{layer}.lora_{side}.weight"
 
 
 def without_wrappers(name: str) -> str:
-    """The name that a module has while nothing wraps it or its parents."""
+    """Return a module's name without the parts that wrappers insert."""
     return _WRAPPERS.sub("", name)
 
 
@@ -321,7 +345,9 @@ def _own_name(name: str) -> str:
 
 
 def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[str, str]:
-    """The parameter of the base model that tensor ``name`` is a copy of, and ``name``. Raises LoraError if it cannot be one."""
+    """Return the base model's parameter that tensor ``name`` copies, and ``name``. Raises LoraError if it cannot be a
+    copy.
+    """
     own = _own_name(name)
     for pattern, reason, what in _OTHERS:
         if pattern.fullmatch(own):

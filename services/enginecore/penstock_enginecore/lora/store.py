@@ -1,4 +1,4 @@
-"""The adapters that a worker holds, and how they are read for the model that it loads."""
+"""Adapters that a worker holds, and the readers that load them for the worker's model."""
 
 import threading
 from collections import deque
@@ -27,29 +27,32 @@ from penstock_enginecore.worker.messages import Loaded, LoadLora
 ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
 """Reads the adapter in a directory. Raises LoraError."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
-"""Makes what reads adapters of a model, whose modules are as they were loaded."""
+"""Creates a reader for adapters of a model. The model's modules must be as they were loaded."""
 
 SizeAdapter: TypeAlias = Callable[[str, LoraConfig], int]
-"""Bytes that the matrices of the adapter in a directory will have in memory, without reading them. Raises LoraError."""
+"""Returns how many bytes the matrices of an adapter will take in memory, without reading them. Raises LoraError."""
 
 _UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
 
 def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
-    """Reads adapters as PEFT saves them."""
+    """Return a reader for adapters in PEFT's format."""
     target, limits, before = AdapterTarget.of(module), LoraLimits(config.max_lora_rank), ReadBefore()
     return lambda path: read_adapter(path, target, limits, before)
 
 
 def peft_size(path: str, config: LoraConfig) -> int:
-    """Of adapters as PEFT saves them."""
+    """Return the size of an adapter in PEFT's format."""
     return adapter_bytes(path, LoraLimits(config.max_lora_rank))
 
 
 @contextmanager
 def telling_of(lora: LoraRequest) -> Iterator[None]:
-    """What is wrong with the files of an adapter ends its requests: raises Unavailable where they cannot be read,
-    FailedPrecondition for what is not served.
+    """Convert file errors of an adapter to request errors.
+
+    Raises:
+        Unavailable: The files cannot be read.
+        FailedPrecondition: The adapter is not supported.
     """
     try:
         yield
@@ -60,7 +63,12 @@ def telling_of(lora: LoraRequest) -> Iterator[None]:
 
 
 class ReadyLora(NamedTuple):
-    """An adapter that was read for ``lora``. ``take``: how ``forward`` takes it; None where there was no forward pass."""
+    """An adapter that was read and prepared for ``lora``.
+
+    Attributes:
+        forward: The forward pass for which the adapter was prepared, or None if there was none.
+        take: Adds the prepared adapter to ``forward``. None if there was no forward pass.
+    """
 
     lora: LoraRequest
     loaded: LoadedLora
@@ -69,30 +77,38 @@ class ReadyLora(NamedTuple):
 
 
 class LoraStore:
-    """By digest, in the forward pass. ``read`` and ``prepare`` may be called on any thread while steps run; the other methods
-    between steps.
+    """Holds a worker's adapters by digest. The forward pass holds the matrices.
 
-    Matrices are the forward pass' to keep. What is held here says where they can be read again, once the engine has slept
-    without its weights.
+    ``read`` and ``prepare`` may be called on any thread while steps run. The other methods must be called between
+    steps. The store remembers the paths of adapters, so that they can be read again after the engine slept without its
+    weights.
     """
 
     def __init__(self) -> None:
         self._read: ReadAdapter | None = None
         self._forward: AdaptedForward | None = None
         self._held: dict[bytes, tuple[LoraRequest, LoadedLora]] = {}
-        self._lock = threading.Lock()  # of what was read last, for whoever reads
+        self._lock = threading.Lock()  # allows one read at a time
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def digests(self) -> list[bytes]:
-        """Of the adapters that are held."""
+        """Digests of the adapters that are held."""
         return list(self._held)
 
     def attach(self, forward: AdaptedForward | None, read: ReadAdapter | None, model: str) -> None:
-        """Hold adapters in this forward pass from now on; those that there are are read again. ``model``: what it is called.
-        Raises ModelLoadError where it takes none, and as ``read``.
+        """Use ``forward`` for adapters from now on. Adapters that are already held are read again.
+
+        Args:
+            forward: The model's forward pass, or None if it supports no adapters.
+            read: Reads adapters for the model, or None.
+            model: Name of the model, for error messages.
+
+        Raises:
+            ModelLoadError: The forward pass does not support adapters.
+            RequestFailed: An adapter cannot be read again, see ``read``.
         """
         if forward is None or read is None:
             raise ModelLoadError(f"lora.max_loras is set, and {model} takes no LoRA adapters: use 0")
@@ -101,8 +117,11 @@ class LoraStore:
             forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))
 
     def read(self, lora: LoraRequest) -> LoraAdapter:
-        """Read an adapter, one after the other. Raises Unavailable where that fails, FailedPrecondition for one that is not
-        served, or is not what ``lora`` says.
+        """Read an adapter. Only one thread reads at a time.
+
+        Raises:
+            Unavailable: The files cannot be read.
+            FailedPrecondition: The adapter is not supported, or its digest differs from that in ``lora``.
         """
         if self._read is None:
             raise RuntimeError("attach must come before the first adapter")
@@ -118,7 +137,9 @@ class LoraStore:
         return adapter
 
     def prepare(self, lora: LoraRequest, adapter: LoraAdapter) -> ReadyLora:
-        """Have what was read for ``lora`` as the forward pass wants it. Raises FailedPrecondition with what that finds wrong."""
+        """Convert an adapter to the form that the forward pass needs. Raises FailedPrecondition if the forward pass
+        refuses it.
+        """
         loaded = LoadedLora(adapter.digest, adapter.max_rank, tuple(sorted(adapter.updates)), adapter.num_bytes)
         forward = self._forward
         try:
@@ -128,8 +149,10 @@ class LoraStore:
         return ReadyLora(lora, loaded, forward, take)
 
     def add(self, ready: ReadyLora) -> LoadedLora:
-        """Hold it. While there is no forward pass, it is read again for the next, and so it is for one that came meanwhile:
-        raises as ``read`` then.
+        """Hold a prepared adapter.
+
+        If there is no forward pass, the adapter is read again when the next one is attached. If the forward pass
+        changed since ``prepare``, the adapter is read again now, with the errors of ``read``.
         """
         lora, loaded, forward, take = ready
         if (held := self._held.get(loaded.digest)) is not None:
@@ -142,12 +165,12 @@ class LoraStore:
         return loaded
 
     def remove(self, digest: bytes) -> None:
-        """Let go of an adapter; one that is not there is passed over."""
+        """Free an adapter. Does nothing if it is not held."""
         if self._held.pop(digest, None) is not None and self._forward is not None:
             self._forward.remove_adapter(digest)
 
     def detach(self) -> None:
-        """The forward pass is gone, until ``attach``."""
+        """Forget the forward pass, until ``attach``."""
         self._forward = None
 
 
@@ -165,24 +188,26 @@ def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
     return Unavailable(why, field="lora", reason="LORA_UNAVAILABLE")
 
 
-# Reads adapters of the model that a worker loads, and keeps of them what the worker computes.
+# Readers of adapters that keep only the worker's part of each adapter.
 
 
 class Onlooker:
-    """Is shown the modules of a model while it is loaded, maybe several times: what it was shown last counts."""
+    """Observer of a model's modules while it is loaded. A model may be loaded several times; the last notification
+    counts.
+    """
 
     def loaded(self, module: PreTrainedModel) -> None:
-        """They are whole: neither split nor cut nor packed."""
+        """Receive the whole module, before it is split, cut or packed."""
 
     def split(self, features: Mapping[str, OwnFeatures]) -> None:
-        """They were split; this rank has these features of linear layers."""
+        """Receive the features of linear layers that this rank keeps, after tensor-parallel splitting."""
 
     def cut(self, module: PreTrainedModel) -> None:
-        """The layers of other stages are gone."""
+        """Receive the module after layers of other pipeline stages were removed."""
 
 
 class AdapterReader(Onlooker):
-    """A ``ReadAdapter``: of the whole adapter, of which the worker's part is given, under the whole's digest."""
+    """A ``ReadAdapter`` that reads the whole adapter and returns the worker's part, under the digest of the whole."""
 
     def __init__(self, make: MakeReader, config: LoraConfig) -> None:
         self._make = make
@@ -191,31 +216,31 @@ class AdapterReader(Onlooker):
         self._part = AdapterPart()
 
     def loaded(self, module: PreTrainedModel) -> None:
-        """Of this model."""
+        """Create a reader for this model."""
         self._read, self._part = self._make(module, self._config), AdapterPart()
 
     def split(self, features: Mapping[str, OwnFeatures]) -> None:
-        """See ``OwnFeatures``."""
+        """Record which features of split layers this rank keeps."""
         self._part = AdapterPart(features, self._part.linears)
 
     def cut(self, module: PreTrainedModel) -> None:
-        """Of the linear layers that are left."""
+        """Record which linear layers are left on this stage."""
         named: Any = module.named_modules()
         linears = frozenset(name for name, child in named if isinstance(child, torch.nn.Linear))
         self._part = AdapterPart(self._part.features, linears)
 
     def __call__(self, path: str) -> LoraAdapter:
-        """See ``ReadAdapter``. RuntimeError before a model was loaded."""
+        """Read the adapter in a directory. Raises LoraError, and RuntimeError if no model was loaded."""
         if self._read is None:
             raise RuntimeError("a model must be loaded before its adapters are read")
         return self._part.of(self._read(path))
 
 
-# Adapters that workers read while they compute, and that the engine waits for.
+# Loads that workers execute, as seen by the engine.
 
 
 class LoadsAwaited:
-    """Loads that workers have not all answered. From any thread."""
+    """Collects the workers' answers to load commands. Thread-safe."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -225,9 +250,11 @@ class LoadsAwaited:
         self._failed: Exception | None = None
 
     def begin(self) -> "tuple[int, Future[LoadedLora]]":
-        """The next number, and what becomes of the load: what all workers have taken, or the error of the first that has one,
-        as PartlyLoadedError where others have taken it. The modules are those of all workers, the bytes those of the worker
-        that has the most.
+        """Start a load. Returns its number and its future.
+
+        The future's result has the modules of all workers, and the bytes of the worker with the most. If a worker
+        failed, the future has the error of the lowest such rank. The error is a PartlyLoadedError if other workers hold
+        the adapter.
         """
         with self._lock:
             self._last += 1
@@ -239,7 +266,7 @@ class LoadsAwaited:
             return self._last, future
 
     def answered(self, rank: int, number: int, outcome: LoadedLora | Exception) -> None:
-        """A worker's answer. Numbers that are not waited for are ignored."""
+        """Record a worker's answer. Unknown numbers are ignored."""
         with self._lock:
             if number not in self._waiting:
                 return
@@ -271,14 +298,14 @@ class LoadsAwaited:
             future.set_exception(error)
 
     def refused(self, number: int, error: Exception) -> None:
-        """A load was not begun. Numbers that are not waited for are ignored."""
+        """Fail a load that was not sent. Unknown numbers are ignored."""
         with self._lock:
             future, _ = self._waiting.pop(number, (None, {}))
         if future is not None:
             future.set_exception(error)
 
     def fail(self, error: Exception) -> None:
-        """Nothing is answered any more: end every load, also those to come, with ``error``."""
+        """Fail all loads, including future ones, with ``error``. No answers arrive after this."""
         with self._lock:
             self._failed = self._failed or error
             waiting = [future for future, _ in self._waiting.values()]
@@ -287,14 +314,14 @@ class LoadsAwaited:
             future.set_exception(error)
 
 
-# At a worker.
+# Loads in a worker.
 
 
 class LoadsUnderWay:
-    """Reads adapters on a thread of its own, in order. All methods belong to the worker's thread."""
+    """Reads adapters in order, on a thread of its own. All methods belong to the worker's thread."""
 
     LOOK = 0.005
-    """Seconds between two looks at what is being read."""
+    """Seconds between two polls of the running loads."""
 
     def __init__(self) -> None:
         self._thread: DeviceThread | None = None
@@ -304,13 +331,13 @@ class LoadsUnderWay:
         return bool(self._reading)
 
     def begin(self, load: LoadLora, store: LoraStore) -> None:
-        """Have an adapter read, and made ready for the forward pass."""
+        """Start to read and prepare an adapter."""
         if self._thread is None:
             self._thread = DeviceThread("lora loader")
         self._reading.append((load, self._thread.submit(partial(_load, store, load.lora))))
 
     def take(self, store: LoraStore) -> Iterator[Loaded]:
-        """Take what has been read, between steps. The answers."""
+        """Add the adapters that have been read, between steps. Yields the answers to the load commands."""
         while self._reading and self._reading[0][1].done():
             load, future = self._reading.popleft()
             try:

@@ -1,4 +1,4 @@
-"""Which modules of a base model an adapter can have updates for."""
+"""The modules of a base model that adapters may update."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +14,16 @@ from penstock_enginecore.models.quantization.layers import QuantizedLinear
 _OF_EXPERTS = "experts or what belongs to them"
 _COMPARED_ROWS = 64
 _ROUNDING = 2.0**-8
-"""How much one of two copies of a number that is stored in 16 bits may differ, as a share of it."""
+"""Maximum relative difference between two copies of a number that is stored in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """Why a module takes no update, and what it is, in words. ``linear``: "all-linear" means it, too."""
+    """Why a module takes no update, and what kind of module it is.
+
+    Attributes:
+        linear: Whether "all-linear" selects the module, too.
+    """
 
     reason: LoraReason
     what: str
@@ -28,7 +32,7 @@ class Unserved:
 
 @dataclass(frozen=True, slots=True)
 class BaseSample:
-    """A weight of the base model, of which adapters may bring a copy: its shape, and some of its rows as float32."""
+    """Sample of a base model weight that adapters may copy: its shape, and some of its rows as float32."""
 
     shape: tuple[int, ...]
     indices: torch.Tensor
@@ -36,23 +40,28 @@ class BaseSample:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:
-        """Rows from the first to the last."""
+        """Sample rows at equal distances, including the first and the last."""
         count = min(_COMPARED_ROWS, len(weight))
         indices = torch.linspace(0, len(weight) - 1, count, device=weight.device).long()
         rows = weight.detach()[indices].to("cpu", torch.float32, copy=True)
         return cls(tuple(weight.shape), indices.cpu(), rows)
 
     def agrees(self, copy: torch.Tensor) -> bool:
-        """Whether ``copy``, of the same shape, has the same rows but for rounding."""
+        """Return whether ``copy``, of the same shape, has the same rows up to rounding."""
         return torch.allclose(copy[self.indices].float(), self.rows, rtol=_ROUNDING, atol=1e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """What adapters of a model can be. ``model``: the name or path it was loaded from. ``linears``: ``(out, in)`` features of its
-    linear layers by name, an lm_head among them. ``unserved``: others that adapters are made for elsewhere. ``heads``: names of
-    those that "all-linear" leaves out: the layer that puts out logits, or scores. ``prefix``: under which transformers has this
-    model in one with a head, such as ``model``. ``samples``: by parameter.
+    """The modules of a model that adapters may update.
+
+    Attributes:
+        model: Name or path from which the model was loaded.
+        linears: ``(out, in)`` features of its linear layers by name, including an lm_head.
+        unserved: Other modules that adapters may name, but that are not supported here.
+        heads: Layers that produce logits or scores. "all-linear" excludes them.
+        prefix: Prefix of this model inside a transformers model with a head, such as ``model``.
+        samples: Samples of weights that adapters may copy, by parameter.
     """
 
     model: str
@@ -64,13 +73,14 @@ class AdapterTarget:
 
     @property
     def all_linear(self) -> frozenset[str]:
-        """What "all-linear" means."""
+        """Names that "all-linear" selects."""
         return frozenset({*self.linears, *(name for name, why in self.unserved.items() if why.linear)} - self.heads)
 
     @classmethod
     def of(cls, module: PreTrainedModel) -> Self:
-        """Of a model of transformers whose linear layers are whole: neither packed nor split among ranks. Weights on the meta
-        device do; then no adapter may bring copies of some.
+        """Return the target for a transformers model whose linear layers are neither packed nor split among ranks.
+
+        Weights on the meta device are allowed. Adapters may not contain copies of such weights.
         """
         named = dict(module.named_modules())
         blocks = _expert_blocks(named)
@@ -95,7 +105,7 @@ class AdapterTarget:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether it computes what a linear layer does. Subclasses may do something else."""
+    """Return whether the module computes a plain linear layer. Subclasses may compute something else."""
     if isinstance(module, QuantizedLinear):
         return True
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
@@ -112,7 +122,9 @@ def _unserved(module: torch.nn.Module) -> Unserved | None:
 
 
 def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Names of modules that choose experts: a parent of those has a router, too, and maybe experts that all tokens share."""
+    """Return the names of mixture-of-experts blocks. A block contains experts, a router, and maybe experts that all
+    tokens share.
+    """
     blocks = []
     for name, module in named.items():
         parent, _, own = name.rpartition(".")
@@ -123,7 +135,7 @@ def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
 
 
 def _heads(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """As PEFT finds them."""
+    """Yield the head's names in the way PEFT finds them."""
     head = _output_layer(module)
     if head is None:
         yield from [name for name in ("score", "classifier") if name in named][:1]
@@ -136,7 +148,7 @@ def _output_layer(module: Any) -> torch.nn.Module | None:
 
 
 def _samples(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, BaseSample]]:
-    """Of the weights that PEFT saves beside an adapter of an lm_head."""
+    """Yield samples of the weights that PEFT saves together with an adapter for an lm_head."""
     for layer in (module.get_input_embeddings(), _output_layer(module)):
         if not isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
             continue

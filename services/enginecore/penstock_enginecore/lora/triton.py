@@ -1,10 +1,14 @@
-"""Shrink and expand: what adapters add to a product of many rows, each with its own adapter or none (Punica; Chen et al., 2023).
+"""Triton kernels that add adapters to a product of many rows. Each row has its own adapter or none (Punica; Chen et
+al., 2023).
 
-Rows come in tiles of one adapter. The first kernel makes ``h = x A`` of each tile, the second adds ``h B`` to what the product
-has made of the tile's rows. Rows in no tile are neither read nor written. A sum over columns is one of chunks that the weight's
-shape says, a sum over ranks goes from the first to the last: a row has the same bits alone and among others. Both grids depend
-on how many tiles there may be, so that steps are captured and replayed; programs of tiles, ranks and projections that are not
-there end at once.
+Rows come in tiles of one adapter. The shrink kernel computes ``h = x A`` of each tile. The expand kernel adds ``h B``
+to the product's output for the tile's rows. Rows in no tile are neither read nor written.
+
+A sum over columns is the sum of chunks whose size depends only on the weight's shape. A sum over ranks runs from first
+to last. So a row gets the same bits alone and in a batch.
+
+Both grids depend on the maximum number of tiles, so that steps can be captured and replayed. Programs for unused tiles,
+ranks and projections return at once.
 """
 
 import torch
@@ -27,9 +31,21 @@ def add_low_rank(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Add to ``out`` ``[rows, out features]`` what ``matrices`` make of ``x`` ``[rows, in features]``, times ``scale``, for the
-    rows of ``tiles``. ``scratch``: float32, as much as ``SlotMatrices.scratch_numbers`` says. ``x`` and ``out`` are of the
-    matrices' dtype, their rows contiguous. Summed in float32; h is rounded to the matrices' dtype. ValueError for others.
+    """Add the update ``x A B * scale`` to ``out`` for the rows of ``tiles``.
+
+    ``x``, ``out`` and the matrices have the same dtype, and the rows are contiguous. Sums are float32. h is rounded to
+    the matrices' dtype.
+
+    Args:
+        matrices: Matrices of all slots.
+        tiles: Tiles of the step.
+        scale: Factor of the update.
+        x: ``[rows, in features]``.
+        scratch: float32, with at least ``SlotMatrices.scratch_numbers`` elements.
+        out: ``[rows, out features]``.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
     """
     shape, numbers = matrices.shape, matrices.numbers
     if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
@@ -63,7 +79,7 @@ def shrink_tiles(
     in_features, chunk, x_stride, slot_stride, table_stride, most_ranks,
     PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program sums some ranks of a tile over a chunk of columns. ``h`` ``[chunks, tiles, TILE, most_ranks]``."""
+    """Sum some ranks of a tile over a chunk of columns. ``h`` is ``[chunks, tiles, TILE, most_ranks]``."""
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot >= 0:
@@ -96,7 +112,7 @@ def expand_tiles(
     PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr,
     ROW_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program adds to the rows of a tile, in a piece of the features of one projection."""
+    """Add the update to the rows of a tile, for a piece of the features of one projection."""
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot >= 0:

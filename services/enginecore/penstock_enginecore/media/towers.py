@@ -1,4 +1,4 @@
-"""The weights of a model's towers, which sleep with those of the model."""
+"""Weights of a model's vision and audio encoders, which sleep together with those of the model."""
 
 import torch
 
@@ -9,22 +9,24 @@ from penstock_enginecore.models.multimodal.base import MediaEncoder
 
 
 class Towers:
-    """Of ``encoder``; None: there are none, and every answer is that of nothing."""
+    """The modules of ``encoder``. If it is None, there are no modules."""
 
     def __init__(self, encoder: MediaEncoder | None) -> None:
         self._modules = [] if encoder is None else list(encoder.modules)
 
     @property
     def weight_bytes(self) -> int:
-        """Of their parameters."""
+        """Bytes of the encoders' parameters."""
         return sum(map(module_bytes, self._modules))
 
     def weights(self) -> list[torch.Tensor]:
-        """Parameters and buffers, in an order of the model's."""
+        """Return parameters and buffers, in a fixed order."""
         return [tensor for module in self._modules for tensor in module_tensors(module)]
 
     def read(self, others: "Towers") -> None:
-        """Copy the weights of ``others``, those of the same checkpoint. RuntimeError where they differ in shape."""
+        """Copy the weights of ``others``, which must come from the same checkpoint. Raises RuntimeError if shapes
+        differ.
+        """
         copy_weights(others.weights(), self.weights())
 
     def to(self, device: torch.device) -> None:
@@ -33,7 +35,7 @@ class Towers:
 
 
 def check_towers(config: EngineCoreConfig, encoder: MediaEncoder | None) -> None:
-    """Raise ConfigError for a model with towers that is to be served in a way in which their rows do not go yet."""
+    """Raise ConfigError if the model has vision or audio encoders and the configuration does not support them."""
     if encoder is None:
         return
     executor = config.executor
@@ -45,6 +47,6 @@ def check_towers(config: EngineCoreConfig, encoder: MediaEncoder | None) -> None
     if way:
         modalities = ", ".join(info.modality for info in encoder.media)
         raise ConfigError(
-            f"{way}, and the model takes {modalities}, which is not served so yet; set multimodal.enabled to false to serve text "
-            "alone"
+            f"{way}, and the model takes {modalities}, which is not supported together; set multimodal.enabled to "
+            "false to serve text alone"
         )

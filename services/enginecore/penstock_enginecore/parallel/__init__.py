@@ -1,1 +1,1 @@
-"""A model over several devices: its plan, its parts, and what passes between them."""
+"""A model over several devices: its plan, its parts, and the communication between them."""

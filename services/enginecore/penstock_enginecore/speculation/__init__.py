@@ -1,1 +1,1 @@
-"""Speculative decoding: a file for each way to draft tokens. ``base.py`` is the interface."""
+"""Speculative decoding: one file for each way to draft tokens. ``base.py`` is the interface."""

@@ -1,4 +1,4 @@
-"""What every drafter is, what it gets and what it gives. Drafters run on the device thread, behind a step's sampling."""
+"""Interface of drafters, with their inputs and outputs. Drafters run on the device thread, after a step's sampling."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,11 @@ from penstock_enginecore.sample.base import SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request of the step that is over, whose tokens are final. ``token_ids`` int32 ``[tokens]``: prompt and output, the newest
-    included; a view that is overwritten later. ``num_drafts``: tokens to draft, at most; 0 for none.
+    """A request of the completed step, whose tokens are final.
+
+    Attributes:
+        token_ids: int32 ``[tokens]``: prompt and output, including the newest token. A view that is overwritten later.
+        num_drafts: Maximum number of tokens to draft, or 0.
     """
 
     request_id: str
@@ -30,89 +33,108 @@ class DraftRequest:
 
 
 class DraftStep(Protocol):
-    """The step that is over, as drafters see it."""
+    """The completed step, as drafters see it."""
 
     requests: Sequence[DraftRequest]
-    """All that had tokens in it, in the order of the batch."""
+    """All requests that had tokens in the step, in batch order."""
 
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Lay out ``tokens[i]`` of the request at index ``requests[i]`` from position ``first[i]`` on, one request at least.
-        There are blocks for ``num_drafts - 1`` positions behind the newest token; block tables go on for ``ahead`` positions.
+        """Lay out tokens for a forward pass. At least one request is required.
+
+        Blocks are allocated for ``num_drafts - 1`` positions after the newest token.
+
+        Args:
+            requests: Indices of requests.
+            first: Position of the first token, for each request.
+            tokens: Tokens, for each request.
+            ahead: Number of positions after the tokens that block tables must cover.
         """
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """How these requests, by index, draw the draft at ``place``, the first is at 0, without rules. ``place`` int64
-        ``[requests]``: each its own; a request may come several times then.
+        """Return the sampling inputs for drafts of these requests, without rules.
+
+        Args:
+            requests: Indices of requests.
+            place: Index of the draft, from 0. int64 ``[requests]`` gives each request its own place, and a request may then occur
+                several times.
         """
 
 
 class Drafter(Protocol):
-    """Guesses tokens. What it gives is verified: it may be wrong, and costs time then, never a token.
+    """Guesses tokens. The model verifies its drafts, so a wrong draft costs time but never changes the output.
 
-    A request is begun once, may be followed by any number of steps, and is ended once. Whatever it raises switches it off.
+    ``begin`` is called once for a request, then any number of steps follow, then ``end`` is called once. If a drafter
+    raises any error, it is switched off.
     """
 
     name: str
     state_layers: Sequence[int]
-    """Hidden states that it gets, as ``ForwardPass.keep_hidden`` counts them."""
+    """Hidden states that the drafter needs, numbered as in ``ForwardPass.keep_hidden``."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """What its attention layers ask of the KV cache, by layer name, ``draft.`` first; on the requests' block tables."""
+        """KV cache needs of the drafter's attention layers, by layer name with the prefix ``draft.``. They use the
+        requests' block tables.
+        """
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the drafter's weights."""
 
     @property
     def caches(self) -> LayerCaches:
-        """Its keys and values, by the names of ``specs``; empty while there are none."""
+        """The drafter's keys and values, by the names of ``specs``. Empty while none are allocated."""
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Take memory for the keys and values of its layers among those of ``config``, and know nothing of what is in it."""
+        """Allocate keys and values for the drafter's layers in ``config``. Their content is treated as unknown."""
 
     def release(self) -> None:
-        """Let go of it."""
+        """Free the keys and values."""
 
     def begin(self, request: NewRequestData) -> None:
-        """A request that steps will have, maybe again behind a preemption."""
+        """Add a request that later steps will contain. A preempted request is added again."""
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """A request that steps have no more, for now or for good, with its tokens."""
+        """Remove a request, with its tokens. It may be added again after a preemption."""
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Hidden states of a step, where it asked for some, before tokens are chosen: ``states[i]`` ``[tokens, width]`` of the
-        request at index i from position ``first[i]`` on, drafts included. Tokens that are not known here are negative.
+        """Receive the hidden states of ``state_layers``, before tokens are chosen.
+
+        Args:
+            step: The step that is being computed.
+            first: First position of each request's states.
+            states: ``[tokens, width]`` for each request of the step, including drafts. Tokens that are not known yet are
+                negative in ``token_ids``.
         """
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft behind a step: a list per request of it, of ``num_drafts`` tokens at most."""
+        """Draft after a step. Returns a list for each request of the step, with at most ``num_drafts`` tokens."""
 
     def to(self, device: torch.device) -> None:
-        """Move the weights."""
+        """Move the weights to ``device``."""
 
 
 class Stateless:
-    """The part of a ``Drafter`` that concerns hidden states, for one that has no use for them."""
+    """Base of drafters that do not use hidden states."""
 
     state_layers: Sequence[int] = ()
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Nothing is asked for."""
+        """Do nothing: this drafter requests no hidden states."""
 
 
-# The attention layers of a drafter among those of the model: the same block tables, memory of their own.
+# The drafter's attention layers among those of the model. Both use the same block tables, but separate memory.
 
 
 def model_layers(config: KVCacheConfig) -> KVCacheConfig:
-    """The groups with the layers of the model alone; one may have none left."""
+    """Return the groups with only the model's layers. A group may be empty."""
     return _with(config, lambda name: None if name.startswith(DRAFT_PREFIX) else name)
 
 
 def draft_layers(config: KVCacheConfig) -> KVCacheConfig:
-    """The groups with the layers of the drafter alone, by the names that these have themselves; one may have none."""
+    """Return the groups with only the drafter's layers, without the prefix. A group may be empty."""
     return _with(config, lambda name: name.removeprefix(DRAFT_PREFIX) if name.startswith(DRAFT_PREFIX) else None)
 
 
@@ -127,27 +149,29 @@ def _with(config: KVCacheConfig, name_of: Callable[[str], str | None]) -> KVCach
 
 
 class Layers(Protocol):
-    """What runs a drafter's layers; see ``ForwardPass``."""
+    """Runs a drafter's layers; see ``ForwardPass``."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """By the layers' own names."""
+        """KV cache needs by the layers' own names."""
 
     @property
     def memory(self) -> KVMemory:
-        """Allocates caches for ``bind``."""
+        """Memory that allocates caches for ``bind``."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
 
     def bind(self, caches: LayerCaches) -> None:
-        """Run on this KV cache from now on."""
+        """Use this KV cache from now on."""
 
 
 class WithLayers:
-    """The part of a ``Drafter`` that concerns its weights and the keys and values of its layers, which ``layers`` runs.
-    ``num_groups``: of the KV cache, up to the last that has some of them.
+    """Base of drafters with weights, whose layers are run by ``layers``.
+
+    Attributes:
+        num_groups: Number of KV cache groups, up to the last one that contains a layer of the drafter.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -157,21 +181,21 @@ class WithLayers:
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """Its layers, behind the prefix that tells them from the model's."""
+        """KV cache needs of the drafter's layers, with the prefix that distinguishes them from the model's."""
         return {DRAFT_PREFIX + name: spec for name, spec in self._layers.specs.items()}
 
     @property
     def weight_bytes(self) -> int:
-        """Those of what runs them."""
+        """Bytes of the drafter's weights."""
         return self._layers.weight_bytes
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Keys and values of its own layers."""
+        """Allocate keys and values of the drafter's layers."""
         caches = self._layers.memory.allocate(draft_layers(config))
         for layer in caches.values():
             if (
                 layer.cache.keys.device.type != "cpu"
-            ):  # a host's fresh memory is zeros; what nobody computed may be attended over
+            ):  # Attention may read entries that were never computed. On a CPU, fresh memory is already zero.
                 layer.cache.keys.zero_()
                 layer.cache.values.zero_()
         self._layers.bind(caches)
@@ -179,6 +203,6 @@ class WithLayers:
         self.num_groups = num_groups(caches)
 
     def release(self) -> None:
-        """Let go of them."""
+        """Free the keys and values."""
         self._layers.bind({})
         self.caches = {}

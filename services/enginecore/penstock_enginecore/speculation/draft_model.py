@@ -1,4 +1,4 @@
-"""Drafts by a smaller model of the same vocabulary: a chain of its own next tokens (Leviathan et al., 2023)."""
+"""Drafts by a smaller model with the same vocabulary, which generates a chain of tokens (Leviathan et al., 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
 
-# How drafters with a model choose a draft: its likeliest token, or by the request's own random numbers.
+# How drafters with a model choose a draft: the most likely token, or a draw with the request's own random numbers.
 
-# Two ways of choosing drafts, of which a request goes by the one whose drafts hold more often.
+# Two ways to choose drafts. Each request uses the one whose drafts are accepted more often.
 
 _TRIES = 6
 _AGAIN = 24
@@ -35,9 +35,14 @@ _RATE = 0.15
 
 
 class Arms:
-    """``coupled``: the drafter draws with the request's own random numbers, which gives the model's token where the two
-    distributions are alike; else it takes its likeliest token. Both are tried in turns, then the better one, now and then the
-    other.
+    """Chooses between coupled and greedy drafts for one request.
+
+    Coupled drafts are drawn with the request's own random numbers. They equal the model's tokens where the two
+    distributions are similar. Greedy drafts are the drafter's most likely tokens. Both are tried alternately at first.
+    Then the better one is used, and the other is tried from time to time.
+
+    Attributes:
+        coupled: Whether the current drafts are coupled.
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ class Arms:
         self.coupled = True
 
     def choose(self) -> bool:
-        """Whether the next drafts are coupled."""
+        """Choose for the next drafts. Returns whether they are coupled."""
         self._proposals += 1
         better = self._held[True] >= self._held[False]
         if min(self._counts.values()) < _TRIES:
@@ -57,7 +62,7 @@ class Arms:
         return self.coupled
 
     def held(self, num_drafted: int, num_accepted: int) -> None:
-        """Of the last drafts so many held."""
+        """Record how many of the last drafts were accepted."""
         arm = self.coupled
         self._counts[arm] += 1
         rate = max(_RATE, 1 / self._counts[arm])
@@ -65,7 +70,7 @@ class Arms:
 
 
 class DraftChoice:
-    """``sampling``: ``speculative.draft_sampling``."""
+    """Chooses how drafts are sampled. ``sampling`` is the setting ``speculative.draft_sampling``."""
 
     def __init__(self, sampling: str) -> None:
         self._sampling = sampling
@@ -73,8 +78,14 @@ class DraftChoice:
     def first(
         self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], count: int
     ) -> tuple[SamplingInputs, FloatArray]:
-        """How the drafts at the first place of these requests, by index, are chosen, each with its ``arms``, and the random
-        numbers of the first ``count`` places, ``[count, requests]``.
+        """Return the sampling inputs of the first draft, and the random numbers of the first ``count`` drafts,
+        ``[count, requests]``.
+
+        Args:
+            step: The completed step.
+            count: Number of drafts.
+            drafting: Indices of the requests.
+            arms: One for each request.
         """
         n = len(drafting)
         made = step.sampling([*drafting] * count, np.repeat(np.arange(count), n))
@@ -83,7 +94,7 @@ class DraftChoice:
         return self._by_arms(first, arms, 0), uniforms
 
     def inputs(self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], place: int) -> SamplingInputs:
-        """How their drafts at a later ``place`` are chosen."""
+        """Return the sampling inputs of the draft with index ``place``, which is not the first."""
         return self._by_arms(step.sampling(drafting, place), arms, place)
 
     def _by_arms(self, inputs: SamplingInputs, arms: Sequence[Arms], place: int) -> SamplingInputs:
@@ -100,18 +111,19 @@ class DraftChoice:
 
 
 def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:
-    """How many of the drafts the tokens in their place have turned out to be."""
+    """Return how many drafts, from the first, equal the known tokens."""
     return next(
         (n for n, (a, b) in enumerate(zip(drafts, known, strict=False)) if a != b), min(len(drafts), len(known))
     )
 
 
-# Whether two checkpoints mean the same by their token ids.
+# Comparison of the vocabularies of two checkpoints.
 
 
 def check_vocabulary(model: Path, drafter: Path) -> None:
-    """Raise ModelLoadError with the first token id that stands for something else in the checkpoint that drafts. Checkpoints
-    without a ``tokenizer.json`` are not compared.
+    """Raise ModelLoadError for the first token ID that has another text in the draft model's checkpoint.
+
+    Checkpoints without a ``tokenizer.json`` are not compared.
     """
     files = [folder / "tokenizer.json" for folder in (model, drafter)]
     if not all(file.is_file() for file in files):
@@ -134,11 +146,18 @@ def _said(text: str | None) -> str:
 
 
 _MOST_BEHIND = 512
-"""Tokens that a step catches up on, at most, so that a long prompt holds nobody up: what is left comes with the next steps."""
+"""Maximum number of tokens that one step catches up on, so that a long prompt does not delay other requests. Later
+steps compute the rest.
+"""
 
 
 class _Followed:
-    """What the drafter has of a request: keys and values of ``computed`` tokens, and ``drafts`` that were made at ``first``."""
+    """The drafter's state of a request.
+
+    Attributes:
+        computed: Number of tokens whose keys and values are computed.
+        first: Number of tokens when ``drafts`` were made.
+    """
 
     def __init__(self) -> None:
         self.computed = 0
@@ -149,7 +168,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens of a request, by index, from position ``first`` on: ``token_ids`` int64 ``[tokens]``."""
+    """Tokens of the request with index ``request``, from position ``first``. ``token_ids`` is int64 ``[tokens]``."""
 
     request: int
     first: int
@@ -157,15 +176,20 @@ class _Tokens:
 
 
 class DraftModel(WithLayers, Stateless):
-    """A ``Drafter``. It computes a request's tokens when it drafts for it, all that it has not seen at once: requests that get no
-    drafts cost nothing. Requests that begin on cached blocks are computed from their beginning, for these may have no keys
-    and values of its own.
+    """A ``Drafter`` with its own model.
+
+    When it drafts for a request, it first computes all tokens of the request that it has not seen. So requests without
+    drafts cost nothing. A request that starts with cached blocks is computed from the start, because the blocks may
+    lack the drafter's keys and values.
     """
 
     name = "draft_model"
 
     def __init__(self, model: LoadedModel, built: BuiltForward, vocab_size: int, sampling: str) -> None:
-        """``vocab_size``: of the model that verifies. ``sampling``: ``speculative.draft_sampling``."""
+        """Args:
+        vocab_size: Vocabulary size of the model that verifies.
+        sampling: The setting ``speculative.draft_sampling``.
+        """
         super().__init__(built.forward)
         self._model = model
         self._forward = built.forward
@@ -177,16 +201,16 @@ class DraftModel(WithLayers, Stateless):
         self._requests: dict[str, _Followed] = {}
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Nothing of any request is computed."""
+        """Allocate memory and mark all requests as not computed."""
         super().allocate(config)
         self._requests = {key: _Followed() for key in self._requests}
 
     def begin(self, request: NewRequestData) -> None:
-        """Nothing of it is computed."""
+        """Add a request, with no computed tokens."""
         self._requests[request.request_id] = _Followed()
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Forget the request."""
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
@@ -194,7 +218,7 @@ class DraftModel(WithLayers, Stateless):
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Catch up with the requests that want drafts, and go on from there, a token of each at a time."""
+        """Compute the missing tokens of requests that want drafts, then draft one token of each at a time."""
         drafts: list[list[int]] = [[] for _ in step.requests]
         behind, drafting = self._behind(step)
         if drafting:
@@ -214,8 +238,9 @@ class DraftModel(WithLayers, Stateless):
         return drafts
 
     def _behind(self, step: DraftStep) -> tuple[list[_Tokens], list[int]]:
-        """What is to be computed of the requests that want drafts, and which of them are caught up with then: they come first in
-        both, those that want most in front.
+        """Return the tokens to compute, and the indices of the requests that can draft after that.
+
+        In both lists, requests that can draft come first, and those with the most drafts before others.
         """
         caught_up, others, left = list[_Tokens](), list[_Tokens](), _MOST_BEHIND
         for i, request in enumerate(step.requests):
@@ -240,7 +265,7 @@ class DraftModel(WithLayers, Stateless):
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
-        """Draft by a forward pass for each place, and a sampler. ``inputs``: those of the first one."""
+        """Draft with one forward pass and one sampler call for each place. ``inputs`` are those of the first place."""
         going, tokens = list(drafting), list(behind)
         for place in range(self._wanted(step, drafting[0])):
             if place:
@@ -262,7 +287,7 @@ class DraftModel(WithLayers, Stateless):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft by one call of ``forward``. ``uniforms`` ``[places, drafting]``: for rows of these ``kinds``."""
+        """Draft with one call of ``forward``. ``uniforms`` is ``[places, drafting]``, for rows of these ``kinds``."""
         counts = np.array([self._wanted(step, i) for i in drafting])
         batch = self._lay_out(step, behind, len(uniforms) - 1)
         draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
@@ -271,12 +296,12 @@ class DraftModel(WithLayers, Stateless):
             drafts[i] = chosen[:count]
 
     def _wanted(self, step: DraftStep, i: int) -> int:
-        """Drafts of a request, as far as the drafter's own limit of length goes."""
+        """Return how many drafts a request wants, within the drafter's own length limit."""
         request = step.requests[i]
         return min(request.num_drafts, self._model.max_len - len(request.token_ids))
 
     def _learn(self, followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
-        """What became of the last drafts: those that held are computed."""
+        """Compare the last drafts with the tokens. Accepted drafts are already computed."""
         drafts, first = followed.drafts, followed.first
         followed.drafts = []
         if not drafts or len(token_ids) <= first:
@@ -287,13 +312,15 @@ class DraftModel(WithLayers, Stateless):
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
 
     def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
-        """With block tables of its own layers, that go on for ``ahead`` positions."""
+        """Lay out tokens with the block tables of the drafter's layers, which cover ``ahead`` more positions."""
         first = np.array([each.first for each in tokens])
         batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
         return replace(batch, attention=batch.attention[: self.num_groups])
 
     def _run(self, step: DraftStep, tokens: Sequence[_Tokens], drafting: Sequence[int]) -> torch.Tensor:
-        """A forward pass, and logits ``[drafting, vocab]`` behind the last tokens of ``drafting``, which come first."""
+        """Run a forward pass. Returns logits ``[drafting, vocab]`` after the last tokens of ``drafting``, which come
+        first.
+        """
         rows = np.cumsum([len(each.token_ids) for each in tokens])[: len(drafting)] - 1
         return self._forward.run(self._lay_out(step, tokens), rows).logits
 
@@ -301,9 +328,7 @@ class DraftModel(WithLayers, Stateless):
 def load_draft_model(
     config: EngineCoreConfig, model: LoadedModel, forward: ForwardConfig, progress: Progress
 ) -> DraftModel:
-    """The checkpoint that ``speculative.model`` names, computing as ``forward`` says. Raises ModelLoadError for one that
-    cannot draft for ``model``.
-    """
+    """Load the checkpoint ``speculative.model``. Raises ModelLoadError if it cannot draft for ``model``."""
     speculative = config.speculative
     checkpoint = draft_checkpoint(config)
     try:
@@ -321,7 +346,9 @@ def load_draft_model(
 
 
 def draft_checkpoint(config: EngineCoreConfig) -> ModelConfig:
-    """How the checkpoint that drafts is loaded: as the model is."""
+    """Return the model config for the draft checkpoint: as for the model, except for properties of the checkpoint
+    itself.
+    """
     return msgspec.structs.replace(
         config.model,
         path=config.speculative.model,

@@ -1,4 +1,4 @@
-"""Drafts by an EAGLE head: a chain of its own guesses behind the target's hidden states (Li et al., 2024, 2025)."""
+"""Drafts by an EAGLE head, which generates a chain of tokens from the target's hidden states (Li et al., 2024, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,11 +27,11 @@ from penstock_enginecore.speculation.draft_model import Arms, DraftChoice, check
 from penstock_enginecore.speculation.head import Kind, read_head, read_head_config
 from penstock_enginecore.speculation.head_forward import HeadPass, NativeHead, build_head
 
-# Hidden states of a request's positions that a head has not computed with yet.
+# Hidden states of positions that the head has not processed yet.
 
 
 class PendingStates:
-    """Those of positions ``start`` to ``end``, one behind the other."""
+    """Hidden states of one request, for the positions from ``start`` to before ``end``."""
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
@@ -41,25 +41,28 @@ class PendingStates:
         return self.end - self.start
 
     def add(self, position: int, states: torch.Tensor) -> None:
-        """``states`` ``[tokens, width]`` from ``position`` on. What was there from then on was of tokens that did not hold; where
-        positions before it are missing, all that is there is of no use.
+        """Add ``states`` ``[tokens, width]`` from ``position`` on.
+
+        Existing states from ``position`` on belong to rejected tokens and are replaced. If positions before
+        ``position`` are missing, all existing states are dropped.
         """
         if not self.start <= position <= self.end:
             self._parts, self.start, self.end = [], position, position
         self._cut(position - self.start)
-        shared = states.untyped_storage().nbytes() > 2 * states.nbytes  # a whole step would stay for a few rows of it
+        # Otherwise the states of a whole step would stay in memory for a few rows.
+        shared = states.untyped_storage().nbytes() > 2 * states.nbytes
         self._parts.append(states.clone() if shared else states)
         self.end = position + len(states)
 
     def take(self, count: int) -> torch.Tensor:
-        """The first ``count``, which are gone then: ``[count, width]``."""
+        """Remove and return the first ``count`` states: ``[count, width]``."""
         whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         self._parts = [whole[count:]] if count < len(self) else []
         self.start += count
         return whole[:count]
 
     def _cut(self, count: int) -> None:
-        """Keep the first ``count``."""
+        """Keep only the first ``count`` states."""
         kept: list[torch.Tensor] = []
         for part in self._parts:
             if count <= 0:
@@ -71,14 +74,19 @@ class PendingStates:
 
 
 _MOST_TOKENS = 512
-"""Tokens of a pass of the head, at most: what it takes beside the target's steps stays small."""
+"""Maximum number of tokens in a pass of the head, so that it stays cheap compared with the target's steps."""
 _MOST_PENDING = 32
-"""Hidden states of a request that wait until it drafts, at most: one pass over many costs less than many over one."""
+"""Maximum number of a request's hidden states that wait for its next drafts. One pass over many positions costs less
+than many passes over one.
+"""
 
 
 class _Followed:
-    """What the drafter has of a request: keys and values of the positions before ``pending``, the hidden states of those behind,
-    and ``drafts`` that were made when it had ``first`` tokens.
+    """The drafter's state of a request.
+
+    Attributes:
+        pending: Hidden states of the positions after those whose keys and values are computed.
+        first: Number of tokens when ``drafts`` were made.
     """
 
     def __init__(self, num_computed: int) -> None:
@@ -89,10 +97,14 @@ class _Followed:
 
 
 class Eagle(WithLayers):
-    """A ``Drafter``. At each position of a request whose token behind is known it computes keys and values from the target's
-    hidden states: when it drafts, or when many wait. What it computes behind that, of states that it guessed itself, is
-    computed again. Requests that want no drafts at all are not followed. Positions on cached blocks have what the request
-    that filled them left there, which may be nothing: drafts are worse then.
+    """A ``Drafter`` with an EAGLE head.
+
+    The head computes keys and values from the target's hidden states, for positions whose next token is known. It does
+    so when it drafts, or when many states are pending. Keys and values that it computes from its own states while
+    drafting are computed again later.
+
+    Requests that want no drafts are ignored. For positions on cached blocks, the head uses the keys and values that an
+    earlier request left there. If there are none, drafts are less accurate.
     """
 
     def __init__(
@@ -105,7 +117,10 @@ class Eagle(WithLayers):
         state_layers: Sequence[int],
         sampling: str,
     ) -> None:
-        """``vocab_size``: of the model that verifies. ``target_tokens``: by token of the head, None for all."""
+        """Args:
+        target_tokens: Token of the target for each token of the head, or None if they are equal.
+        vocab_size: Vocabulary size of the model that verifies.
+        """
         super().__init__(forward)
         self.name = name
         self.state_layers = state_layers
@@ -118,17 +133,17 @@ class Eagle(WithLayers):
         self._requests: dict[str, _Followed] = {}
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Begin with no requests."""
+        """Allocate memory and forget all requests."""
         super().allocate(config)
         self._requests.clear()
 
     def begin(self, request: NewRequestData) -> None:
-        """What is cached of it counts as computed."""
+        """Add a request. Its cached tokens count as computed."""
         if request.sampling_params.num_speculative_tokens != 0:
             self._requests[request.request_id] = _Followed(request.num_computed_tokens)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Forget the request."""
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
@@ -136,7 +151,7 @@ class Eagle(WithLayers):
 
     @torch.inference_mode()
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Keep the hidden states of a step that is computed, and compute where many wait."""
+        """Keep the hidden states of a step. Compute keys and values of requests with many pending states."""
         waiting = {}
         for i, (request, position, own) in enumerate(zip(step.requests, first.tolist(), states, strict=True)):
             followed = self._requests.get(request.request_id)
@@ -151,7 +166,7 @@ class Eagle(WithLayers):
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Catch up with the requests that want drafts, and go on from there."""
+        """Compute the missing positions of requests that want drafts, then draft."""
         drafts: list[list[int]] = [[] for _ in step.requests]
         waiting = {}
         for i, request in enumerate(step.requests):
@@ -167,7 +182,7 @@ class Eagle(WithLayers):
             arms = [self._requests[step.requests[i].request_id].arms for i in going]
             inputs, uniforms = self._choice.first(step, going, arms, step.requests[going[0]].num_drafts)
             kinds = inputs.kinds
-            # All but the last tokens, where there are too many for a pass.
+            # If there are too many tokens for one pass, compute all but the last one of each request first.
             ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
             self._catch_up(step, ahead)
             counts = {i: waiting[i] - ahead.get(i, 0) for i in going}
@@ -188,8 +203,14 @@ class Eagle(WithLayers):
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
-        """Compute so many positions of requests by index, those that want most drafts first, and draft behind them by a pass of
-        the head for each place, and a sampler. ``inputs``: those of the first place.
+        """Compute pending positions and draft, with one pass of the head and one sampler call for each place.
+
+        Args:
+            step: The completed step.
+            arms: One for each request, in the same order.
+            drafts: Receives the drafts, by request index.
+            waiting: Number of positions to compute, by request index. Requests with the most drafts come first.
+            inputs: Sampling inputs of the first place.
         """
         going, place = list(waiting), 0
         batch, states = self._take(step, waiting)
@@ -215,7 +236,9 @@ class Eagle(WithLayers):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """The same by one call of ``forward``. ``uniforms`` ``[places, requests]``: for rows of these ``kinds``."""
+        """Draft as ``_loop`` does, with one call of ``forward``. ``uniforms`` is ``[places, requests]``, for rows of
+        these ``kinds``.
+        """
         going = list(waiting)
         counts = np.array([step.requests[i].num_drafts for i in going])
         batch, states = self._take(step, waiting, ahead=len(uniforms) - 1)
@@ -225,7 +248,9 @@ class Eagle(WithLayers):
             drafts[i] = chosen[:count]
 
     def _catch_up(self, step: DraftStep, waiting: Mapping[int, int]) -> None:
-        """Compute keys and values of so many positions of requests by index, some tokens at a time."""
+        """Compute keys and values of pending positions in several passes. ``waiting`` has the number of positions by
+        request index.
+        """
         left = {i: count for i, count in waiting.items() if count > 0}
         while left:
             taken, room = dict[int, int](), _MOST_TOKENS
@@ -239,8 +264,13 @@ class Eagle(WithLayers):
     def _take(
         self, step: DraftStep, waiting: Mapping[int, int], *, ahead: int = 0
     ) -> tuple[ForwardBatch, torch.Tensor]:
-        """So many positions of requests by index, each with the token behind it, and the target's states there, which are gone
-        then. Block tables go on for ``ahead`` positions.
+        """Remove pending states, and lay out their positions with the token after each. Returns the batch and the
+        target's states.
+
+        Args:
+            step: The current step.
+            waiting: Number of positions, by request index.
+            ahead: Number of further positions that block tables must cover.
         """
         first, tokens, states = list[int](), list[IntArray](), list[torch.Tensor]()
         for i, count in waiting.items():
@@ -253,19 +283,19 @@ class Eagle(WithLayers):
     def _lay_out(
         self, step: DraftStep, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], ahead: int = 0
     ) -> ForwardBatch:
-        """With block tables of its own layers."""
+        """Lay out tokens with the block tables of the head's layers."""
         batch = step.lay_out(requests, first, tokens, ahead=ahead)
         return replace(batch, attention=batch.attention[: self.num_groups])
 
     def _choose(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
-        """A token of the target's for each row."""
+        """Sample one of the target's tokens for each row."""
         found = self._sampler.sample(logits, inputs).token_ids
         tokens: list[int] = (found if self._target_tokens is None else self._target_tokens[found]).tolist()
         return tokens
 
     @staticmethod
     def _learn(followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
-        """What became of the last drafts."""
+        """Record how many of the last drafts were accepted."""
         drafts, first = followed.drafts, followed.first
         followed.drafts = []
         if drafts and len(token_ids) > first:
@@ -276,8 +306,8 @@ class Eagle(WithLayers):
 def load_eagle(
     config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Eagle:
-    """The head that ``speculative.model`` names, for ``model``, whose pass is ``target``, computing as ``forward`` says. Raises
-    ModelLoadError for one that cannot draft for it.
+    """Load the head ``speculative.model`` for ``model``, whose forward pass is ``target``. Raises ModelLoadError if it
+    does not fit.
     """
     speculative = config.speculative
     kind: Kind = "eagle3" if speculative.method == "eagle3" else "eagle"
@@ -302,7 +332,9 @@ def load_eagle(
 
 
 def _lm_head(config: EngineCoreConfig) -> torch.Tensor:
-    """The served model's, which the decoder has packed by now. Raises ModelLoadError."""
+    """Read the served model's lm_head from its files, because the decoder has packed the loaded one. Raises
+    ModelLoadError.
+    """
     with open_tensors(weight_files(config.model)) as stored:
         for name in ("lm_head.weight", "model.embed_tokens.weight"):  # tied
             if name in stored:

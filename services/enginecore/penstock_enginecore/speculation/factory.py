@@ -1,4 +1,4 @@
-"""Which drafter a configuration asks for."""
+"""Creation of the configured drafter."""
 
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.executor import Progress
@@ -16,8 +16,17 @@ from penstock_enginecore.speculation.suffix import Suffix
 def create_drafter(
     config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Drafter | None:
-    """None where nothing is drafted. Raises ModelLoadError for a draft model, or a head, that does not go with ``model``,
-    which ``target`` runs.
+    """Create the configured drafter, or return None if speculation is off.
+
+    Args:
+        config: Config of the engine.
+        model: The model that verifies.
+        forward: How the drafter computes.
+        progress: Receives progress lines.
+        target: The forward pass of ``model``.
+
+    Raises:
+        ModelLoadError: The draft model or head does not fit ``model``.
     """
     speculative = config.speculative
     match speculative.method:

@@ -1,4 +1,4 @@
-"""EAGLE heads as modules: a layer or more that guesses from the target's hidden states and the tokens behind them."""
+"""EAGLE heads as modules: decoder layers that predict a token from the target's hidden states and the next token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,35 +17,39 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.models.rope import freeze_rotary
 
-# What a checkpoint of an EAGLE head says of itself, in either of the layouts in which heads are published.
+# Config of an EAGLE head's checkpoint, in either of the two published layouts.
 #
-# EAGLE (Li et al., 2024) guesses by the target's last hidden states, EAGLE-3 (2025) by those of some layers. SafeAILab's
-# repository names a head's parts one way, the speculators library another.
+# EAGLE (Li et al., 2024) uses the target's last hidden states. EAGLE-3 (2025) uses those of some layers. SafeAILab's
+# repository and the speculators library name a head's tensors differently.
 
 Kind = Literal["eagle", "eagle3"]
 _PARTS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-"""What heads are made of, by ``model_type``: layer, norm and rotary embedding."""
+"""Classes of a head's parts by ``model_type``: layer, norm and rotary embedding."""
 _ALIASES = {
     "midlayer.": "layers.0.",
     "transformer.": "layers.0.",
     "fusion_fc.": "fc.",
     "model.": "",
 }
-"""What prefixes of tensors' names stand for."""
+"""Replacements for prefixes of tensor names."""
 _UNUSED = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
-"""Tensors that serving does not need, by the beginnings of their names."""
+"""Prefixes of tensors that serving does not need."""
 _UNSERVED = ("norm_before_fc", "fc_norm", "norm_output", "layernorms")
-"""Switches of variants whose parts are not here."""
+"""Switches of unsupported variants."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """``layer``: configuration of its layers. ``vocab_size``: tokens that it may guess. ``state_layers``: hidden states of the
-    target that it gets, as ``ForwardPass.keep_hidden`` counts them. ``normed_residual``: what goes around the first layer's
-    attention is normed.
+    """Config of a head.
+
+    Attributes:
+        layer: Config of its layers.
+        vocab_size: Number of tokens that the head can predict.
+        state_layers: Hidden states of the target that the head uses, numbered as in ``ForwardPass.keep_hidden``.
+        normed_residual: Whether the residual around the first layer's attention is normed.
     """
 
     kind: Kind
@@ -56,7 +60,7 @@ class HeadConfig:
 
 
 def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig:
-    """Of the head in ``directory``, for a target of ``num_layers``. Raises ModelLoadError."""
+    """Read the config of the head in ``directory``, for a target of ``num_layers`` layers. Raises ModelLoadError."""
     given = _read(directory)
     named = str(given.get("speculators_model_type") or "")
     if (found := named or _kind_of(given)) and found != kind:
@@ -75,7 +79,7 @@ def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig
 
 
 def known_name(name: str) -> str | None:
-    """What a tensor called ``name`` is called here; None for what serving does not need."""
+    """Return this module's name for a tensor, or None if serving does not need it."""
     for alias in ("model.", *_ALIASES):
         if name.startswith(alias):
             name = _ALIASES[alias] + name.removeprefix(alias)
@@ -93,7 +97,7 @@ def _read(directory: Path) -> Mapping[str, Any]:
 
 
 def _kind_of(given: Mapping[str, Any]) -> str:
-    """By the names of classes; empty where these do not tell."""
+    """Return the kind by the names of the classes, or '' if they do not tell."""
     names = "".join(map(str, given.get("architectures") or ())).lower()
     return "eagle3" if "eagle3" in names else "eagle" if "eagle" in names else ""
 
@@ -113,7 +117,7 @@ def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tuple[int, ...]:
-    """Those that it names, or those that EAGLE-3's own code takes. EAGLE takes what the last norm puts out."""
+    """Return the configured layers, or the defaults of EAGLE-3's own code. EAGLE uses the output of the last norm."""
     if kind == "eagle":
         return (num_layers,)
     key = "eagle_aux_hidden_state_layer_ids"
@@ -127,12 +131,20 @@ def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tupl
 
 
 class EagleHead(nn.Module):
-    """At position i it gets token i + 1 and the target's hidden states of token i, or what it put out itself for the position
-    before, and guesses token i + 2. ``embed_tokens`` and ``lm_head`` are None where the target's are meant.
+    """Module of an EAGLE head.
+
+    At position i, it gets token i + 1 and the target's hidden states of token i, and predicts token i + 2. While
+    drafting, it gets its own output for the previous position in place of the target's states. ``embed_tokens`` and
+    ``lm_head`` are None if the head uses the target's.
     """
 
     def __init__(self, config: HeadConfig, states_width: int, *, has_bias: bool, embeds: bool, has_head: bool) -> None:
-        """``states_width``: of the target's hidden states of a token. ``has_bias``: of ``fc``."""
+        """Args:
+        states_width: Width of the target's hidden states of one token.
+        has_bias: Whether ``fc`` has a bias.
+        embeds: Whether the head has its own ``embed_tokens``.
+        has_head: Whether the head has its own ``lm_head``.
+        """
         super().__init__()
         layer = config.layer
         layer._attn_implementation = ATTENTION_NAME
@@ -160,9 +172,13 @@ class EagleHead(nn.Module):
     def forward(
         self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, *, own: bool = False
     ) -> torch.Tensor:
-        """What it puts out, ``[tokens, hidden size]``, for embedded tokens ``[tokens, hidden size]``, int64 ``positions``
-        ``[tokens]`` and ``states`` ``[tokens, states width]``, or ``own`` ones ``[tokens, hidden size]``. Attention calls go to
-        the context in force.
+        """Return the head's output, ``[tokens, hidden size]``. Attention calls use the current context.
+
+        Args:
+            embedded: Embedded tokens ``[tokens, hidden size]``.
+            states: The target's states ``[tokens, states width]``, or with ``own`` the head's output ``[tokens, hidden size]``.
+            positions: int64 ``[tokens]``.
+            own: Whether ``states`` are the head's own output.
         """
         turns = self.rotary_emb(embedded[None], positions[None])
         if self.kind == "eagle":
@@ -177,11 +193,13 @@ class EagleHead(nn.Module):
         return cast("torch.Tensor", x[0])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[tokens, vocabulary]`` of what ``forward`` put out. For a head that has its own ``lm_head``."""
+        """Return logits ``[tokens, vocabulary]`` of the output of ``forward``. Requires that the head has its own
+        ``lm_head``.
+        """
         return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
 
     def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
-        """EAGLE-3's first layer: attention over both, and the states alone go around it."""
+        """Run EAGLE-3's first layer. Attention reads embeddings and states; the residual is the states alone."""
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(states)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
@@ -191,7 +209,7 @@ class EagleHead(nn.Module):
 
     @staticmethod
     def _widen(attention: Any) -> None:
-        """Projections of twice the width."""
+        """Replace the projections by ones with twice the input width."""
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None))
@@ -205,9 +223,19 @@ def read_head(
     vocab_size: int,
     lm_head: Callable[[], torch.Tensor] | None,
 ) -> tuple[EagleHead, torch.Tensor | None]:
-    """The head in ``directory`` in float32 on the host, for a target of ``hidden_size`` and ``vocab_size``, and which tokens of
-    the target it guesses, int64 and ascending, None for all of them. ``lm_head``: reads the target's, for a head that has none.
-    Raises ModelLoadError, naming what is missing or of another size.
+    """Read the head in ``directory`` in float32 on the host, and its token mapping.
+
+    The mapping lists the target's tokens that the head can predict, int64 and ascending. None means all tokens.
+
+    Args:
+        directory: Directory of the checkpoint.
+        config: Config of the head.
+        hidden_size: Hidden size of the target.
+        vocab_size: Vocabulary size of the target.
+        lm_head: Reads the target's lm_head, for a head that has none.
+
+    Raises:
+        ModelLoadError: A tensor is missing or has a wrong size.
     """
     with open_tensors(directory) as stored:
         named = {name: tensor for raw, tensor in stored.items() if (name := known_name(raw)) is not None}
@@ -250,7 +278,7 @@ def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_si
 
 
 def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor to its place, none left over."""
+    """Load all tensors. Raises ModelLoadError for missing and for unknown tensors."""
     places = dict(head.state_dict())
     for name in sorted(places.keys() - tensors.keys()):
         raise ModelLoadError(f"it has no tensor {name}, which a head for {head.kind!r} has")
@@ -265,8 +293,9 @@ def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """``tokens`` ascending, and the rows of ``lm_head`` with them: a uniform number then draws from the logits what it draws from
-    those of the whole vocabulary, where the other tokens are out.
+    """Return ``tokens`` in ascending order, and reorder the rows of ``lm_head`` accordingly.
+
+    In this order, a uniform number draws the same token as from the whole vocabulary with the other tokens excluded.
     """
     if tokens is None:
         return None
@@ -277,7 +306,7 @@ def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | No
 
 
 def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size: int) -> torch.Tensor | None:
-    """By the token that the head guesses, that of the target."""
+    """Return the target's token for each token of the head."""
     if offsets is None:
         if config.vocab_size != vocab_size:
             raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""Runs an EAGLE head on the paged KV cache, by whatever is proved to compute what its modules do."""
+"""Forward pass of an EAGLE head on the paged KV cache. Kernels are used only if they are proven to match the modules."""
 
 import ctypes
 import logging
@@ -38,12 +38,17 @@ from penstock_enginecore.sample.sampler import TorchSampler
 from penstock_enginecore.speculation.base import Layers
 from penstock_enginecore.speculation.head import EagleHead
 
-# An EAGLE head by the CPU kernels: a pass in one call, and a chain of drafts in one call.
+# An EAGLE head on the CPU kernels. A pass takes one call, and so does a chain of drafts.
 
 
 class NativeHead(KernelDecoder):
-    """A ``HeadPass``, built beside the modules of ``head``, whose weights it packs. ``embedding``: of the tokens. ``calls`` and
-    ``specs``: of the head's attention layers. ``run``: what a pass makes of a probe. Raises UnsuitableError.
+    """A ``HeadPass`` on the CPU kernels, which packs the weights of ``head``. Raises UnsuitableError.
+
+    Args:
+        embedding: The token embedding.
+        calls: Attention calls of the head's layers.
+        specs: KV cache needs of the head's layers.
+        run: Runs a pass on a probe.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class NativeHead(KernelDecoder):
         self._states_width = head.states_width
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """Without ``rows`` nothing is computed behind the last layer's keys and values."""
+        """Run a pass. Without ``rows``, it only computes the last layer's keys and values."""
         embedding = self._embedding.rows(batch.token_ids)
         x = self._embedding.of(batch.token_ids) if embedding is None else self._memory(batch)
         states = self._taken(states, x, self._model.hidden if own else self._states_width)
@@ -73,7 +78,7 @@ class NativeHead(KernelDecoder):
         return x[torch.from_numpy(rows)]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The last norm and ``lm_head`` alone."""
+        """Apply only the last norm and ``lm_head``."""
         states, rows = states.contiguous(), torch.arange(len(states))
         made = torch.empty(len(rows), self._model.head.n)
         self._library.call_on(
@@ -83,16 +88,28 @@ class NativeHead(KernelDecoder):
 
     @property
     def chains(self) -> bool:
-        """Where the kernels can look tokens up."""
+        """Whether the kernels can look up embeddings, which ``chain`` needs."""
         return self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
 
     def chain(
         self, batch: ForwardBatch, states: torch.Tensor, draws: ChainedDraws, vocabulary: IntArray | None
     ) -> IntArray:
-        """Compute the tokens of ``batch`` beside ``states`` of the target's, choose one behind the last of each of its first
-        requests, compute these beside what was put out for the ones before, and so on, in one call. ``vocabulary``: tokens of the
-        target by those of the head, int64 and ascending, None for all. Tokens of the target int64 ``[counts[0], requests]``, 0
-        where none is wanted. Raises IndexError for what the kernels would read beyond tables.
+        """Generate a chain of drafts in one call.
+
+        The pass computes the tokens of ``batch`` with the target's ``states``. It chooses a token after the last one of
+        each of the first requests, then computes the chosen tokens with the head's own output, and so on.
+
+        Args:
+            batch: Tokens to compute first.
+            states: Hidden states of the target.
+            draws: How drafts are drawn.
+            vocabulary: The target's token for each token of the head, int64 and ascending, or None if they are equal.
+
+        Returns:
+            Tokens of the target, int64 ``[counts[0], requests]``, 0 where no token is wanted.
+
+        Raises:
+            IndexError: The kernels would read beyond a table.
         """
         x, width = self._memory(batch), self._model.head.n
         states = self._taken(states, x, self._states_width)
@@ -111,17 +128,17 @@ class NativeHead(KernelDecoder):
         return chained.tokens
 
     def _memory(self, batch: ForwardBatch) -> torch.Tensor:
-        """For embedded tokens, in place of which comes what is put out."""
+        """Return memory for embedded tokens, which the outputs overwrite."""
         return torch.empty(len(batch.token_ids), self._model.hidden)
 
     def _taken(self, states: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
-        """As the kernels read them. Raises IndexError for those of another shape."""
+        """Return the states in the kernels' layout. Raises IndexError for a wrong shape."""
         if states.shape != (len(x), width):
             raise IndexError(f"states are {list(states.shape)}, and must be {[len(x), width]}")
         return states.float().contiguous()
 
     def take_over(self) -> "NativeHead":
-        """Lets go of the weights of all products in the modules."""
+        """Free the weights of all products in the modules."""
         of_layers = (each for layer in self._plan.layers for each in linears(layer))
         for linear in (self._module.fc, self._module.lm_head, *of_layers):
             empty(linear)
@@ -129,7 +146,7 @@ class NativeHead(KernelDecoder):
 
 
 def _fusion(head: Any, plan: ModelPlan, layers: DecoderLayers) -> Fusion:
-    """What makes of a token and the target's states what the layers get."""
+    """Return the part that combines a token and the target's states into the layers' input."""
     fc, first = layers.pack(head.fc.weight, head.fc.bias), head.layers[0]
     if head.kind == "eagle":
         return Fusion(fc)
@@ -141,25 +158,34 @@ logger = logging.getLogger(__name__)
 
 
 class HeadPass(Layers, Protocol):
-    """A head on its device."""
+    """Runs a head on its device."""
 
     device: torch.device
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """What it puts out, ``[rows, hidden size]``, for ``rows`` (int64, ascending) of the tokens of ``batch``, beside
-        ``states`` as ``EagleHead.forward`` takes them.
+        """Return the head's output, ``[rows, hidden size]``.
+
+        Args:
+            batch: Tokens to compute.
+            states: Hidden states, as in ``EagleHead.forward``.
+            rows: Indices of tokens of ``batch``, int64 and ascending.
+            own: Whether ``states`` are the head's own output.
         """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[tokens, vocabulary]`` of what ``run`` put out."""
+        """Return logits ``[tokens, vocabulary]`` of the output of ``run``."""
 
     def to(self, device: torch.device) -> None:
-        """Move its weights."""
+        """Move the weights to ``device``."""
 
 
 class HeadForward:
-    """A ``HeadPass`` that calls the modules. ``embed``: makes vectors of tokens, see ``ForwardPass.embed``. ``dtype``: of its
-    weights and states. ``packed_bytes``: what modules hold besides their parameters.
+    """A ``HeadPass`` that calls the modules.
+
+    Args:
+        embed: Embeds tokens, see ``ForwardPass.embed``.
+        dtype: Dtype of weights and states.
+        packed_bytes: Bytes that the modules hold besides their parameters.
     """
 
     def __init__(
@@ -184,15 +210,15 @@ class HeadForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its parameters and of what was packed of them."""
+        """Bytes of the parameters and of packed weights."""
         return module_bytes(self._head) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Attention modules find their part of ``caches`` by their names."""
+        """Use ``caches``, in which attention modules find their part by name."""
         self._caches: Mapping[torch.nn.Module, LayerCache] = caches_by_module(self._head, caches)
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """One call of the head."""
+        """Run the head's modules once."""
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
         positions = to_device(batch.positions, self.device)
         embedded = self._embed(batch.token_ids)
@@ -201,11 +227,11 @@ class HeadForward:
         return cast("torch.Tensor", out if len(rows) == len(out) else out[to_device(rows, self.device)])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """By the head's last norm and ``lm_head``."""
+        """Apply the head's last norm and ``lm_head``."""
         return self._head.logits(states)
 
     def to(self, device: torch.device) -> None:
-        """All of the head."""
+        """Move the whole head to ``device``."""
         self._head.to(device)
 
 
@@ -213,8 +239,17 @@ class HeadForward:
 def build_head(
     head: EagleHead, model: LoadedModel, target: ForwardPass, config: ForwardConfig
 ) -> tuple[HeadPass, Sampler]:
-    """``head`` on its device, computing in the dtype of ``model``, whose pass ``target`` embeds tokens for a head that does not,
-    and what draws from its logits. Raises ModelLoadError, and ConfigError for kernels that cannot be had.
+    """Build a pass of ``head`` on its device in the dtype of ``model``, and a sampler for its logits.
+
+    Args:
+        head: The head, on the host.
+        model: The model that verifies.
+        config: How the head computes.
+        target: The forward pass of ``model``. It embeds tokens if the head has no embedding.
+
+    Raises:
+        ModelLoadError: The head cannot run.
+        ConfigError: Configured kernels are not available.
     """
     device, dtype = config.device, model.dtype
     head.to(device=device, dtype=dtype)
@@ -268,7 +303,9 @@ def _calls(head: EagleHead, device: torch.device, dtype: torch.dtype) -> Sequenc
 
 
 def _probed(forward: HeadPass, head: EagleHead, vocab_size: int) -> torch.Tensor:
-    """What it makes of a prompt of no meaning, on a cache of its own, beside states of the target's and beside its own."""
+    """Return logits for a synthetic prompt on a temporary cache, first with states of the target and then with the
+    head's own.
+    """
     probe, logits = Probe.prompt(vocab_size), []
     batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])
     rows = np.arange(len(probe.token_ids))

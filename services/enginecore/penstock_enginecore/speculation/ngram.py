@@ -1,4 +1,6 @@
-"""Drafts what followed the last tokens where they came before in the same request: prompt lookup (Saxena, 2023)."""
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last tokens in the same request
+(Saxena, 2023).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,27 +13,27 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep, Stateless
 
-# What drafters that look tokens up have not: weights, and keys and values.
+# Base of drafters that look up tokens: they have no weights, keys or values.
 
 
 class Weightless(Stateless):
-    """The part of a ``Drafter`` that concerns a device."""
+    """Base of drafters that use no device."""
 
     specs: Mapping[str, KVCacheSpec] = {}
     caches: LayerCaches = {}
     weight_bytes = 0
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
     def release(self) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
     def to(self, device: torch.device) -> None:
-        """There is nothing to move."""
+        """Do nothing: there are no weights."""
 
 
-# Where the last tokens of a sequence have come before, found by an index that grows with it.
+# Index of earlier occurrences of the last tokens, which grows with the sequence.
 
 _MASK = 2**64 - 1
 _FACTOR = 1_000_003
@@ -39,9 +41,11 @@ _FEW = 64
 
 
 class TokenIndex:
-    """Tokens, and for each run of ``width`` of them the place where such a run ended before: a dict has the newest, and from each
-    there is a link to the one before it. A token costs a look-up and a store; runs are told apart by 64 bits, which
-    ``ending_like`` leaves to be compared.
+    """Tokens, with the positions at which each run of ``width`` tokens ended earlier.
+
+    A dict maps a run to its newest position, and each position links to the previous one of the same run. Adding a
+    token costs one lookup and one store. Runs are identified by 64-bit hashes. ``ending_like`` compares the tokens
+    themselves.
     """
 
     __slots__ = ("_before", "_newest", "_width", "tokens")
@@ -50,7 +54,7 @@ class TokenIndex:
         self._width = width
         self.tokens: list[int] = []
         self._before: list[int] = []
-        """By place: where a run that ends there ended before; -1: nowhere."""
+        """For each position, the previous position at which the same run ended, or -1."""
         self._newest: dict[int, int] = {}
         self.extend(tokens)
 
@@ -58,7 +62,7 @@ class TokenIndex:
         return len(self.tokens)
 
     def extend(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> None:
-        """Add tokens at the end."""
+        """Append tokens."""
         if len(tokens) > _FEW:
             self._extend_many(np.asarray(tokens))
             return
@@ -76,7 +80,7 @@ class TokenIndex:
             newest[key] = end
 
     def _extend_many(self, tokens: npt.NDArray[np.integer]) -> None:
-        """As ``extend``, of thousands at a time."""
+        """Append thousands of tokens at a time, as ``extend`` does."""
         width, first = self._width, len(self.tokens)
         overlap = self.tokens[max(0, first - width + 1) :]
         self.tokens += tokens.tolist()
@@ -102,8 +106,9 @@ class TokenIndex:
         self._before += [-1] * (len(tokens) - ends) + found
 
     def ending_like(self, tail: Sequence[int], most: int) -> Iterator[int]:
-        """Places, the newest first and ``most`` of them, where a run like the last ``width`` tokens of ``tail`` ended, the end of
-        these tokens not among them.
+        """Yield up to ``most`` positions at which the last ``width`` tokens of ``tail`` ended, newest first.
+
+        The end of the index's tokens is not included.
         """
         width = self._width
         if len(tail) < width:
@@ -121,8 +126,14 @@ class TokenIndex:
             place = self._before[place - 1]
 
     def longest(self, tail: Sequence[int], most: int, limit: int) -> tuple[int, int]:
-        """Of these the place where most tokens before it are like ``tail``, the newest of equals, and how many are, up to
-        ``limit``; (-1, 0) for none.
+        """Return the position with the longest match for ``tail``, and the match length.
+
+        Among equal lengths, the newest position is returned. (-1, 0) means that there is no match.
+
+        Args:
+            tail: The last tokens of the sequence.
+            most: Number of positions to examine.
+            limit: Maximum length to compare.
         """
         best, length = -1, 0
         tokens = self.tokens
@@ -139,7 +150,7 @@ class TokenIndex:
         return best, length
 
     def following(self, place: int, count: int) -> list[int]:
-        """``count`` tokens from ``place`` on. What ends before is taken to go on as it has done since ``place``."""
+        """Return ``count`` tokens from ``place`` on. If the tokens end earlier, the tokens from ``place`` are repeated."""
         found = self.tokens[place : place + count]
         period = len(self.tokens) - place
         while len(found) < count:
@@ -150,12 +161,14 @@ class TokenIndex:
 
 
 _MOST = 8
-"""Places that are looked at: of the newest ones, the one that is alike for longest."""
+"""Number of newest positions to examine. The one with the longest match is used."""
 
 
 class Ngram(Weightless):
-    """A ``Drafter``. ``shortest`` tokens at least must have come before; those are preferred of which more are alike, up to
-    ``longest``, and of equals the newest, which follows most likely what a text is at now.
+    """A ``Drafter`` that looks up tokens in the same request.
+
+    At least ``shortest`` tokens must match. Longer matches are preferred, up to ``longest`` tokens. Among equal
+    lengths, the newest match is preferred, because it is the most likely to predict the next tokens.
     """
 
     name = "ngram"
@@ -165,15 +178,15 @@ class Ngram(Weightless):
         self._indices: dict[str, TokenIndex] = {}
 
     def begin(self, request: NewRequestData) -> None:
-        """Look at its tokens once it drafts."""
+        """Add a request. Its tokens are indexed when it drafts."""
         self._indices[request.request_id] = TokenIndex(self._shortest)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Forget the request."""
         self._indices.pop(request_id, None)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Nothing for requests whose last tokens are new."""
+        """Draft for each request. Requests whose last tokens have no earlier occurrence get no drafts."""
         return [self._draft(request) if request.num_drafts else [] for request in step.requests]
 
     def _draft(self, request: DraftRequest) -> list[int]:

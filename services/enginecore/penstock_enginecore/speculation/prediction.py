@@ -1,4 +1,4 @@
-"""Drafts from what a client says the output may turn out to be, and by another drafter where that has nothing to say."""
+"""Drafts from the client's prediction of the output, or from another drafter where the prediction gives none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,13 +19,16 @@ _WIDTH = 2
 _NEAR = 8
 _PLACES = 16
 _LOST = 6
-"""Tokens in a row that were not where they were looked for, after which nothing is drafted until two of them are found again."""
+"""Number of consecutive mismatches after which nothing is drafted, until two tokens are found in the prediction again.
+"""
 
 
 class Place:
-    """Where an output is in its prediction. A token that is another one stands for that of the prediction, or comes in
-    addition, or others were left out before it: it is looked for a little further on, else what follows is taken to go on
-    behind it, and two tokens that do not are looked up in all of the prediction, the nearest place behind first.
+    """Tracks the position of an output in its prediction.
+
+    A token that differs from the prediction may replace a token, be inserted, or follow omitted tokens. The tracker
+    first looks for the token a little further on. Otherwise it assumes a replacement. If two tokens do not match, it
+    looks up the pair in the whole prediction and prefers the nearest later position.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -37,14 +40,14 @@ class Place:
         self.num_followed = 0
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Take in the next tokens of the output."""
+        """Process the next tokens of the output."""
         for token in tokens:
             self._take(token)
             self._last = token
             self.num_followed += 1
 
     def drafts(self, count: int) -> list[int]:
-        """What comes next, ``count`` tokens at most."""
+        """Return the next tokens, at most ``count``."""
         return [] if self._misses >= _LOST else self._index.tokens[self._at : self._at + count]
 
     def _take(self, token: int) -> None:
@@ -55,7 +58,7 @@ class Place:
         self._misses += 1
         if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [
             token
-        ]:  # the one before came in addition
+        ]:  # the previous token was inserted
             self._at, self._misses = self._skipped + 1, 0
             return
         self._skipped = at
@@ -66,7 +69,9 @@ class Place:
         self._at = at + 2 + near.index(token) if token in near else min(at + 1, len(tokens))
 
     def _find(self, pair: Sequence[int], at: int) -> int | None:
-        """Behind the nearest place of the two tokens from ``at`` on, else behind the last one before."""
+        """Return the position after the nearest occurrence of the pair from ``at`` on, or else after the last one
+        before.
+        """
         places = list(self._index.ending_like(pair, _PLACES))
         behind = [place for place in places if place >= at - _LOST]
         if behind:
@@ -75,7 +80,7 @@ class Place:
 
 
 class Predicted:
-    """A ``Drafter``: that of the client first, then ``inner``; without one nothing else."""
+    """A ``Drafter`` that uses the client's prediction first, then ``inner`` if there is one."""
 
     def __init__(self, inner: Drafter | None) -> None:
         self._inner = inner
@@ -85,49 +90,49 @@ class Predicted:
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """Those of the inner one."""
+        """KV cache needs of the inner drafter."""
         return {} if self._inner is None else self._inner.specs
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the inner one."""
+        """Bytes of the inner drafter's weights."""
         return 0 if self._inner is None else self._inner.weight_bytes
 
     @property
     def caches(self) -> LayerCaches:
-        """Those of the inner one."""
+        """Keys and values of the inner drafter."""
         return {} if self._inner is None else self._inner.caches
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Hand it on."""
+        """Forward to the inner drafter."""
         if self._inner is not None:
             self._inner.allocate(config)
 
     def release(self) -> None:
-        """Hand it on."""
+        """Forward to the inner drafter."""
         if self._inner is not None:
             self._inner.release()
 
     def begin(self, request: NewRequestData) -> None:
-        """Remember its prediction, if it has one."""
+        """Add a request, with its prediction if it has one."""
         if request.prediction_token_ids:
             self._places[request.request_id] = Place(request.prediction_token_ids)
         if self._inner is not None:
             self._inner.begin(request)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """Forget it."""
+        """Forget the request."""
         self._places.pop(request_id, None)
         if self._inner is not None:
             self._inner.end(request_id, token_ids, num_prompt_tokens=num_prompt_tokens)
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Hand it on."""
+        """Forward to the inner drafter."""
         if self._inner is not None:
             self._inner.observe(step, first, states)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """A request that its prediction has drafts for asks the inner one for none."""
+        """Draft for each request. The inner drafter is asked only for requests that get no drafts from a prediction."""
         predicted = [self._draft(request) if request.num_drafts else [] for request in step.requests]
         if self._inner is None:
             return predicted
@@ -136,7 +141,7 @@ class Predicted:
         return [mine or theirs for mine, theirs in zip(predicted, inner, strict=True)]
 
     def to(self, device: torch.device) -> None:
-        """Hand it on."""
+        """Forward to the inner drafter."""
         if self._inner is not None:
             self._inner.to(device)
 
@@ -149,7 +154,7 @@ class Predicted:
 
 
 class _Without(DraftStep):
-    """A step in which requests that have drafts already want none."""
+    """A step in which requests that already have drafts want none."""
 
     def __init__(self, step: DraftStep, drafts: Sequence[Sequence[int]]) -> None:
         self._step = step
@@ -161,9 +166,9 @@ class _Without(DraftStep):
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """That of the step."""
+        """Forward to the step."""
         return self._step.lay_out(requests, first, tokens, ahead=ahead)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """That of the step."""
+        """Forward to the step."""
         return self._step.sampling(requests, place)

@@ -1,8 +1,9 @@
-"""Drafts what followed most often where the last tokens came before, in the request and in outputs that have ended.
+"""Drafts by suffix matching: the tokens that most often followed the last tokens, in the request and in completed
+outputs.
 
-The idea is SuffixDecoding's (Oliaro et al., 2024): the more tokens are alike, the more are drafted, and a token is drafted as
-often as it followed. Counts are taken at the newest places that are alike for longest, found by an index of short runs, in
-place of a tree of all suffixes: a token costs one entry.
+The idea is SuffixDecoding's (Oliaro et al., 2024): the longer the match, the more tokens are drafted. A token is
+drafted if it followed often enough. Counts come from the newest positions with the longest match. An index of short
+runs finds them, in place of a tree of all suffixes, so a token costs one entry.
 """
 
 from collections import Counter, OrderedDict
@@ -15,17 +16,19 @@ from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep
 from penstock_enginecore.speculation.ngram import TokenIndex, Weightless
 
-# Outputs that have ended, kept to draft from, within so many bytes.
+# Store of completed outputs, within a memory limit.
 
 _BYTES_PER_TOKEN = 320
-"""A token in a list, its number, and its run's entry with a list of places; measured, and rounded up."""
+"""Bytes per token, measured and rounded up: the token in a list, its number, and its run's entry with a list of
+positions.
+"""
 _PLACES = 5
-"""Of each run the newest places are kept."""
+"""Number of newest positions that are kept for each run."""
 _GAP = -1
 
 
 class _Generation:
-    """Outputs of one scope one behind the other, and by run of ``width`` tokens the places where it ends."""
+    """Concatenated outputs of one scope, and the end positions of each run of ``width`` tokens."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -48,8 +51,9 @@ class _Generation:
 
 
 class PastOutputs:
-    """By scope, so that no tenant's speed tells of another's outputs. The newest are kept: once half of ``max_bytes`` is
-    filled, a new half is begun, and the half before the last is dropped.
+    """Stores completed outputs by scope. Separate scopes keep a tenant's speed from revealing other tenants' outputs.
+
+    Half of ``max_bytes`` is filled at a time. When a half is full, the store starts a new one and drops the older one.
     """
 
     def __init__(self, width: int, max_bytes: int) -> None:
@@ -61,11 +65,11 @@ class PastOutputs:
 
     @property
     def num_bytes(self) -> int:
-        """What they take, about."""
+        """Approximate size in bytes."""
         return (self._num_new + self._num_old) * _BYTES_PER_TOKEN
 
     def add(self, scope: str, output: Sequence[int]) -> None:
-        """Remember an output, or the rest of one. Of one that is longer than what is kept the end counts."""
+        """Add an output, or the rest of one. If it is too long, only its end is kept."""
         output = output[max(0, len(output) - self._max_tokens) :]
         if len(output) <= self._width:
             return
@@ -79,7 +83,7 @@ class PastOutputs:
         self._num_new += len(output)
 
     def ending_like(self, scope: str, tail: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Tokens, and places in them where a run like the end of ``tail`` ended; the newest first."""
+        """Yield token lists, and positions in them at which the end of ``tail`` ended, newest first."""
         for half in (self._new, self._old):
             if (generation := half.get(scope)) is not None:
                 tokens = generation.tokens
@@ -90,14 +94,19 @@ class PastOutputs:
 _WIDTH = 3
 _OWN = 4
 _LENGTHS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""How many tokens may be alike: what is looked for."""
+"""Match lengths to look for, in tokens."""
 _REMEMBERED = 4096
-"""Requests of which is known how much of their output was remembered, should they come again behind a preemption."""
+"""Number of requests for which the stored output length is known, in case they continue after a preemption."""
 
 
 class Suffix(Weightless):
-    """A ``Drafter``. ``max_depth``: tokens that are looked up, at most. ``max_factor``: drafts for each token that is alike.
-    ``min_probability``: how often of all times the drafts must have followed. ``max_bytes``: of past outputs.
+    """A ``Drafter`` that looks up tokens in the request and in completed outputs.
+
+    Args:
+        max_depth: Maximum match length, in tokens.
+        max_factor: Number of drafts per matching token.
+        min_probability: Minimum fraction of the matches after which the drafts must have followed.
+        max_bytes: Memory for completed outputs. 0 keeps none.
     """
 
     name = "suffix"
@@ -112,16 +121,16 @@ class Suffix(Weightless):
 
     @property
     def num_bytes(self) -> int:
-        """Of past outputs, about."""
+        """Approximate bytes of completed outputs."""
         return 0 if self._past is None else self._past.num_bytes
 
     def begin(self, request: NewRequestData) -> None:
-        """Look at its tokens once it drafts."""
+        """Add a request. Its tokens are indexed when it drafts."""
         self._indices[request.request_id] = TokenIndex(_WIDTH)
         self._scopes[request.request_id] = request.context.cache_salt
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """Remember what it has put out, which its prompt is not part of, once."""
+        """Store the request's new output, without the prompt."""
         self._indices.pop(request_id, None)
         scope = self._scopes.pop(request_id, None)
         if scope is None or self._past is None:
@@ -134,7 +143,7 @@ class Suffix(Weightless):
             self._remembered.popitem(last=False)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Nothing for requests whose last tokens are new."""
+        """Draft for each request. Requests whose last tokens have no earlier occurrence get no drafts."""
         return [self._draft(request) if request.num_drafts else [] for request in step.requests]
 
     def _draft(self, request: DraftRequest) -> list[int]:
@@ -153,7 +162,7 @@ class Suffix(Weightless):
         return self._likeliest(places, count)
 
     def _longest(self, tail: list[int], places: list[tuple[list[int], int]]) -> tuple[int, list[tuple[list[int], int]]]:
-        """How many tokens are alike at best, of ``_LENGTHS``, and where so many are."""
+        """Return the longest match length among ``_LENGTHS``, and the positions with that length."""
         lengths = self._lengths
         size, level = len(tail), 0
         best, alike = tail[-_WIDTH:], list[tuple[list[int], int]]()
@@ -172,7 +181,7 @@ class Suffix(Weightless):
         return len(best), alike
 
     def _likeliest(self, places: Sequence[tuple[list[int], int]], count: int) -> list[int]:
-        """The likeliest way on from ``places``, as far as its probability goes."""
+        """Return the most likely continuation of ``places``, while its probability is high enough."""
         drafts: list[int] = []
         if len(places) == 1:
             tokens, place = places[0]

@@ -1,1 +1,1 @@
-"""Workers in processes of their own, and what passes between them and the engine: see docs/adr/0049."""
+"""Workers in separate processes, and their communication with the engine: see docs/adr/0049."""

@@ -1,4 +1,6 @@
-"""The LoRA adapters of an engine's requests: which are in memory, on their way and running. Requests are held until theirs is."""
+"""LoRA adapters of an engine's requests: which adapters are in memory, loading and running. Requests wait until their
+adapter is ready.
+"""
 
 import enum
 import queue
@@ -26,15 +28,16 @@ from penstock_enginecore.core.utility import utility
 from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, LoraSlots, NotWantedError, Reservation, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
 
-# Which adapters the engine tells the cluster that it holds, and what loading one costs it.
+# The adapters that the engine reports to the cluster, and the cost of loading one.
 
 _LATEST = 0.25
-"""Weight of the latest load in the time that one takes."""
+"""Weight of the latest load in the moving average of load times."""
 
 
 class LoraHoldings:
-    """Makes what is told anew only where it has changed. Belongs to the busy loop's thread, but for ``of``, which may be called
-    on any.
+    """Builds the adapter report for the cluster. Builds a new report only after something has changed.
+
+    All methods except ``of`` belong to the busy loop's thread. ``of`` may be called on any thread.
     """
 
     def __init__(self, max_loras: int, clock: Callable[[], float]) -> None:
@@ -47,33 +50,37 @@ class LoraHoldings:
         self._request_seconds = 0.0
         self._told_at: tuple[int, Sequence[bytes]] = (-1, ())
         self._told = LoraHeld()
-        self._lock = threading.Lock()  # of what is told
+        self._lock = threading.Lock()  # guards the last report
 
     def changed(self) -> None:
-        """Adapters have come or gone, or are on their way."""
+        """Record that adapters were added, removed, or started to load."""
         self._changes += 1
 
     def loaded(self, seconds: float) -> None:
-        """An adapter has come, in so many seconds."""
+        """Record that an adapter was loaded in ``seconds``."""
         self._load_seconds += (seconds - self._load_seconds) * (_LATEST if self._load_seconds else 1.0)
         self.changed()
 
     def began(self) -> None:
-        """A request has its adapter."""
+        """Record that a request got its adapter."""
         if not self._num_requests:
             self._rate.begin(self._clock())
         self._num_requests += 1
 
     def ended(self) -> None:
-        """A request is done with its adapter."""
+        """Record that a request has stopped using its adapter."""
         now = self._clock()
         self._num_requests -= 1
         self._rate.left(now, 0.0)
         self._request_seconds = self._rate.time_for(now, 1.0, 0.0) or 0.0
 
     def of(self, active: Sequence[bytes], held: Callable[[], Iterable[bytes]], *, full: bool = False) -> LoraHeld:
-        """What is to be told. ``active``: digests of the adapters that have a slot; ``held``: those in memory and on their way,
-        the most recently used first. ``full``: whether there is no room for another.
+        """Return the current report. Thread-safe.
+
+        Args:
+            active: Digests of the adapters that have a slot.
+            held: Returns the digests of the adapters in memory or loading, most recently used first.
+            full: Whether the cache has no room for another adapter.
         """
         with self._lock:
             changes, told = self._changes, self._told
@@ -95,11 +102,15 @@ class LoraHoldings:
         return self._load_seconds / self._request_seconds if self._request_seconds else 0.0
 
 
-# Adapters on their way, and who waits for them.
+# Loads in progress, and the requests and calls that wait for them.
 
 
 class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
-    """What operators are told of an adapter that the engine holds. ``rank``: the largest of its layers'."""
+    """Description of a loaded adapter, for operators.
+
+    Attributes:
+        rank: Largest rank of the adapter's layers.
+    """
 
     digest: bytes
     rank: int
@@ -109,7 +120,7 @@ class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(NamedTuple):
-    """Somebody who has asked for an adapter, and waits for what it is."""
+    """A utility call that has asked for an adapter and waits for its description."""
 
     answer: "Future[HeldLora]"
     pinned: bool
@@ -117,8 +128,12 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """An adapter on its way. ``number``: of what the workers were told; ``began``: seconds. ``requests``: those that wait for it
-    and have not ended, by key.
+    """The load of one adapter, while it runs.
+
+    Attributes:
+        number: Sequence number of the load among the commands to workers.
+        began: Monotonic start time, in seconds.
+        requests: Unfinished requests that wait for the adapter, by key.
     """
 
     lora: LoraRequest
@@ -130,7 +145,7 @@ class Load:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still waits for it."""
+        """Whether a request or a call still waits for the adapter."""
         return bool(self.requests or self.calls)
 
 
@@ -143,9 +158,9 @@ class Usable(enum.Enum):
     """Whether a request can use its adapter in the step that is being scheduled.
 
     Attributes:
-        READY: It has a slot, or one is free.
-        LOADING: It is being loaded.
-        NO_SLOT: As many other adapters run as may.
+        READY: The adapter has a slot, or a slot is free.
+        LOADING: The adapter is being loaded.
+        NO_SLOT: Other adapters occupy all slots.
     """
 
     READY = enum.auto()
@@ -154,11 +169,12 @@ class Usable(enum.Enum):
 
 
 class LoraAdapters(StepResource):
-    """The adapters of an engine's requests: those in host memory, those that are being loaded, and those that run.
+    """Manages the adapters of an engine's requests: those in host memory, those that are being loaded, and those that
+    run.
 
-    All methods belong to the busy loop's thread, except ``check`` and ``stats``. A request is held with ``Hold.LORA`` while it
-    cannot use its adapter. What goes wrong with a load ends those requests alone that wait for it. Adapters are known by digest;
-    the path that one was last read from stands for it in requests that do not say which they mean.
+    All methods belong to the busy loop's thread, except ``check`` and ``stats``. A request is held with ``Hold.LORA``
+    while it cannot use its adapter. A failed load ends only the requests that wait for it. Adapters are identified by
+    digest. If a request gives a path but no digest, it gets the adapter that was last read from that path.
     """
 
     stats_name = "lora"
@@ -170,7 +186,9 @@ class LoraAdapters(StepResource):
         wake: Callable[[], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """``wake`` is called, on any thread, when ``take`` has something to do."""
+        """Args:
+        wake: Called on any thread when ``take`` has something to do.
+        """
         self._served = config.enabled
         self._executor = executor
         self._wake = wake
@@ -182,17 +200,19 @@ class LoraAdapters(StepResource):
         self._room = LoraRoom(self.cache, self._unload)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._digests: dict[str, bytes] = {}
-        """By path, of those that are held."""
+        """Digests of loaded adapters, by path."""
         self._users: dict[str, Request] = {}
-        """By key, those whose adapter is kept for them."""
+        """Requests whose adapter is kept in memory for them, by key."""
         self._loads: dict[LoraRequest, Load] = {}
-        """One for each adapter that is on its way, however many wait for it."""
+        """Loads in progress. All requests for one adapter share its load."""
         self._waiting: dict[str, Load] = {}
-        """By key of the request that waits for it."""
+        """The load that a request waits for, by the request's key."""
         self._let_go: dict[bytes, int] = {}
-        """What workers were told to let go of while loads were under way, with the number that that had."""
+        """Adapters that workers were told to free while loads were in progress, with the sequence number of the
+        command.
+        """
         self._told = 0
-        """Number of what the workers were told last."""
+        """Sequence number of the last command to the workers."""
         self._news: queue.SimpleQueue[tuple[Load, Future[LoadedLora]] | Want] = queue.SimpleQueue()
         self._num_loads = 0
         self._load_seconds = 0.0
@@ -200,7 +220,7 @@ class LoraAdapters(StepResource):
         self._num_found = 0
 
     def check(self, adapter: LoraAdapter) -> None:
-        """Refuse an adapter that can be seen to be none. Any thread. Raises Unimplemented or InvalidArgument."""
+        """Raise Unimplemented or InvalidArgument if the adapter's fields cannot be valid. Thread-safe."""
         self._check_served()
         if not adapter.path:
             raise InvalidArgument("lora.path is empty", field="lora.path")
@@ -216,7 +236,7 @@ class LoraAdapters(StepResource):
             )
 
     def take(self) -> None:
-        """Let requests go on whose adapter has come, and end those whose adapter cannot be had."""
+        """Resume requests whose adapter was loaded, and fail requests whose adapter failed to load."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, Want):
@@ -232,7 +252,7 @@ class LoraAdapters(StepResource):
         return not self._news.empty()
 
     def stats(self) -> LoraStats:
-        """Which adapters there are, and what became of loads. Any thread."""
+        """Return statistics of adapters and loads. Thread-safe."""
         slots, cache = self._slots, self.cache
         return LoraStats(
             max_loras=self._max_loras,
@@ -251,7 +271,7 @@ class LoraAdapters(StepResource):
         )
 
     def _held_digests(self) -> Iterator[bytes]:
-        """Those on their way and those in memory, the most recently used first. Any thread."""
+        """Yield digests of loading adapters, then of adapters in memory, most recently used first. Thread-safe."""
         yield from (lora.digest for lora in list(self._loads) if lora.digest)
         yield from reversed(self.cache.digests)
 
@@ -261,7 +281,9 @@ class LoraAdapters(StepResource):
         self._scheduler = scheduler
 
     def acquire(self, request: Request, lora: LoraRequest) -> Usable:
-        """Get the adapter of a request. It is kept from when it has been loaded until the request ends; a slot, from when the
+        """Get the adapter of a request.
+
+        The adapter is kept in memory from when it is loaded until the request ends. The slot is occupied from when the
         request starts. A request that must wait is released once it can start.
         """
         if request.key not in self._users:
@@ -274,7 +296,7 @@ class LoraAdapters(StepResource):
         return Usable.NO_SLOT
 
     def added(self, request: Request) -> None:
-        """Use the request's adapter, or have it loaded. The request is held until it is there."""
+        """Use the request's adapter if it is in memory. Otherwise start to load it and hold the request."""
         if (lora := request.lora) is None:
             return
         self._num_requests += 1
@@ -291,7 +313,7 @@ class LoraAdapters(StepResource):
                 self._scheduler.release(self._users[key], Hold.LORA)
 
     def may_start(self, request: Request) -> Hold:
-        """Return NONE if the request's adapter has a slot, or can have one now."""
+        """Return NONE if the request's adapter has a slot or can have one now."""
         lora = request.lora
         return Hold.NONE if lora is None or self.acquire(request, lora) is Usable.READY else Hold.LORA
 
@@ -301,16 +323,16 @@ class LoraAdapters(StepResource):
             self._slots.start(request.key, request.lora.digest, request.lora.name)
 
     def preempted(self, request: Request) -> None:
-        """Leave the slot."""
+        """Free the request's share of the slot."""
         self._slots.leave(request.key)
 
     def all_preempted(self) -> None:
-        """Empty all slots, and let every request ask for one again."""
+        """Empty all slots, and release every waiting request so that it asks for a slot again."""
         for key in self._slots.reset():
             self._scheduler.release(self._users[key], Hold.LORA)
 
     def ended(self, request: Request) -> None:
-        """Let go of the adapter and its slot, or stop waiting for them."""
+        """Release the request's adapter and slot, or stop waiting for them."""
         self._slots.leave(request.key)
         if (load := self._waiting.pop(request.key, None)) is not None:
             del load.requests[request.key]
@@ -322,15 +344,20 @@ class LoraAdapters(StepResource):
 
     @utility
     def add_lora(self, name: str, path: str, digest: bytes = b"", pinned: bool = False) -> "Future[HeldLora]":
-        """Read the adapter in the directory ``path`` on the engine's machine, hold it, and say what it is. ``digest``: of
-        its config and tensors, where that is known; FailedPrecondition with reason LORA_CHANGED for other content. ``pinned``: it
-        stays.
+        """Load the adapter in the directory ``path`` on the engine's machine, and return its description.
+
+        Args:
+            name: Label of the adapter.
+            path: Directory of the adapter.
+            digest: Expected digest of the adapter's config and tensors, or empty. If the content differs, the call fails with
+                FailedPrecondition and reason LORA_CHANGED.
+            pinned: Whether the adapter must stay in memory until it is removed or unpinned.
         """
         adapter = LoraAdapter(name, path, digest)
         self.check(adapter)
         answer: Future[HeldLora] = Future()
         if digest and digest in self.cache:
-            self.cache.add(digest, self._loaded[digest].num_bytes)  # it stays if it was to leave
+            self.cache.add(digest, self._loaded[digest].num_bytes)  # this cancels a pending removal
             self._answer(Call(answer, pinned), digest)
         else:
             self._load(LoraRequest(name, path, digest)).calls.append(Call(answer, pinned))
@@ -338,20 +365,20 @@ class LoraAdapters(StepResource):
 
     @utility
     def remove_lora(self, digest: bytes) -> None:
-        """Let go of an adapter once no request uses it any more. One that is not held is passed over."""
+        """Free an adapter once no request uses it. Does nothing if the adapter is not loaded."""
         self._check_served()
         self._unload(self.cache.remove(digest))
 
     @utility
     def pin_lora(self, digest: bytes, pinned: bool = True) -> HeldLora:
-        """Hold an adapter whatever else is loaded; not ``pinned``: no more. Raises NotFound for one that is not held."""
+        """Pin an adapter so that it is never evicted, or unpin it. Raises NotFound if the adapter is not loaded."""
         self._check_served()
         self.cache.pin(digest, pinned=pinned)
         return self._facts(digest)
 
     @utility
     def list_loras(self) -> list[HeldLora]:
-        """The adapters that are held, those used last last."""
+        """Return the loaded adapters, least recently used first."""
         return [self._facts(digest) for digest in self.cache.digests]
 
     def _check_served(self) -> None:
@@ -371,7 +398,7 @@ class LoraAdapters(StepResource):
     # Loads.
 
     def _load(self, lora: LoraRequest) -> Load:
-        """The load that reads ``lora``: one that is under way, or a new one."""
+        """Return the load of ``lora`` that is in progress, or start a new one."""
         self._holdings.changed()
         if (load := self._loads.get(_what(lora))) is None:
             load = Load(lora, 0, self._clock())
@@ -386,7 +413,7 @@ class LoraAdapters(StepResource):
         future.add_done_callback(lambda done: self._put((load, done)))
 
     def _again(self, load: Load) -> None:
-        """Have what was loaded loaded once more, for those who wait for it."""
+        """Repeat a load for the requests and calls that wait for it."""
         known = self._loads.get(_what(load.lora))
         if known is None:
             known = load
@@ -401,16 +428,16 @@ class LoraAdapters(StepResource):
         self._waiting[request.key] = load
 
     def _want(self, load: Load, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
-        """Any thread."""
+        """Queue a request for cache memory. Thread-safe."""
         self._put(Want(reservation, num_bytes, made, lambda: load.is_wanted))
 
     def _put(self, news: "tuple[Load, Future[LoadedLora]] | Want") -> None:
-        """Any thread."""
+        """Queue an event for ``take``, and wake the busy loop. Thread-safe."""
         self._news.put(news)
         self._wake()
 
     def _end(self, load: Load, future: "Future[LoadedLora]") -> None:
-        """A load is over."""
+        """Handle the end of a load."""
         reservation = load.reservation
         del self._loads[_what(load.lora)]
         for key in load.requests:
@@ -423,11 +450,11 @@ class LoraAdapters(StepResource):
                 self._unload([loaded.digest])
             elif not held and let_go > max(load.number, reservation.number):
                 self._unload([loaded.digest])
-                self._again(load)  # it had been there, and was let go of meanwhile
+                self._again(load)  # The adapter was in memory, but was freed while this load ran.
             else:
                 self._hold(loaded, load)
         except NotWantedError:
-            if load.is_wanted:  # by somebody who has come since
+            if load.is_wanted:  # A request or a call asked for the adapter in the meantime.
                 self._again(load)
         except Exception as e:
             self._fail(load, e)
@@ -435,7 +462,10 @@ class LoraAdapters(StepResource):
             self._room.end(reservation)
 
     def _hold(self, loaded: LoadedLora, load: Load) -> None:
-        """Those who wait for a load get it. Raises what ``LoraCache.add`` does; workers let go of it then."""
+        """Give a loaded adapter to the requests and calls that wait for it.
+
+        Raises the errors of ``LoraCache.add``. The workers free the adapter in that case.
+        """
         digest = loaded.digest
         try:
             self._unload(self.cache.add(digest, loaded.num_bytes, load.reservation.num_bytes))
@@ -474,7 +504,7 @@ class LoraAdapters(StepResource):
         call.answer.set_result(self._facts(digest))
 
     def _unload(self, digests: list[bytes]) -> int:
-        """Have the workers let go of adapters. Returns the number of what they were told last."""
+        """Tell the workers to free adapters. Returns the sequence number of the last command to the workers."""
         for digest in digests:
             self._holdings.changed()
             self._loaded.pop(digest, None)
@@ -495,7 +525,7 @@ class LoraAdapters(StepResource):
             call.answer.set_exception(error)
 
     def _fail_one(self, request: Request, error: Exception) -> None:
-        """End a request; what is no fault of its adapter gets a number."""
+        """End a request. Errors that the adapter did not cause get an incident number."""
         if request.finished:
             return
         failure = (
@@ -507,5 +537,5 @@ class LoraAdapters(StepResource):
 
 
 def _what(lora: LoraRequest) -> LoraRequest:
-    """What a load reads: names are labels."""
+    """Return the key of a load: path and digest, without the name."""
     return LoraRequest("", lora.path, lora.digest)

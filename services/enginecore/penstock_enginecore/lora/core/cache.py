@@ -1,4 +1,4 @@
-"""Which adapters the engine holds in host memory, and which may run together."""
+"""The adapters that the engine holds in host memory, and the adapters that may run together."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock_common.errors import FailedPrecondition, NotFound, RequestFailed, ResourceExhausted
 
 RETRY_AFTER = 1.0
-"""Seconds that a client is told to wait for an adapter's memory."""
+"""Seconds after which clients may retry when the adapter cache is full."""
 
 
 @dataclass(slots=True)
@@ -21,22 +21,24 @@ class _Held:
 
 
 class LoraCache:
-    """Adapters by digest, up to ``capacity`` bytes. Those that make room are the least recently used, of those that nobody uses
-    and that are not pinned. One that is removed while it is used stays until its last user has gone.
+    """Tracks adapters by digest, up to ``capacity`` bytes.
 
-    Room is reserved for an adapter before there is memory of it; what is held and what is reserved never exceed ``capacity``.
-    Methods that make adapters leave return their digests: the caller has the workers let go of them.
+    To make room, the cache evicts the least recently used adapter that is neither in use nor pinned. If an adapter is
+    removed while it is in use, it stays until its last user ends.
+
+    Callers reserve room for an adapter before memory is allocated for it. Held and reserved bytes together never exceed
+    ``capacity``. Methods that evict adapters return their digests, and the caller tells the workers to free them.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_bytes = 0
-        """Of the adapters that are held."""
+        """Bytes of the adapters that are held."""
         self.num_reserved = 0
-        """Bytes for adapters that are on their way."""
+        """Bytes reserved for adapters that are being loaded."""
         self.num_evictions = 0
-        """Adapters that had to go for others, since the start."""
-        self._held: dict[bytes, _Held] = {}  # the least recently used first
+        """Number of adapters evicted to make room, since the start."""
+        self._held: dict[bytes, _Held] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._held)
@@ -46,21 +48,21 @@ class LoraCache:
 
     @property
     def full(self) -> bool:
-        """Whether another adapter of the mean size would have to take the place of others."""
+        """Whether another adapter of mean size would not fit without an eviction."""
         return bool(self._held) and self.num_bytes * (1 + 1 / len(self._held)) > self.capacity
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """Those that are held, the least recently used first."""
+        """Digests of the adapters that are held, least recently used first."""
         return tuple(self._held)
 
     def is_pinned(self, digest: bytes) -> bool:
-        """Whether an adapter stays until it is removed or unpinned; also False for one that is not held."""
+        """Return whether an adapter is pinned. False if it is not held."""
         held = self._held.get(digest)
         return held is not None and held.pinned
 
     def is_used(self, digest: bytes) -> bool:
-        """Whether an adapter has users; also False for one that is not held."""
+        """Return whether an adapter has users. False if it is not held."""
         held = self._held.get(digest)
         return held is not None and held.users > 0
 
@@ -70,34 +72,43 @@ class LoraCache:
         return self.capacity - self.num_bytes - self.num_reserved
 
     def reserve(self, num_bytes: int) -> list[bytes]:
-        """Keep room for an adapter, until it is added or ``cancel`` is called. Returns those that had to go for it.
+        """Reserve room for an adapter, until it is added or ``cancel`` is called. Returns the digests evicted for it.
 
-        Raises FailedPrecondition for one that is larger than all there is, ResourceExhausted while those in use, pinned and on
-        their way leave too little; nothing has changed then.
+        Nothing changes if an error is raised.
+
+        Raises:
+            FailedPrecondition: The adapter is larger than the whole capacity.
+            ResourceExhausted: Adapters in use, pinned or loading leave too little room.
         """
         evicted = self._make_room(num_bytes, self._room)
         self.num_reserved += num_bytes
         return evicted
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether ``reserve`` would let no other go."""
+        """Return whether ``reserve`` would succeed without evicting an adapter."""
         return num_bytes <= self._room
 
     def is_full_for(self, num_bytes: int) -> bool:
-        """Whether ``reserve`` would raise ResourceExhausted."""
+        """Return whether ``reserve`` would raise ResourceExhausted."""
         may_go = sum(held.num_bytes for held in self._held.values() if not (held.users or held.pinned))
         return self._room + may_go < num_bytes <= self.capacity
 
     def cancel(self, num_bytes: int) -> None:
-        """Of what was reserved, so much is not needed."""
+        """Return ``num_bytes`` of the reserved bytes to the free room."""
         if num_bytes > self.num_reserved:
             raise ValueError(f"{self.num_reserved} bytes are reserved, not {num_bytes}")
         self.num_reserved -= num_bytes
 
     def add(self, digest: bytes, num_bytes: int, reserved: int = 0) -> list[bytes]:
-        """Hold an adapter from now on, as the most recently used; one that is held already counts as used now, and stays if it
-        was to leave. ``reserved``: bytes that were, for it. Returns those that had to go for it. Raises as ``reserve``; nothing
-        has changed then.
+        """Hold an adapter as the most recently used one. Returns the digests evicted for it.
+
+        If the adapter is already held, it becomes the most recently used one, and a pending removal is cancelled.
+        Raises the errors of ``reserve``. Nothing changes in that case.
+
+        Args:
+            digest: Digest of the adapter.
+            num_bytes: Bytes of the adapter.
+            reserved: Bytes that were reserved for this adapter.
         """
         if (held := self._held.get(digest)) is not None:
             held.leaving = False
@@ -111,7 +122,12 @@ class LoraCache:
         return evicted
 
     def _make_room(self, num_bytes: int, room: int) -> list[bytes]:
-        """``room``: bytes that there are. Returns those that have gone for the rest."""
+        """Evict adapters until ``num_bytes`` fit. Returns their digests.
+
+        Args:
+            num_bytes: Bytes that must fit.
+            room: Bytes that are available before evictions.
+        """
         if num_bytes > self.capacity:
             raise FailedPrecondition(
                 f"the adapter has {num_bytes} bytes; lora.cpu_memory is {self.capacity}",
@@ -139,14 +155,14 @@ class LoraCache:
         return evicted
 
     def acquire(self, digest: bytes) -> None:
-        """Use an adapter that is held; ``release`` must follow."""
+        """Add a user to a held adapter. Each call must be followed by ``release``."""
         held = self._held[digest]
         held.users += 1
         held.leaving = False
         self._touch(digest)
 
     def release(self, digest: bytes) -> list[bytes]:
-        """End a use. Returns the adapter where it was removed meanwhile, and this was the last one."""
+        """Remove a user. Returns the digest if the adapter was removed meanwhile and this was its last user."""
         held = self._held[digest]
         if held.users == 0:
             raise ValueError(f"adapter {digest.hex()} is not in use")
@@ -154,7 +170,7 @@ class LoraCache:
         return self._drop(digest) if held.leaving and not held.users else []
 
     def pin(self, digest: bytes, *, pinned: bool = True) -> None:
-        """Keep an adapter whatever else is loaded; not ``pinned``: no more. Raises NotFound for one that is not held."""
+        """Pin an adapter so that it is never evicted, or unpin it. Raises NotFound if the adapter is not held."""
         held = self._held.get(digest)
         if held is None:
             raise NotFound(f"no adapter with digest {digest.hex()} is loaded", field="digest", reason="LORA_NOT_LOADED")
@@ -162,7 +178,9 @@ class LoraCache:
         held.leaving = held.leaving and not pinned
 
     def remove(self, digest: bytes) -> list[bytes]:
-        """Hold an adapter no longer than it is used. Returns it where it leaves at once; one that is not held is passed over."""
+        """Remove an adapter once it is unused. Returns its digest if it is freed at once. Does nothing if it is not
+        held.
+        """
         held = self._held.get(digest)
         if held is None:
             return []
@@ -178,13 +196,16 @@ class LoraCache:
         return [digest]
 
 
-# Room for adapters that are on their way.
+# Room for adapters that are being loaded.
 
 
 @dataclass(slots=True)
 class Reservation:
-    """What a load has in the cache. ``number``: of what workers were told last before they take it. ``ended``: it needs nothing
-    any more.
+    """The bytes that a load has reserved in the cache.
+
+    Attributes:
+        number: Sequence number of the last command that workers get before they use these bytes.
+        ended: Whether the load is over and needs no more bytes.
     """
 
     num_bytes: int = 0
@@ -193,12 +214,15 @@ class Reservation:
 
 
 class NotWantedError(Exception):
-    """Nobody waits any more for an adapter, whose place would be that of another."""
+    """Raised when a load would evict another adapter although no request waits for the loaded adapter any more."""
 
 
 class Want(NamedTuple):
-    """A load that needs so many bytes. ``made``: ends when it has them, or cannot have them. ``is_wanted``: whether anybody waits
-    for it.
+    """A load's request for cache memory.
+
+    Attributes:
+        made: Completes when the bytes are reserved, or fails if they cannot be.
+        is_wanted: Returns whether a request or call still waits for the adapter.
     """
 
     reservation: Reservation
@@ -208,8 +232,12 @@ class Want(NamedTuple):
 
 
 class LoraRoom:
-    """Makes room for those that want it, in their order: one that finds none waits for those on their way before it, of which
-    some may fail. ``unload``: has workers let go of adapters, and gives the number of what they were told last.
+    """Reserves cache memory for loads, in order of arrival.
+
+    If there is no room, a load waits for the earlier loads, because some of them may fail and free their reservation.
+
+    Args:
+        unload: Tells workers to free adapters, and returns the sequence number of the last command to them.
     """
 
     def __init__(self, cache: LoraCache, unload: Callable[[list[bytes]], int]) -> None:
@@ -218,12 +246,12 @@ class LoraRoom:
         self._wants: deque[Want] = deque()
 
     def want(self, want: Want) -> None:
-        """Ask for room."""
+        """Queue a request for room."""
         self._wants.append(want)
         self._serve()
 
     def end(self, reservation: Reservation) -> None:
-        """A load has ended, however it did."""
+        """Handle the end of a load, whether it succeeded or failed."""
         reservation.ended = True
         self._cache.cancel(reservation.num_bytes)
         reservation.num_bytes = 0
@@ -233,7 +261,7 @@ class LoraRoom:
         while self._wants:
             reservation, num_bytes, made, is_wanted = self._wants[0]
             if reservation.ended:
-                made.cancel()  # its workers have gone meanwhile
+                made.cancel()  # its workers have ended meanwhile
             elif not is_wanted() and not self._cache.has_room_for(num_bytes):
                 made.set_exception(NotWantedError("nobody waits for the adapter any more"))
             elif self._cache.num_reserved and self._cache.is_full_for(num_bytes):
@@ -249,13 +277,18 @@ class LoraRoom:
             self._wants.popleft()
 
 
-# Which adapters run together. A state machine: requests that start, wait and leave in, those whose wait is over out.
+# Slots of adapters that run together. A state machine: its inputs are requests that start, wait or leave. Its outputs
+# are the requests that may start.
 
 
 @dataclass(slots=True)
 class _Slot:
-    """``running``: requests with the adapter that run. ``granted``: those that waited for the slot and have not started yet; it
-    is kept for them. ``closing``: nobody starts any more.
+    """The slot of one adapter.
+
+    Attributes:
+        running: Running requests with this adapter.
+        granted: Requests that waited for the slot and may start now, but have not started yet. The slot is kept for them.
+        closing: Whether the slot admits no more requests.
     """
 
     name: str
@@ -270,7 +303,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Line:
-    """Requests that wait for one adapter's slot, with the seconds since when each does, the oldest first."""
+    """Requests that wait for the slot of one adapter, with the time each began to wait in seconds, oldest first."""
 
     name: str
     since: dict[str, float] = field(default_factory=dict)
@@ -281,25 +314,28 @@ class _Line:
 
 
 class LoraSlots:
-    """At most ``max_loras`` adapters among running requests. One whose adapter is not among them waits, and is in nobody's way.
+    """Limits running requests to ``max_loras`` different adapters. Requests with other adapters wait and do not block
+    the queue.
 
-    A slot that is free goes to the adapter of the request that has waited longest. While adapters have waited for ``max_wait``
-    seconds and none is free, as many others admit no more, those first that have had theirs longest: they go over
-    once they are empty. So no adapter waits longer than ``max_wait`` and what the longest running request takes, while no more
-    adapters than there are slots wait. Requests are known by key, adapters by digest; ``name`` is what stands for one in
-    metrics. ``now``: monotonic seconds.
+    A free slot goes to the adapter whose request has waited longest. If adapters have waited for ``max_wait`` seconds
+    and no slot is free, an equal number of slots stop admitting requests. The slots that have been occupied longest
+    close first. A closed slot passes to a waiting adapter once it is empty. If no more adapters wait than there are
+    slots, an adapter waits at most ``max_wait`` plus the duration of the longest running request.
+
+    Requests are identified by key, adapters by digest. ``name`` is the label of an adapter in metrics. ``now`` is in
+    monotonic seconds.
     """
 
     def __init__(self, max_loras: int, max_wait: float) -> None:
         self._max_loras = max_loras
         self._max_wait = max_wait
-        self._slots: dict[bytes, _Slot] = {}  # that which has been active longest first
+        self._slots: dict[bytes, _Slot] = {}  # longest active first
         self._lines: dict[bytes, _Line] = {}
         self._digests: dict[str, bytes] = {}
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """The adapters that have a slot, that which has had it longest first. Any thread."""
+        """Digests of the adapters that have a slot, longest active first. Thread-safe."""
         return tuple(self._slots)
 
     @property
@@ -309,23 +345,25 @@ class LoraSlots:
 
     @property
     def waiting(self) -> list[str]:
-        """Names of the adapters that wait for one."""
+        """Names of the adapters that wait for a slot."""
         return [line.name for line in list(self._lines.values())]
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return sum(len(line.since) for line in list(self._lines.values()))
 
     def admits(self, digest: bytes) -> bool:
-        """Whether a request with this adapter may start now."""
+        """Return whether a request with this adapter may start now."""
         slot = self._slots.get(digest)
         if slot is not None:
             return not slot.closing
         return len(self._slots) < self._max_loras and not self._lines
 
     def start(self, key: str, digest: bytes, name: str) -> None:
-        """A request starts. ValueError for one that ``admits`` does not let in, or that runs."""
+        """Record that a request starts. Raises ValueError if ``admits`` is False for its adapter, or if it is already
+        running.
+        """
         if not self.admits(digest):
             raise ValueError(f"request {key!r} starts with adapter {digest.hex()}, which has no slot")
         slot = self._slots.setdefault(digest, _Slot(name))
@@ -337,13 +375,13 @@ class LoraSlots:
         self._digests[key] = digest
 
     def wait(self, key: str, digest: bytes, name: str, now: float) -> None:
-        """A request that could start waits for a slot instead."""
+        """Record that a request waits for a slot."""
         line = self._lines.setdefault(digest, _Line(name))
         line.since[key] = now
         self._digests[key] = digest
 
     def leave(self, key: str) -> None:
-        """A request has ended or lost its turn, wherever it was; one that is not known is passed over."""
+        """Record that a request has ended or was preempted. Does nothing if the request is unknown."""
         digest = self._digests.pop(key, None)
         if digest is None:
             return
@@ -356,7 +394,7 @@ class LoraSlots:
                 del self._slots[digest]
 
     def reset(self) -> list[str]:
-        """Every request has lost its turn, and its place in line: all begin anew. Returns those that waited."""
+        """Empty all slots and queues. Returns the requests that were waiting."""
         waited = [key for line in self._lines.values() for key in line.since]
         self._slots.clear()
         self._lines.clear()
@@ -364,7 +402,11 @@ class LoraSlots:
         return waited
 
     def settle(self, now: float) -> list[str]:
-        """See about those that wait. Returns the requests whose wait is over: each may start until its slot is taken back."""
+        """Assign free slots to waiting adapters, and close slots for overdue ones. Returns the requests that may start
+        now.
+
+        A returned request may start until its slot is closed again.
+        """
         if not self._lines:
             for slot in self._slots.values():
                 slot.closing = False
@@ -374,10 +416,10 @@ class LoraSlots:
         return released + self._serve()
 
     def _serve(self) -> list[str]:
-        """Give slots to those that wait, the oldest first, until none is left."""
+        """Assign slots to waiting adapters, oldest first, until no slot is free."""
         released: list[str] = []
         for digest, slot in self._slots.items():
-            if digest in self._lines and not slot.closing:  # it was open again
+            if digest in self._lines and not slot.closing:  # the slot has opened again
                 released += self._grant(slot, self._lines.pop(digest))
         while self._lines and (len(self._slots) < self._max_loras or not self._lines.keys().isdisjoint(self._slots)):
             digest = min(self._lines, key=lambda waiting: self._lines[waiting].oldest)
@@ -393,17 +435,22 @@ class LoraSlots:
         return list(line.since)
 
     def _close_for_overdue(self, now: float, fresh: set[bytes]) -> None:
-        """``fresh``: adapters whose requests have got their turn just now, and could not start yet."""
+        """Close as many slots as adapters are overdue, and reopen slots that need not be closed any more.
+
+        Args:
+            now: Monotonic time, in seconds.
+            fresh: Adapters whose requests were granted a slot just now and could not start yet.
+        """
         overdue = sum(line.oldest + self._max_wait <= now for line in self._lines.values())
         closing = [slot for slot in self._slots.values() if slot.closing]
-        for slot in closing[overdue:]:  # those that waited have gone
+        for slot in closing[overdue:]:  # fewer adapters are overdue now
             slot.closing = False
         if len(closing) >= overdue:
             return
         others = [(digest, slot) for digest, slot in self._slots.items() if not slot.closing and digest not in fresh]
         for digest, slot in others[: overdue - len(closing)]:
             slot.closing = True
-            for key in slot.granted:  # they have had their chance
+            for key in slot.granted:  # these requests had their chance to start
                 del self._digests[key]
             slot.granted.clear()
             if slot.empty:

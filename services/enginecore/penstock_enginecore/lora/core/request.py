@@ -1,4 +1,4 @@
-"""The adapter of a request, and what is known of one that is loaded."""
+"""The adapter that a request names, and the properties of a loaded adapter."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,14 +9,20 @@ import msgspec
 from penstock_common.lora_registry import LoraAdapter
 
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
-"""Asks for so many bytes of ``lora.cpu_memory``, on any thread. The future ends on the thread that gives executors their calls,
-once workers have been told what to let go of for them; with ResourceExhausted or FailedPrecondition where they cannot be had.
+"""Requests a number of bytes of ``lora.cpu_memory``. Thread-safe.
+
+The future completes on the thread that calls the executor, after workers were told which adapters to free for the new
+one. If the bytes are not available, it fails with ResourceExhausted or FailedPrecondition.
 """
 
 
 class LoraRequest(msgspec.Struct, frozen=True):
-    """The adapter that a request names. ``path``: directory that it is read from where it is not loaded. ``digest``: of its
-    config and tensors, by which it is known; empty where nobody has said, then whatever is at ``path`` is meant.
+    """The adapter that a request names.
+
+    Attributes:
+        name: Label of the adapter.
+        path: Directory from which the adapter is read if it is not loaded.
+        digest: Digest of the adapter's config and tensors, which identifies it. If empty, any adapter at ``path`` is accepted.
     """
 
     name: str
@@ -25,13 +31,17 @@ class LoraRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, adapter: LoraAdapter | None) -> "LoraRequest | None":
-        """As it came with a request."""
+        """Return the adapter reference of a received request."""
         return None if adapter is None else cls(adapter.name, adapter.path, adapter.digest)
 
 
 class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
-    """An adapter that workers hold: ``max_rank`` of its layers, the names of the ``modules`` that it changes, and the bytes of
-    its matrices.
+    """Properties of an adapter that workers hold.
+
+    Attributes:
+        max_rank: Largest rank of the adapter's layers.
+        modules: Names of the modules that the adapter changes.
+        num_bytes: Bytes of the adapter's matrices.
     """
 
     digest: bytes
@@ -41,8 +51,11 @@ class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
 
 
 class PartlyLoadedError(Exception):
-    """A load that failed, of which some workers hold what they have read. ``error``: what it failed with. ``digests``: of what
-    they hold, which is to be let go of unless it was held before.
+    """Raised when a load failed on some workers while others hold the adapter that they read.
+
+    Attributes:
+        error: The error of the load.
+        digests: Digests that some workers hold now. Free these unless they were held before the load.
     """
 
     def __init__(self, error: Exception, digests: frozenset[bytes]) -> None:

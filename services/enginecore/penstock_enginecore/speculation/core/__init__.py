@@ -1,1 +1,1 @@
-"""How many tokens to draft and to verify, by what steps cost and how many drafts were accepted."""
+"""Number of tokens to draft and to verify, from the cost of steps and the acceptance of drafts."""

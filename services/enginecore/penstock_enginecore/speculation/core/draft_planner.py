@@ -1,7 +1,7 @@
-"""How many drafts the requests of a step have verified, and how many are drafted behind it.
+"""Planner of drafts: how many drafts a step verifies for each request, and how many are drafted after it.
 
-Drafts keep nobody out: they take no block that a running request or a waiting one could have, and of tokens that prompts could
-have an eighth at most.
+Drafts do not delay other requests. They take no block that a running or waiting request could use. If prompts are being
+computed, drafts take at most an eighth of the token budget.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,11 @@ _SHARE_BESIDE_PROMPTS = 8
 
 
 class DraftPlanner(StepResource):
-    """Belongs to a scheduler. ``failure``: why nothing is drafted any more, empty while that works."""
+    """Plans drafts for a scheduler.
+
+    Attributes:
+        failure: Why drafting was switched off, or empty.
+    """
 
     stats_name = "spec_decoding_stats"
 
@@ -42,15 +46,15 @@ class DraftPlanner(StepResource):
         self.failure = ""
 
     def stats(self) -> SpecDecodingStats:
-        """Of all requests since the start."""
+        """Return counts over all requests since the start."""
         return msgspec.structs.replace(
             self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
         )
 
-    # What a step verifies.
+    # Drafts that a step verifies.
 
     def plan(self, requests: Sequence[Request]) -> None:
-        """Choose how many of their drafts the running ``requests`` would have verified in a step that takes all of them."""
+        """Choose how many drafts of the running ``requests`` a step should verify."""
         self._planned = {}
         drafting = []
         num_rows = 0
@@ -73,7 +77,7 @@ class DraftPlanner(StepResource):
                 left -= count
 
     def add(self, request: Request, new_block_ids: tuple[list[int], ...], output: SchedulerOutput) -> None:
-        """Schedule the next token of a request that decodes, for which it has a place, and the drafts behind it."""
+        """Schedule the next token of a decoding request, which has a block, together with the drafts after it."""
         drafts = self._planned.get(request.key)
         if not drafts:
             output.add_known(request, 1, new_block_ids)
@@ -85,7 +89,9 @@ class DraftPlanner(StepResource):
             output.add_blocks(request, block_ids)
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
-        """What there is to verify: text that its grammar forces, before what was drafted. Remembers which of the two it is."""
+        """Return the tokens to verify: text that the grammar forces, or else drafts. Sets ``drafts_forced``
+        accordingly.
+        """
         request.drafts_forced = False
         if request.max_drafts == 0 or request.status is not RequestStatus.RUNNING:
             return ()
@@ -101,7 +107,7 @@ class DraftPlanner(StepResource):
         return request.spec_token_ids
 
     def _place(self, request: Request, count: int) -> tuple[int, tuple[list[int], ...]]:
-        """How many of ``count`` positions behind the next token of a request have a place, and the blocks added."""
+        """Return how many of ``count`` positions after the next token have a block, and the blocks that were added."""
         left = self._kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - 1
         if left < count and len(self._waiting) == self._waiting.num_held:
             block_ids = self._kv_cache.allocate_slots(request, 1 + count, reserve=len(self._running))
@@ -109,16 +115,16 @@ class DraftPlanner(StepResource):
                 return count, block_ids
         return max(min(left, count), 0), ()
 
-    # What is drafted behind it.
+    # Drafts to make after a step.
 
     def want(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Say how many tokens are to be drafted behind the step, which is scheduled and counts as computed."""
+        """Set how many tokens to draft after the step, which is scheduled and counts as computed."""
         if self.failure:
             return
         sampling = []
         for key in output.num_scheduled_tokens:
             request = requests[key]
-            limit = min(request.max_drafts, _room(request) - 1)  # the step brings one token at least
+            limit = min(request.max_drafts, _room(request) - 1)  # the step adds at least one token
             if request.sampled_step == output.step and limit > 0:
                 sampling.append((request, limit))
         if not sampling:
@@ -136,16 +142,17 @@ class DraftPlanner(StepResource):
                 request.unsettled = True
 
     def added(self, request: Request) -> None:
-        """Note how many tokens are drafted for a new request at most."""
+        """Set the maximum number of drafts of a new request."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)  # by what drafts
+        # the drafter cannot read these prompts
+        unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)
         request.max_drafts = 0 if request.pooling_params is not None or unread else most
 
-    # What came of it.
+    # Results of drafting and verification.
 
     def take_drafts(self, step: SchedulerOutput, drafts: DraftTokenIds, requests: Mapping[str, Request]) -> None:
-        """Note what was drafted behind a step, whose results are in."""
+        """Store the drafts that were made after a step whose results have arrived."""
         self.failure = self.failure or drafts.failure
         for key in step.num_drafts_wanted:
             request = requests.get(key)
@@ -157,13 +164,13 @@ class DraftPlanner(StepResource):
             if request is not None and step.step >= request.valid_from_step:
                 request.spec_token_ids = token_ids
         decoded = len(step.num_scheduled_tokens) + sum(map(len, step.scheduled_spec_decode_tokens.values()))
-        # Behind a step with parts of prompts the drafter read these as well.
+        # In a step with prompt chunks, the drafter also computed the prompts, so its time says little about drafts.
         if drafts.seconds and step.num_drafts_wanted and step.total_num_scheduled_tokens == decoded:
             num_tokens = max(map(len, drafts.draft_token_ids), default=0)
             self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """A request has had drafts in a step; the first ``num_accepted`` held."""
+        """Record that a request verified ``num_drafts`` drafts, of which the first ``num_accepted`` were accepted."""
         _history(request, self._policy, forced=request.drafts_forced).verified(num_drafts, num_accepted)
         self._stats.count(num_drafts, num_accepted)
         if request.spec_stats is None:
@@ -172,7 +179,7 @@ class DraftPlanner(StepResource):
         request.spec_token_ids = []
 
     def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
-        """A step is over, and its results are taken in."""
+        """Update the cost model after a step."""
         if results.seconds and not step.encoder_budget:
             self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
         for key in step.num_scheduled_tokens:
@@ -186,7 +193,7 @@ class DraftPlanner(StepResource):
 
 
 def _room(request: Request) -> int:
-    """Drafts that may be verified: the token behind them is the last that there may be."""
+    """Return how many drafts may be verified before ``max_tokens`` is reached. The token after them is the last one."""
     return request.max_tokens - request.num_output_tokens - 1
 
 
@@ -200,13 +207,13 @@ def _history(request: Request, policy: DraftPolicy, *, forced: bool = False) -> 
     return request.draft_history
 
 
-# What operators are shown of an engine's speculation.
+# Description of an engine's speculation, for operators.
 
 
 def speculation_facts(
     config: SpeculativeConfig, stats: SpecDecodingStats | None, failure: str | None
 ) -> dict[str, Any] | None:
-    """The method, its limit, why it was switched off (empty: it was not) and what it has brought; None without speculation."""
+    """Return the method, its limit, its failure (empty if none) and its statistics, or None without speculation."""
     if not config.enabled:
         return None
     return {

@@ -1,4 +1,6 @@
-"""How many drafts are worth their time: how those of a request have held, and what a step takes by the number of its tokens."""
+"""Number of drafts that pay off, from the acceptance of a request's drafts and the cost of a step by its number of
+tokens.
+"""
 
 import time
 from bisect import bisect_left
@@ -7,16 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 _SCALE_RATE = 0.05
 _PLAUSIBLE = 4.0
 _UNKNOWN = {1: 1.0, 64: 2.0}
-"""Of an engine that was not timed: seconds mean nothing then, and rows cost little."""
+"""Costs if the engine was not timed: the unit is arbitrary, and additional rows are cheap."""
 
 
 class StepCost:
-    """Seconds by rows, as they were timed at the start: between two points and beyond the last along a line. A scale, which steps
-    keep current, stands for what was not timed: long contexts, sampling, others that compute on the machine.
+    """Estimates the seconds of a step by its number of rows.
+
+    Between and beyond the points that were timed at startup, the estimate is linear. A scale factor, which steps keep
+    up to date, accounts for what was not timed: long contexts, sampling, and other load on the machine.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        """``points``: seconds by rows. More rows never take less time."""
+        """Args:
+        points: Seconds by number of rows. More rows never count as cheaper.
+        """
         known = sorted((points if len(points) > 1 else _UNKNOWN).items())
         self._rows = [rows for rows, _ in known]
         self._seconds: list[float] = []
@@ -27,16 +33,16 @@ class StepCost:
 
     @property
     def most_rows(self) -> int:
-        """Of a step of which something is known: twice those that were timed."""
+        """Largest number of rows with a usable estimate: twice the largest that was timed."""
         return 2 * self._rows[-1]
 
     def seconds(self, rows: int) -> float:
-        """Of a step with so many rows, one at least."""
+        """Return the estimated seconds of a step with ``rows`` rows, at least one."""
         return self._scale * self._timed(rows)
 
     def took(self, rows: int, seconds: float) -> None:
-        """A step with so many rows took so long. One with far more rows than were timed, or a time out of all proportion, says
-        nothing of the others.
+        """Update the scale with a measured step. Steps with far more rows than were timed, and implausibly slow steps,
+        are ignored.
         """
         if rows > self.most_rows:
             return
@@ -54,11 +60,12 @@ class StepCost:
         return max(seconds[place - 1] + slope * (rows - first), seconds[0])
 
 
-# The measured seconds of steps.
+# Timing of steps at startup.
 
 _CAREFUL_SECONDS, _MAX_SECONDS = 0.2, 0.4
-"""So long each number of tokens is timed in three passes, then in two; after so long no more numbers are. The first pass grows
-buffers, and says little: of 32 rows twice what the next one does.
+"""Time limits in seconds. Until the first, each number of tokens is timed in three passes, then in two. After the
+second, timing stops. The first pass of each size grows buffers and is slow: with 32 rows it takes twice as long as the
+next.
 """
 
 
@@ -68,16 +75,16 @@ def time_steps(
     max_len: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """Return the seconds of forward passes, by the number of their tokens, of as many numbers as half a second is enough for.
+    """Return the seconds of forward passes by number of tokens, for as many sizes as fit into half a second.
 
-    The engine decides how many passes there are, by its one clock. Workers that share the layers of a model wait for each other
-    in each pass, so that all of them must make the same passes: one that decided by its own clock could wait for ever.
+    The engine decides how many passes to run, by its own clock. Workers that share a model's layers wait for each other
+    in each pass, so all must run the same passes. If each worker decided by its own clock, one could wait forever.
 
     Args:
-        fastest: Makes passes of so many tokens, so many times, and returns the seconds of the fastest.
+        fastest: Runs passes. Takes the number of tokens and the number of passes, and returns the seconds of the fastest.
         num_tokens: Numbers of tokens, in ascending order.
         max_len: Tokens of the longest sequence that the model allows.
-        clock: Seconds.
+        clock: Returns seconds.
     """
     began = clock()
     found: dict[int, float] = {}
@@ -89,25 +96,27 @@ def time_steps(
     return found
 
 
-# How the drafts of one request have held.
+# Acceptance of one request's drafts.
 
 _FIRST_REST, _LONGEST_REST = 32, 512
 _SLOWEST, _QUICKEST = 0.12, 0.5
 _SHARED_RATE = 0.02
 TRIAL = 2
-"""Drafts of a try."""
+"""Number of drafts in a trial after a rest."""
 
 
 class Prior:
-    """How drafts held at each place, over all requests: what a new request begins with."""
+    """Acceptance at each place over all requests, with which a new request starts."""
 
     def __init__(self, num_places: int, held: float = 0.6) -> None:
         self.held = [held] * num_places
 
 
 class DraftHistory:
-    """The probability that a draft holds, by its place, where those before it held. A request whose drafts do not pay rests
-    for 32 tokens, tries again, and rests twice as long each time, up to 512 tokens.
+    """Tracks the probability that the draft at each place is accepted if those before it are.
+
+    If drafts do not pay off, the request rests for 32 tokens, then tries again. Each rest is twice as long as the one
+    before, up to 512 tokens.
     """
 
     __slots__ = ("_counts", "_prior", "held", "next_rest", "rest_left", "tries")
@@ -119,10 +128,10 @@ class DraftHistory:
         self.rest_left = 0
         self.next_rest = _FIRST_REST
         self.tries = False
-        """Whether a rest is over, and its next drafts are to show whether it need not rest again."""
+        """Whether a rest is over, and the next drafts decide whether the request rests again."""
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Of ``num_drafted`` drafts the first ``num_accepted`` held."""
+        """Record that the first ``num_accepted`` of ``num_drafted`` drafts were accepted."""
         held, shared, counts = self.held, self._prior.held, self._counts
         for place in range(min(num_drafted, num_accepted + 1, len(held))):
             found = 1.0 if place < num_accepted else 0.0
@@ -136,7 +145,7 @@ class DraftHistory:
             self.next_rest = _FIRST_REST
 
     def passed(self, num_tokens: int) -> None:
-        """So many tokens came without drafts."""
+        """Record that ``num_tokens`` tokens were generated without drafts."""
         if self.rest_left:
             self.rest_left -= num_tokens
             if self.rest_left <= 0:
@@ -144,25 +153,29 @@ class DraftHistory:
                 self.tries = True
 
     def rest(self) -> None:
-        """Its drafts do not pay."""
+        """Start a rest, because drafts do not pay off."""
         self.rest_left, self.next_rest = self.next_rest, min(2 * self.next_rest, _LONGEST_REST)
         self.tries = False
 
 
 _RATE = 0.1
 _FALLING_RATE = 0.5
-"""Faster than it grows: a drafter that had prompts to read, or others beside it, took longer than drafts take."""
+"""Estimates fall faster than they grow. A slow drafter may have read prompts or shared the machine, which says little
+about drafts.
+"""
 _FADING_RATE = 0.005
-"""What is not measured any more because it seemed too dear becomes cheaper by this, until it is tried again."""
+"""Decay of an estimate that is too high to be measured again, until drafting is tried again."""
 _MARGIN = 1.01
-"""What drafts must bring at least: estimates are not exact."""
+"""Minimum gain of drafts, because estimates are not exact."""
 
 
 class DraftPolicy:
-    """Slots of all requests compete: the draft at a place brings a token with the probability that it and all before it hold.
-    They are taken, the likeliest first, as far as the step's expected tokens per second grow, so that an engine with many
-    requests, where a row costs as much as a token brings, drafts less, down to none. ``adaptive`` False: always as many as
-    there may be.
+    """Chooses how many tokens to draft or verify for each request.
+
+    The draft slots of all requests compete. A slot's gain is the probability that its draft and all drafts before it
+    are accepted. Slots are taken in order of probability while the step's expected tokens per second grow. So an engine
+    with many requests, where a row costs as much as a token gains, drafts less or not at all. If ``adaptive`` is False,
+    the limits are always used.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool, cost: StepCost) -> None:
@@ -173,18 +186,23 @@ class DraftPolicy:
         self._seconds_per_draft = 0.0
 
     def begin(self, kind: str = "") -> DraftHistory:
-        """That of a new request. ``kind``: of drafts that hold alike."""
+        """Return the history of a new request. ``kind`` groups drafts with a similar acceptance."""
         prior = self._priors.get(kind)
         if prior is None:
-            # What a grammar forces is tokenized otherwise at worst.
+            # Forced text is almost always accepted; at worst it is tokenized differently.
             prior = self._priors[kind] = Prior(self._max_drafts, 0.9 if kind == "forced" else 0.6)
         return DraftHistory(prior)
 
     def choose(
         self, histories: Sequence[DraftHistory], limits: Sequence[int], num_rows: int, *, drafting: bool
     ) -> list[int]:
-        """How many of ``limits`` tokens each request should have drafted (``drafting``), or verified, in a step that has
-        ``num_rows`` rows besides. Not drafted, but there: their drafting costs nothing more.
+        """Choose how many of ``limits`` tokens each request should draft or verify.
+
+        Args:
+            histories: History of each request.
+            limits: Maximum number of tokens for each request.
+            num_rows: Number of other rows in the step.
+            drafting: True to draft. False to verify drafts that exist, whose drafting costs nothing more.
         """
         if not self._adaptive:
             return list(limits)
@@ -217,7 +235,7 @@ class DraftPolicy:
         return chosen
 
     def drafting_took(self, num_requests: int, num_tokens: int, seconds: float) -> None:  # noqa: ARG002 - rows cost next to nothing
-        """Drafts of ``num_tokens`` tokens for each of some requests took so long."""
+        """Record that drafting ``num_tokens`` tokens for each of some requests took ``seconds``."""
         each = seconds / max(num_tokens, 1)
         known = self._seconds_per_draft
         rate = _RATE if each > known else _FALLING_RATE
@@ -233,7 +251,9 @@ class DraftPolicy:
         *,
         drafting: bool,
     ) -> None:
-        """Those that get nothing rest, if certain drafts would pay; those whose rest is over try."""
+        """Start rests of requests that get no drafts, if certain drafts would pay off. Start trials of requests whose
+        rest is over.
+        """
         certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft)
         pays = certain > _MARGIN * num_rows / self.cost.seconds(num_rows)
         if drafting and not pays:

@@ -1,1 +1,1 @@
-"""Checks JSON schemas, regular expressions and choices, and writes them as grammars."""
+"""Checks JSON schemas, regular expressions and choices, and translates them into grammars."""
