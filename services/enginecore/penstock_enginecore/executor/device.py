@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and which CPU cores are near it (NUMA)."""
+"""Selection of a worker's device, of the CPU cores near it (NUMA), and of the memory for its KV cache."""
 
 import logging
 import os
@@ -20,18 +20,20 @@ from penstock_enginecore.models.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS = 512
-"""Products of more rows are no faster on a CPU, and activations of so many stay in its caches."""
+"""Tokens of a step on a CPU. Products of more rows are no faster, and activations of this many stay in its caches."""
 _CPU_PROMPT_BATCH_TOKENS = 256
-"""Products of so many rows are nearly as fast as of more."""
+"""Prompt tokens of a step on a CPU. Products of this many rows are nearly as efficient as larger ones."""
 CAPABILITY = (8, 0)
-"""The least that kernels are compiled for: bfloat16 and asynchronous copies, from Ampere on."""
+"""Minimum compute capability for which kernels are compiled. bfloat16 and asynchronous copies need Ampere."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEV = Path("/dev")
 
 
 def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Path = _DEV) -> torch.device:
-    """The torch device for ``model.device``; ``auto`` is the GPU where there is one that can be used. Of several GPUs each worker
-    has its own: that of its number, or what ``devices`` says of it. ``dev``: where the driver's files are. Raises ConfigError.
+    """Return the torch device for ``model.device``. ``auto`` selects a usable GPU if there is one.
+
+    With several GPUs, each worker has its own: the one with its number, or the one that ``devices`` assigns. ``dev`` is
+    the directory of the driver's device files. Raises ConfigError.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -51,19 +53,20 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
 
 
 def step_tokens(device: torch.device) -> int:
-    """Tokens of a step on ``device``, beyond which a step takes longer and computes no more in its time."""
+    """Return the largest useful number of tokens in a step on ``device``. Larger steps do not compute more per second."""
     return _CPU_STEP_TOKENS if device.type == "cpu" else STEP_TOKENS
 
 
 def prompt_batch_tokens(device: torch.device) -> int:
-    """Tokens of prompts, beyond which more of them in a step on ``device`` have their first tokens later and none sooner; 0: any
-    number.
+    """Return the largest useful number of prompt tokens in a step on ``device``, or 0 for no limit.
+
+    Beyond it, more prompts in a step only delay their first tokens.
     """
     return _CPU_PROMPT_BATCH_TOKENS if device.type == "cpu" else 0
 
 
 def _too_old(rank: int) -> str:
-    """Why the GPU cannot be used; empty where it can."""
+    """Return why the GPU cannot be used, or '' if it can."""
     found = torch.cuda.get_device_capability(rank)
     if found >= CAPABILITY:
         return ""
@@ -72,7 +75,7 @@ def _too_old(rank: int) -> str:
 
 
 def _why_none() -> str:
-    """As torch or the driver says it, in a sentence without its end."""
+    """Return the reason of torch or the driver, as a sentence without its period."""
     if torch.version.cuda is None:
         return "it was built without CUDA"
     if os.environ.get(_VISIBLE, "0").strip() in ("", "-1"):
@@ -84,14 +87,20 @@ def _why_none() -> str:
     return "the driver shows none"
 
 
-# NUMA: memory follows the cores, for it is of the node of the thread that first writes it.
+# NUMA: memory is allocated on the node of the thread that first writes it.
 
 _SYS = Path("/sys")
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's NUMA node and the ``cores`` of it that the process may use, which ``sharers`` workers have, this one counted."""
+    """NUMA placement of a worker.
+
+    Attributes:
+        node: Its NUMA node.
+        cores: Cores of the node that the process may use.
+        sharers: Number of workers that share these cores, including this one.
+    """
 
     node: int
     cores: frozenset[int]
@@ -99,8 +108,9 @@ class Home:
 
 
 def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[int] = ()) -> Home | None:
-    """Keep this thread, and those that it starts, to the cores near its device. None where it stays as it was. ``devices``: see
-    ``nodes_near``.
+    """Bind this thread, and those that it starts, to the cores near its device. Returns None if nothing changed.
+
+    ``devices``: see ``nodes_near``.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None
@@ -113,11 +123,15 @@ def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[i
 def find_home(
     rank: int, near: Sequence[int | None], nodes: Mapping[int, frozenset[int]], allowed: set[int]
 ) -> Home | None:
-    """Where worker ``rank`` should run; None where it makes no difference, is not known, or has been decided: on a machine of one
-    node, and where the process is kept to cores of one already.
+    """Return where worker ``rank`` should run, or None if no placement is needed or possible.
 
-    ``near``: the node of each worker's device, None where it is not known. ``nodes``: the cores of each node. ``allowed``: the
-    cores that this process may use.
+    No placement is needed on a machine with one node, or if the process is already bound to the cores of one node.
+
+    Args:
+        rank: Rank of the worker.
+        near: Node of each worker's device, None if unknown.
+        nodes: Cores of each node.
+        allowed: Cores that this process may use.
     """
     node = near[rank]
     if node is None or sum(bool(cores & allowed) for cores in nodes.values()) < 2:
@@ -129,8 +143,10 @@ def find_home(
 def nodes_near(
     device: torch.device, world_size: int, devices: Sequence[int] = (), sys: Path = _SYS
 ) -> list[int | None]:
-    """The node of each worker's device; workers that compute on cores are dealt over the nodes, a single one is not. ``devices``:
-    the GPU of each worker, empty where worker r has the r-th.
+    """Return the node of each worker's device.
+
+    CPU workers are distributed over the nodes, but a single CPU worker is not placed. ``devices`` has the GPU of each
+    worker; if it is empty, worker r has the r-th GPU.
     """
     if device.type == "cuda":
         return [_node_of(_pci_address(index), sys) for index in devices or range(world_size)]
@@ -141,7 +157,9 @@ def nodes_near(
 
 
 def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
-    """The cores of each node that has some; empty where the system does not tell. ``sys``: where sysfs is."""
+    """Return the cores of each node that has some, or nothing if the system does not tell. ``sys`` is the sysfs
+    directory.
+    """
     found = {}
     for directory in (sys / "devices/system/node").glob("node[0-9]*"):
         if cores := _parse_list((directory / "cpulist").read_text()):
@@ -150,7 +168,7 @@ def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
 
 
 def _node_of(address: str, sys: Path) -> int | None:
-    """Of a PCI device; the system says -1 where it does not know."""
+    """Return the node of a PCI device, or None if unknown. The system reports unknown as -1."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
@@ -159,13 +177,13 @@ def _node_of(address: str, sys: Path) -> int | None:
 
 
 def _pci_address(index: int) -> str:
-    """As sysfs writes it: domain, bus, device and function."""
+    """Return the PCI address as sysfs writes it: domain, bus, device and function."""
     found: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack these fields
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _parse_list(text: str) -> frozenset[int]:
-    """``0-3,8`` → 0, 1, 2, 3, 8."""
+    """Parse a list of cores: ``0-3,8`` → 0, 1, 2, 3, 8."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -173,19 +191,19 @@ def _parse_list(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-# How much memory may become KV cache.
+# Memory for the KV cache.
 
 _CPU_FRACTION = 4
 _CPU_LIMIT = 4 * 2**30
 
 
 def cpu_kv_cache_bytes(others: int = 0) -> int:
-    """A quarter of the memory that is free for this process beside ``others`` bytes that it will take, at most 4 GiB."""
+    """Return a quarter of this process's free memory after ``others`` bytes are used, at most 4 GiB."""
     return min(max(available_host_memory() - others, 0) // _CPU_FRACTION, _CPU_LIMIT)
 
 
 def available_host_memory() -> int:
-    """Bytes this process may still use. Raises ModelLoadError where the kernel does not tell."""
+    """Return the bytes that this process may still use. Raises ModelLoadError if the kernel does not tell."""
     memory = host_memory()
     if memory is None:
         raise ModelLoadError("free memory cannot be read from /proc/meminfo; set cache.kv_cache_memory")
@@ -193,8 +211,8 @@ def available_host_memory() -> int:
 
 
 def check_kv_cache_memory(config: CacheConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is on the device, when the KV cache that was asked for is larger than what is left, or
-    what is kept beside it.
+    """Raise ConfigError, before anything is on the device, if the configured KV cache or host cache does not fit into
+    memory.
     """
     host = host_memory()
     if config.host_memory and host is not None:
@@ -210,8 +228,10 @@ def _device_memory(device: torch.device) -> Memory:
 
 
 def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
-    """What ``memory_utilization`` of the device leaves beside the peak since ``reset_peak_memory_stats``, all processes
-    counted.
+    """Return the bytes that ``memory_utilization`` of the device leaves after the peak since
+    ``reset_peak_memory_stats``.
+
+    Memory of all processes is counted.
     """
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)
@@ -220,7 +240,7 @@ def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
 
 
 def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:
-    """What embeddings of media take on the device of each worker, at most: 0 for a model that reads text alone."""
+    """Return the maximum bytes of media embeddings on the device of each worker, or 0 for a model that reads only text."""
     together = [info.max_tokens for info in model.media if info.attends_both_ways]
     step_tokens = max([config.scheduler.step_tokens, *together])
     return encoder_cache_size(config.multimodal.encoder_cache_size, step_tokens, model) * model.embed_bytes

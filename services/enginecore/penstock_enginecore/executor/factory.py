@@ -18,7 +18,9 @@ def register_executor(name: str, target: str) -> None:
 
 
 def make_executor(config: EngineCoreConfig) -> Executor:
-    """The executor that ``executor.kind`` names: a registered name, or ``package.module:Class``. Raises ConfigError."""
+    """Create the executor that ``executor.kind`` names: a registered name, or ``package.module:Class``. Raises
+    ConfigError.
+    """
     factory: Callable[[EngineCoreConfig], Executor] = load_target(
         "executor.kind", config.executor.resolved_kind, _KNOWN, others=("auto",)
     )

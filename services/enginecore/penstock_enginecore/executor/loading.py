@@ -1,4 +1,4 @@
-"""Loads a model and makes the runner for what it is used for. Refuses settings that it cannot have."""
+"""Model loading: creates the runner for a checkpoint and its task, and refuses settings that do not fit."""
 
 import gc
 import logging
@@ -47,95 +47,104 @@ from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_tas
 from penstock_enginecore.speculation.factory import create_drafter
 from penstock_enginecore.worker.device_thread import Late
 
-# What the worker knows of the runner of its model.
+# Interface of the runner of a model, as the worker sees it.
 
 
 class ModelRunner(Protocol):
-    """Holds a loaded model, its KV cache and what it remembers of the requests of its batch.
+    """Holds a loaded model, its KV cache and the state of the requests in its batch.
 
-    ``initialize_kv_cache`` comes before the first step. A step is ``execute`` followed by ``sample``, one at a time. Where one
-    has raised, ``recover`` comes before the next.
+    ``initialize_kv_cache`` must come before the first step. A step is ``execute`` followed by ``sample``, one step at a
+    time. If one of them raises, ``recover`` must come before the next step.
     """
 
     @property
     def graph_capture(self) -> GraphCapture | None:
-        """Captures steps before there are requests; None where none are replayed."""
+        """Captures steps before the first request, or None if no steps are replayed."""
 
     @property
     def experts(self) -> SharedExperts | None:
-        """What the ranks of a group share; None where each has the whole model."""
+        """State of the experts that the ranks of a group share, or None if each rank has the whole model."""
 
     @property
     def info(self) -> ModelInfo:
-        """What the engine knows of the model."""
+        """Properties of the model that the engine needs."""
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order. Empty for encoders, which keep nothing."""
+        """KV cache needs of each attention layer, by layer name in execution order. Empty for encoders, which have no
+        KV cache.
+        """
 
     @property
     def computing(self) -> str:
-        """What computes, for operators: torch, or which kernels do which parts."""
+        """Name of the implementation for operators: torch, or the kernels and the parts that they compute."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, packed ones included."""
+        """Bytes of the weights, including packed ones."""
 
     @property
     def caches(self) -> LayerCaches:
-        """The KV cache that is allocated, of all layers, also of those that draft; empty where there is none."""
+        """The allocated KV cache of all layers, including those of a drafter. Empty if none is allocated."""
 
     @property
     def graphs(self) -> GraphStats:
-        """Steps that were replayed, where the device does that."""
+        """Statistics of replayed steps, on devices that replay steps."""
 
     @property
     def adapted(self) -> AdaptedForward | None:
-        """Takes the adapters that requests have; None where the model's pass takes none."""
+        """The forward pass if it supports LoRA adapters, otherwise None."""
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step of the largest shapes on a throwaway cache: ``num_tokens`` new tokens, ``num_seqs`` of them sampled. For
-        devices whose peak of memory is measured; nothing is left of it.
+        """Run a step with the largest shapes on a temporary cache, for devices whose peak memory is measured.
+
+        The step has ``num_tokens`` new tokens, of which ``num_seqs`` are sampled. No state remains.
         """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache and begin with no requests."""
+        """Allocate the KV cache, and start without requests."""
 
     def drop_kv_cache(self) -> None:
         """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
 
     def recover(self) -> None:
-        """Forget every request, and compute a token on a cache of its own. Raises what is wrong when that does not work."""
+        """Forget every request, and compute a token on a temporary cache. Raises the error if that fails."""
 
     def execute_dummy_batch(self) -> None:
-        """Compute a token that nobody asked for, on a cache of its own; where ranks share experts, those of others' tokens."""
+        """Compute a token for no request, on a temporary cache. If ranks share experts, compute experts for the tokens
+        of other ranks.
+        """
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Forward pass over the scheduled tokens. What comes of it waits for ``sample``."""
+        """Run a forward pass over the scheduled tokens. The result is kept for ``sample``."""
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
-        """The output of the step that ``execute`` ran, empty for one without tokens. Where it is late, the next step may be run
-        before it is there: nothing of that depends on the host's knowing it.
+        """Return the output of the step that ``execute`` ran. The output is empty for a step without tokens.
+
+        If the output is late, the next step may run before the output arrives, because that step does not depend on it.
         """
 
     def draft(self) -> DraftTokenIds:
-        """What was drafted behind the step that was sampled last; nothing where nothing drafts. Raises nothing."""
+        """Return the drafts made after the last sampled step, empty without a drafter. Never raises."""
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Make ``passes`` forward passes of so many tokens of one request, and return the seconds of the fastest. It makes all of
-        them, whatever time they take: other workers wait for it in each.
+        """Run ``passes`` forward passes of ``num_tokens`` tokens of one request, and return the seconds of the fastest.
+
+        All passes run, whatever time they take, because other workers wait in each pass.
         """
 
     def to(self, device: torch.device) -> None:
-        """Move the weights: away from the device while the engine sleeps, and back."""
+        """Move the weights: to the host while the engine sleeps, and back."""
 
 
-# Batch invariance, refused before anything is loaded.
+# Batch invariance, checked before anything is loaded.
 
 
 def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: str) -> None:
-    """Raise ConfigError where ``kernels.batch_invariant`` is asked for and no decoder of ours will be tried for a model that does
-    ``task`` on ``device``: nothing else keeps to it. Whether a decoder serves is known when it is proved.
+    """Raise ConfigError if ``kernels.batch_invariant`` is set but no native decoder will be tried for this ``task`` and
+    ``device``.
+
+    Only native decoders are batch-invariant. Whether a decoder can be used is known after it was verified.
     """
     if not config.kernels.batch_invariant:
         return
@@ -156,11 +165,13 @@ def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: 
 # The fp8 KV cache.
 
 FLOAT8_CAPABILITY = (8, 9)
-"""The least compute capability that converts numbers of 8 bits: Ada's."""
+"""Minimum compute capability for conversions of 8-bit floats (Ada)."""
 
 
 def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is loaded, for an fp8 cache that the device or what attends does not keep."""
+    """Raise ConfigError, before anything is loaded, if the device or the attention backend does not support an fp8
+    cache.
+    """
     if config.cache.dtype != "fp8":
         return
     name = config.model.attention_backend
@@ -177,14 +188,17 @@ def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
         )
 
 
-# Weights that are rounded to 8-bit integers when a model has been read.
+# Weights that are rounded to 8-bit integers after a model was read.
 
 logger = logging.getLogger(__name__)
 
 
 def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
-    """Before anything is loaded, where ``model.quantization`` asks for integers: raise ConfigError for settings that they cannot
-    be had with, ModelLoadError for a checkpoint that is quantized already.
+    """Check the settings for ``model.quantization`` "int8", before anything is loaded.
+
+    Raises:
+        ConfigError: Another setting conflicts with int8.
+        ModelLoadError: The checkpoint is already quantized.
     """
     if config.model.quantization != "int8":
         return
@@ -205,7 +219,7 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
 
 
 def round_weights(module: Any) -> None:
-    """Round those of all linear layers of a ``PreTrainedModel`` but the head, which the likeliest tokens depend on most."""
+    """Round the weights of all linear layers except the head, which affects the most likely tokens most."""
     error = round_linears(module, but=module.get_output_embeddings())
     logger.info(
         "linear layers but the head are rounded to 8-bit integers: the weights of a layer differ by %.2g %% at most",
@@ -224,10 +238,21 @@ def load_runner(
     links: StageLinks | None = None,
     onlooker: Onlooker = _NOBODY,
 ) -> ModelRunner:
-    """Read the checkpoint, move it to ``device`` and build what runs it, with as many threads as torch has. Raises
-    ModelLoadError for a checkpoint that cannot be served, ConfigError for kernels that cannot be had. ``collectives``: of the
-    ranks that the model is split over. ``links``: of the stage that this worker computes. Kernels that are refuted when they have
-    spent the weights cost another reading.
+    """Read the checkpoint, move it to ``device`` and build its runner, with torch's number of threads.
+
+    If kernels are refuted after they have consumed the weights, the checkpoint is read again.
+
+    Args:
+        config: Config of the engine.
+        device: Device of this worker.
+        progress: Receives progress lines.
+        collectives: Collectives of the ranks over which the model is split, or None.
+        links: Links of the pipeline stage that this worker computes, or None.
+        onlooker: Observes the modules while the model is loaded.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be served.
+        ConfigError: Configured kernels are not available.
     """
     kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
     while True:
@@ -238,7 +263,7 @@ def load_runner(
             if not rounded:
                 kernels = msgspec.structs.replace(kernels, **{e.name: False})
             rounded = False
-        gc.collect()  # the one that is no use: its modules are in circles
+        gc.collect()  # free the unused model, whose modules are in reference cycles
 
 
 def _load_runner(
@@ -252,7 +277,9 @@ def _load_runner(
     *,
     rounded: bool,
 ) -> ModelRunner:
-    """With these ``kernels``, which may round inputs of products to bfloat16 if ``rounded``. Raises SpentError, too."""
+    """Load the runner with these ``kernels``. If ``rounded``, they may round inputs of products to bfloat16. Also
+    raises SpentError.
+    """
     task = resolve_task(config.model)
     shared = SharedModel(config) if config.expert_parallel.enabled else None
     if shared is not None:
@@ -281,8 +308,8 @@ def _load_runner(
         if split is None and links is None:
             keep = kept_weights(device, config.kernels, config.model.attention_backend)
         else:
-            keep = keep_none  # the fused decoder alone computes by them, and whole models
-        # What a stage leaves to others need not fit its device.
+            keep = keep_none  # only the fused decoder uses them, and only for whole models
+        # Layers of other stages need not fit on this device.
         on_host = links is not None
         model = load_model(
             checkpoint,
@@ -325,26 +352,30 @@ def _load_runner(
 
 
 def _slots(lora: LoraConfig) -> SlotLimits | None:
-    """What steps may have of adapters."""
+    """Return the size of the slots for adapters, or None without LoRA."""
     return SlotLimits(lora.max_loras, lora.max_lora_rank) if lora.enabled else None
 
 
 def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) -> GroupExperts:
-    """Those that this rank is to hold of a model, once it is in a group."""
+    """Return the experts that this rank will hold once it is in a group."""
     spread = SpreadExperts(dispatched_layers(model.module), config.expert_parallel.dispatch)
     reader = ExpertReader(shared.share, weight_files(config.model), model.dtype)
     return GroupExperts(spread, reader, config.expert_parallel)
 
 
 def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:
-    """The checkpoint, by way of the host, to where the weights of ``runner`` on ``device`` were. Raises ModelLoadError."""
+    """Read the checkpoint again, by way of the host, into the existing weights of ``runner`` on ``device``. Raises
+    ModelLoadError.
+    """
     keep = kept_weights(device, config.kernels, config.model.attention_backend)
     towers = config.multimodal.enabled
     runner.read(load_model(config.model, torch.device("cpu"), progress, keep, on_host=True, with_towers=towers))
 
 
 class _Split:
-    """Splits a model, and keeps what is known of the ``part`` that is left. ``onlooker`` sees the whole one before."""
+    """Splits a model among ranks, and keeps a description of the remaining ``part``. ``onlooker`` sees the whole model
+    before.
+    """
 
     def __init__(self, collectives: TimedCollectives, onlooker: Onlooker) -> None:
         self._collectives = collectives

@@ -1,4 +1,4 @@
-"""Runs the steps of a model that is pooled: hidden states of the scheduled tokens, results of the prompts that end."""
+"""Runner of a pooling model: hidden states of the scheduled tokens, and results of completed prompts."""
 
 from dataclasses import dataclass, replace
 
@@ -30,13 +30,16 @@ from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Accumulator, Pooler
 
-# The worker's memory of pooling requests: prompts that only ever grow in how much of them is computed.
+# State of pooling requests. A prompt does not change, except for the number of computed tokens.
 
 
 @dataclass(slots=True)
 class PoolingRequest:
-    """A prompt between its first step and its last. ``token_types``: 1 from the second text of a pair on.
-    ``digest``: of its adapter, empty without one.
+    """A prompt between its first and its last step.
+
+    Attributes:
+        token_types: 1 from the second text of a pair on, otherwise 0.
+        digest: Digest of its adapter, or empty.
     """
 
     key: str
@@ -50,7 +53,7 @@ class PoolingRequest:
 
     @classmethod
     def of(cls, new: NewRequestData) -> "PoolingRequest":
-        """The worker's view of a new request. ValueError for one that generates."""
+        """Create the worker's state of a new request. Raises ValueError for a request that generates."""
         if new.pooling_params is None:
             raise ValueError(f"request {new.request_id!r} has no pooling_params: this engine does not generate")
         token_types = np.zeros(len(new.token_ids), dtype=np.int64)
@@ -80,20 +83,25 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends here."""
+        """Whether the chunk completes the prompt."""
         return self.end == len(self.request.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingInputs:
-    """A step: parts of prompts, laid out flat in ``batch`` in their order."""
+    """Inputs of a step: parts of prompts, laid out flat in ``batch`` in order."""
 
     chunks: list[Chunk]
     batch: BackboneBatch
 
 
 class PoolingBatch:
-    """The requests by key. ``num_groups``: KV cache groups, none of an encoder; ``block_size`` in tokens."""
+    """The requests by key.
+
+    Args:
+        num_groups: Number of KV cache groups, 0 for an encoder.
+        block_size: Tokens of a block.
+    """
 
     def __init__(self, num_groups: int, block_size: int) -> None:
         self._num_groups = num_groups
@@ -104,9 +112,9 @@ class PoolingBatch:
         return len(self._requests)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Apply what the scheduler says has changed: requests gone, requests new, blocks added."""
+        """Apply the scheduler's changes: finished requests, new requests, added blocks."""
         for key in (*step.finished_request_ids, *step.preempted_request_ids):
-            self._requests.pop(key, None)  # one that never ran here is none of our business
+            self._requests.pop(key, None)  # ignore requests that never ran here
         for new in step.new_requests:
             self._requests[new.request_id] = PoolingRequest.of(new)
         cached = step.cached_requests
@@ -119,7 +127,9 @@ class PoolingBatch:
                 known.extend(added)
 
     def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
-        """Lay out the tokens to compute, in the order of ``num_scheduled_tokens``; where some have adapters, by adapter."""
+        """Lay out the tokens to compute in the order of ``num_scheduled_tokens``. If some requests have adapters, group
+        by adapter.
+        """
         digests = {key: self._requests[key].digest for key in num_scheduled_tokens}
         chunks = []
         for key in ordered_by_adapter(num_scheduled_tokens, digests):
@@ -138,7 +148,7 @@ class PoolingBatch:
 
 
 def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_size: int) -> AttentionMetadata:
-    """Where the step's tokens stand in the paged cache of one group."""
+    """Return the positions of the step's tokens in the paged cache of one group."""
     tables = [c.request.block_ids[group] for c in chunks]
     block_table: npt.NDArray[np.int32] = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
     slots = []
@@ -156,8 +166,8 @@ def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_
 
 
 class PoolingRunner:
-    """The ``ModelRunner`` of a model that is pooled. An encoder has no KV cache. ``sample`` samples nothing and hands out
-    results.
+    """The ``ModelRunner`` of a pooling model. An encoder has no KV cache. ``sample`` returns results and samples
+    nothing.
     """
 
     def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
@@ -177,7 +187,7 @@ class PoolingRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Models that are pooled take no vectors of prompts."""
+        """Properties of the model. Pooling models take no vectors in prompts."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -192,22 +202,22 @@ class PoolingRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Those of the layers; none of an encoder."""
+        """KV cache needs of the layers, empty for an encoder."""
         return self._backbone.specs
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the layers, and of towers."""
+        """Bytes of the layers, and of vision and audio encoders."""
         return self._backbone.weight_bytes + Towers(self._model.encoder).weight_bytes
 
     @property
     def caches(self) -> LayerCaches:
-        """Bytes of the KV cache that is allocated."""
+        """The allocated KV cache."""
         return self._caches
 
     @property
     def graphs(self) -> GraphStats:
-        """None is replayed."""
+        """Graph statistics. Pooling models replay no steps."""
         return GraphStats()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -224,18 +234,18 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and compute a few tokens on a cache of their own. Raises what is wrong where that fails."""
+        """Forget every request, and compute a few tokens on a temporary cache. Raises the error if that fails."""
         self._forget()
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Compute a few tokens that nobody asked for, on a cache of their own."""
+        """Compute a few tokens for no request, on a temporary cache."""
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
-        """Prompts as long as the model allows. An encoder has no cache to leave room for."""
+        """Run prompts of the model's maximum length. Encoders skip this, because they have no cache to leave room for."""
         if not self._model.is_encoder:
             block_size = next(iter(self.specs.values())).block_size
             probe = Probe.largest(num_tokens, self._model.max_len, block_size)
@@ -246,7 +256,9 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Forward pass over the scheduled tokens, and the results of prompts that end. They wait for ``sample``."""
+        """Run a forward pass over the scheduled tokens, and compute the results of completed prompts. Keeps them for
+        ``sample``.
+        """
         self._batch.update(step)
         failures = {} if self._media is None else self._media.update(step)
         self._done = ModelRunnerOutput(encoder_failures=failures)
@@ -263,28 +275,30 @@ class PoolingRunner:
         )
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
-        """Results of the step that ``execute`` ran. RuntimeError for a grammar: nothing is sampled."""
+        """Return the results of the step that ``execute`` ran. Raises RuntimeError for a grammar, because nothing is
+        sampled.
+        """
         if grammar is not None:
             raise RuntimeError("a pooling engine samples nothing, so no request can be constrained")
         done, self._done = self._done, ModelRunnerOutput()
         return done
 
     def draft(self) -> DraftTokenIds:
-        """Nothing drafts here."""
+        """Return no drafts: pooling models have no drafter."""
         return DraftTokenIds()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
-        """Only steps with drafts are timed."""
+        """Return 0, because only steps with drafts are timed."""
         return 0.0
 
     def to(self, device: torch.device) -> None:
-        """Move the layers, and what comes behind them."""
+        """Move the layers, the head and the encoders."""
         self._backbone.release_adapters()
         for module in self._model.modules():
             module.to(device)
 
     def _with_media(self, inputs: PoolingInputs) -> BackboneBatch:
-        """The batch of a step with embeddings of media: the same where there are none."""
+        """Return the batch of a step with embeddings of media, unchanged if there are none."""
         batch, media = inputs.batch, self._media
         if not media:
             return batch
@@ -305,7 +319,7 @@ class PoolingRunner:
             self._media.forget()
 
     def _pool(self, inputs: PoolingInputs, hidden: torch.Tensor) -> dict[str, Vectors]:
-        """Gather the step's hidden states ``[tokens, hidden size]``; results of the prompts that are complete."""
+        """Collect the step's hidden states ``[tokens, hidden size]``. Returns the results of completed prompts."""
         pooled = {}
         starts = inputs.batch.query_start_loc
         for chunk, start, end in zip(inputs.chunks, starts[:-1], starts[1:], strict=True):
@@ -326,7 +340,7 @@ class PoolingRunner:
             self._backbone.bind(self._caches)
 
     def _empty_batch(self, config: KVCacheConfig | None) -> PoolingBatch:
-        """Of a model that keeps a cache, for the groups of ``config``."""
+        """Create an empty batch, with the groups of ``config`` if the model has a KV cache."""
         if config is None or self._model.is_encoder:
             return PoolingBatch(num_groups=0, block_size=1)
         return PoolingBatch(len(config.groups), config.block_size)

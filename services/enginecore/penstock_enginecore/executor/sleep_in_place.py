@@ -1,4 +1,4 @@
-"""The sleep of a worker whose weights and KV cache keep their addresses."""
+"""Sleep of a worker whose weights and KV cache keep their addresses."""
 
 import logging
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptSleep:
-    """Of ``runner``: nothing of it is made anew when it wakes, so that its graphs stay."""
+    """Puts ``runner`` to sleep without rebuilding it, so that its captured graphs stay valid."""
 
     def __init__(self, config: EngineCoreConfig, runner: GenerationRunner, kept: KeptMemory) -> None:
         self._config = config
@@ -22,7 +22,7 @@ class KeptSleep:
 
     @property
     def weights_are_gone(self) -> bool:
-        """Whether they are neither here nor on the host."""
+        """Whether the weights are neither on the device nor on the host."""
         return self._kept.weights == "dropped"
 
     @property
@@ -31,13 +31,16 @@ class KeptSleep:
         return self._kept.cache == "dropped"
 
     def sleep(self, level: int) -> None:
-        """Give memory of the device back; weights go to the host (level 1) or are gone (level 2)."""
+        """Free device memory. Weights move to the host (level 1) or are dropped (level 2)."""
         self._runner.forget_requests()
         self._kept.sleep(level)
 
     def wake_up(self, tags: list[str], device: torch.device) -> None:
-        """Take back what ``tags`` name. MemoryError where that does not fit, ModelLoadError where the checkpoint cannot be read
-        again; what has not woken sleeps on, and may be woken later.
+        """Restore the parts that ``tags`` name. Parts that have not woken stay asleep and may be woken later.
+
+        Raises:
+            MemoryError: A part does not fit on the device.
+            ModelLoadError: The checkpoint cannot be read again.
         """
         if "weights" in tags and not self._kept.wake_weights():
             read_again(self._config, self._runner, device, logger.info)
@@ -46,13 +49,14 @@ class KeptSleep:
             self._kept.wake_cache()
 
     def close(self) -> None:
-        """Give up everything. The runner may not be used any more."""
+        """Free everything. The runner must not be used afterwards."""
         self._kept.close()
 
 
 def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.device) -> KeptSleep | None:
-    """Moves what ``runner`` holds of the device to where it can sleep. None where that is not asked for, and where it cannot be:
-    the log says why.
+    """Move the device memory of ``runner`` to addresses that survive sleep.
+
+    Returns None if this is not configured or not possible. The log has the reason.
     """
     if not config.executor.keep_addresses:
         return None
@@ -68,7 +72,7 @@ def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.devi
 
 
 def open_driver(device: torch.device) -> Driver:
-    """That of the device. RuntimeError where there is none."""
+    """Return the driver of the device. Raises RuntimeError if there is none."""
     if device.type != "cuda":
         raise RuntimeError(f"there is no virtual memory of {device}")
     return CudaDriver(device)

@@ -1,4 +1,4 @@
-"""The executor of one device: its worker lives in a thread of this process."""
+"""Executor of one device, whose worker runs in a thread of this process."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 
 class UniprocExecutor:
-    """An ``Executor`` of one worker. Everything that touches the device runs on one thread, in the order of the calls; where
-    tokens are late, another waits for them, and the next step is launched meanwhile.
+    """An ``Executor`` with one worker. Everything that touches the device runs on one thread, in the order of the
+    calls.
+
+    If tokens are late, another thread waits for them, and the next step is launched meanwhile.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class UniprocExecutor:
         make_reader: MakeReader | None = peft_reader,
         size_adapter: SizeAdapter = peft_size,
     ) -> None:
-        """``make_reader``: of LoRA adapters; None: none are read."""
+        """Create the worker. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
         self._thread = DeviceThread()
         self._loader, self._sizes = DeviceThread("lora loader"), DeviceThread("lora sizes")
         self._size_adapter, self._lora_config = size_adapter, config.lora
@@ -43,44 +45,46 @@ class UniprocExecutor:
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
         self._unloaded: Future[None] | None = None
-        """The last adapter's that workers were told to let go of."""
+        """Completion of the last command to free an adapter."""
         self._num_steps = 0
         self._failed: int | None = None
-        """Number of the first step that has failed, since the executor recovered."""
+        """Number of the first failed step since the executor recovered."""
         self._shut_down = False
 
     @property
     def experts(self) -> SharedExperts | None:
-        """Those of the worker's runner."""
+        """Experts of the worker's runner."""
         return self._worker.runner.experts
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Its worker ends with this process."""
+        """Do nothing: the worker ends with this process."""
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """Waits for the worker to load the weights. Raises ModelLoadError."""
+        """Wait for the worker to load the weights. Raises ModelLoadError."""
         return self._thread.call(partial(self._worker.load_model, progress))
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order."""
+        """Return the KV cache needs of each attention layer, by layer name in execution order."""
         return self._thread.call(self._worker.kv_cache_specs)
 
     def available_kv_cache_memory(self) -> int:
-        """Bytes that may become KV cache. Waits for the profiling step."""
+        """Return the bytes available for the KV cache. Waits for the profiling step."""
         return self._thread.call(self._worker.available_kv_cache_memory)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Waits for the worker to allocate the KV cache."""
+        """Wait for the worker to allocate the KV cache."""
         self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Queues the forward pass behind the steps before."""
+        """Queue the forward pass after the steps before."""
         self._num_steps += 1
         run = partial(self._worker.runner.execute, scheduler_output)
         self._forward = self._thread.submit(partial(self._compute, self._num_steps, run))
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Queues the sampling behind the forward pass. RuntimeError without one; the future raises what went wrong in either."""
+        """Queue the sampling after the forward pass. Raises RuntimeError without one. The future raises the errors of
+        both.
+        """
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("execute_model must come before sample_tokens")
@@ -90,16 +94,18 @@ class UniprocExecutor:
         self, step: int, forward: Future[None], grammar: GrammarBitmask | None
     ) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         try:
-            forward.result()  # done: it ran before this on the same thread
+            forward.result()  # complete: it ran earlier on the same thread
         finally:
             del forward
         output = self._compute(step, partial(self._worker.runner.sample, grammar))
-        # A late step may fail behind the launch of the next.
+        # A late step may fail after the next one was launched.
         return Late(partial(self._compute, step, output.wait)) if isinstance(output, Late) else output
 
     def _compute(self, step: int, call: Callable[[], T]) -> T:
-        """A part of a step. None follows a failed one: the requests' rows may be half written, and their blocks another's. Steps
-        before it are not concerned.
+        """Run a part of a step.
+
+        After a failed step, later steps are refused: the requests' rows may be half written, and their blocks may
+        belong to others. Earlier steps may still complete.
         """
         if self._failed is not None and self._failed < step:
             raise RuntimeError("a step before this one failed")
@@ -107,11 +113,11 @@ class UniprocExecutor:
             return call()
         except BaseException:
             self._failed = step if self._failed is None else min(self._failed, step)
-            del call  # the error knows this frame, and the call may know the error
+            del call  # avoid a reference cycle between the error, this frame and the call
             raise
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Queues the drafting behind the sampling."""
+        """Queue the drafting after the sampling."""
         return self._thread.submit(partial(self._draft, self._num_steps))
 
     def _draft(self, step: int) -> DraftTokenIds:
@@ -120,16 +126,17 @@ class UniprocExecutor:
         return self._worker.runner.draft()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Waits for the worker to time them."""
+        """Wait for the worker to time forward passes."""
         return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:
-        """Waits for the worker to compute a token that nobody asked for."""
+        """Wait for the worker to compute a token for no request."""
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Queues the reading behind that of others, on a thread of its own. It is taken behind the step that runs, and room is
-        made meanwhile.
+        """Queue an adapter for reading, on a separate thread.
+
+        Room is made while the adapter is read. The adapter is added after the running step.
         """
         room: Future[None] = Future()
         loaded: Future[LoadedLora] = Future()
@@ -152,20 +159,22 @@ class UniprocExecutor:
             adapter = loras.read(lora)
             room.result()
             if (unloaded := self._unloaded) is not None:
-                wait([unloaded])  # or there is more than there should be, and it could be this one that goes
+                wait(
+                    [unloaded]
+                )  # Otherwise memory could exceed its limit, or the pending removal could remove this adapter.
             ready = loras.prepare(lora, adapter)
-        except BaseException as e:  # the future's reader decides what it means
+        except BaseException as e:  # the reader of the future handles the error
             loaded.set_exception(e)
             del loaded
             return
         self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def block_copier(self) -> BlockCopier:
-        """Behind the steps before, on a thread of the worker's own."""
+        """Return a copier that runs on the worker's own thread, after the steps before."""
         return Copier(self._copy, self._thread.call(self._worker.block_facts))
 
     def _copy(self, method: str, *arguments: Any) -> "Future[Any]":
-        if method == "read":  # of blocks that no step writes any more: waits for none
+        if method == "read":  # No step writes these blocks any more, so wait for none.
             return self._worker.copies.begin(method, *arguments)
         copied: Future[Any] = Future()
 
@@ -180,11 +189,11 @@ class UniprocExecutor:
         return copied
 
     def unload_lora(self, digest: bytes) -> None:
-        """Queues it behind the steps before."""
+        """Queue the removal of an adapter after the steps before."""
         self._unloaded = self._thread.submit(partial(self._worker.loras.remove, digest))
 
     def roll_back(self) -> None:
-        """Waits for what is left of the step."""
+        """Wait for the rest of the step."""
 
         def roll_back() -> None:
             self._failed = None
@@ -193,7 +202,7 @@ class UniprocExecutor:
         self._thread.call(roll_back)
 
     def recover(self) -> None:
-        """Waits for the worker to forget every request and compute a token. Raises what is wrong when that does not work."""
+        """Wait for the worker to forget every request and compute a token. Raises the error if that fails."""
 
         def recover() -> None:
             self._worker.recover()
@@ -203,15 +212,15 @@ class UniprocExecutor:
         self._thread.call(recover)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Waits for the method of the one worker, behind the steps that were started."""
+        """Call a method of the worker, after the steps that were started, and wait for the result."""
         return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Of the one worker, now."""
+        """Return the current statistics of the worker."""
         return [self._worker.stats()]
 
     def shutdown(self) -> None:
-        """Waits for the step that runs, and releases the device. Idempotent."""
+        """Wait for the running step, and free the device. Idempotent."""
         if not self._shut_down:
             self._shut_down = True
             self._loader.stop()
@@ -221,7 +230,7 @@ class UniprocExecutor:
 
 
 def _pass_on(to: "Future[T]", done: "Future[T]") -> None:
-    """What has become of ``done`` becomes of ``to``."""
+    """Copy the result or error of ``done`` to ``to``."""
     error = done.exception()
     if error is None:
         to.set_result(done.result())

@@ -1,4 +1,4 @@
-"""One device: the model on it, its memory, its threads."""
+"""Worker of one device: its model, memory and threads."""
 
 import logging
 import os
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model onto its device, sizes its KV cache, and sleeps and wakes. Steps go to ``runner``."""
+    """Loads the model onto its device, sizes its KV cache, sleeps and wakes. Steps go to ``runner``."""
 
     def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = peft_reader) -> None:
-        """``make_reader``: of adapters; None: none are read."""
+        """Prepare the device. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
         self._config = config
         self.loras = LoraStore()
         self.copies = WorkerCopies(self._block_memory)
@@ -76,7 +76,7 @@ class Worker:
         self._kernels = open_cache(self._engine.kernels.cache, self._device)
 
     def _settle(self) -> int:
-        """Move near the device. The worker's share of the cores."""
+        """Move this thread to cores near the device. Returns the worker's share of the cores."""
         place, neighbours = self._config.place, self._config.num_neighbours
         share = usable_cores() // neighbours
         executor = self._engine.executor
@@ -88,13 +88,13 @@ class Worker:
 
     @property
     def runner(self) -> ModelRunner:
-        """Executes the steps. RuntimeError before ``load_model``."""
+        """The runner, which executes steps. Raises RuntimeError before ``load_model``."""
         if self._runner is None:
             raise RuntimeError("load_model has not been called")
         return self._runner
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """Load the weights, and build what runs them. Raises ModelLoadError with a message for the operator."""
+        """Load the weights and build the runner. Raises ModelLoadError with a message for the operator."""
         onlooker = Onlooker() if self._adapters is None else self._adapters
         runner = load_runner(self._engine, self._device, progress, self._collectives, self._links, onlooker)
         if self._engine.lora.enabled:
@@ -104,12 +104,14 @@ class Worker:
         return runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order."""
+        """Return the KV cache needs of each attention layer, by layer name in execution order."""
         return self.runner.specs
 
     def available_kv_cache_memory(self) -> int:
-        """Bytes that may become KV cache: what is configured, else what is left on the device beside the encoder cache. A CPU
-        skips the profiling step: its peak is small beside the default.
+        """Return the bytes available for the KV cache: the configured size, or else the free device memory minus the
+        encoder cache.
+
+        A CPU skips the profiling step, because its peak is small compared with the default size.
         """
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
@@ -124,7 +126,7 @@ class Worker:
         return max(left - encoder_cache - self._graph_bytes(), 0)
 
     def _graph_bytes(self) -> int:
-        """What graphs will take that are captured at start."""
+        """Return the memory of the graphs that are captured at startup."""
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
         if capture is None or not sizes:
             return 0
@@ -133,7 +135,7 @@ class Worker:
         return taken
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache, and capture the steps that are to be replayed on it."""
+        """Allocate the KV cache, and capture the steps that will be replayed on it."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
@@ -143,24 +145,24 @@ class Worker:
             logger.info("%d kernels were compiled before, %d are now", kernels.found, kernels.compiled)
 
     def _block_memory(self) -> list[torch.Tensor]:
-        """That of the KV cache, empty while there is none."""
+        """Return the memory of the KV cache, empty if there is none."""
         config, runner = self._kv_cache, self._runner
         asleep = self._kv_cache_asleep or (self._kept is not None and self._kept.cache_is_gone)
         return [] if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
 
     def block_facts(self) -> BlockFacts:
-        """What its part of a block is."""
+        """Describe this worker's part of a block."""
         return BlockFacts(self.copies.block_bytes, block_order(self.runner.caches), self.runner.computing)
 
     def skip(self, step: SchedulerOutput) -> None:
-        """A step that is not run, behind one that failed. The other stages are told."""
+        """Skip a step after a failed one, and notify the other stages."""
         if self._links is not None and step.num_scheduled_tokens:
             self._links.begin()
             self._links.fail()
 
     def recover(self) -> None:
-        """Forget every request, and compute a token. Memory that a step could not get is given back first; what a device has
-        failed at is told when it has finished.
+        """Forget every request, and compute a token. Frees unused memory first. Device errors are raised when the
+        device has finished.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -168,7 +170,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    # What operators may call, through EngineControl.
+    # Utilities that operators may call, through EngineControl.
 
     @utility
     def sleep(self, level: int) -> None:
@@ -188,7 +190,9 @@ class Worker:
 
     @utility
     def wake_up(self, tags: list[str]) -> None:
-        """Take back what ``tags`` name: weights, kv_cache. The cache of dropped weights comes with them, or after."""
+        """Restore the parts that ``tags`` name: weights, kv_cache. If the weights were dropped, the cache is restored
+        with or after them.
+        """
         if self._kept is not None:
             self._kept.wake_up(tags, self._device)
             return
@@ -225,7 +229,8 @@ class Worker:
         path = Path(self._engine.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The profiler would follow a link: it writes where nobody else can, and a name is replaced whatever it is.
+            # The profiler would follow a symbolic link, so it writes to a private directory. The rename then replaces
+            # the path itself.
             with tempfile.TemporaryDirectory(dir=path.parent) as private:
                 written = Path(private, path.name)
                 profiler.export_chrome_trace(str(written))
@@ -237,12 +242,12 @@ class Worker:
 
     @utility
     def held_loras(self) -> list[bytes]:
-        """Digests of the adapters that it holds."""
+        """Return the digests of the adapters that this worker holds."""
         return self.loras.digests
 
     @utility
     def worker_info(self) -> dict[str, Any]:
-        """Where the worker computes: device, dtype, threads, kernels, and bytes of weights and KV cache."""
+        """Return the worker's device, dtype, threads, kernels, and bytes of weights and KV cache."""
         runner = self._runner
         return {
             "rank": self._config.rank,
@@ -256,7 +261,7 @@ class Worker:
         }
 
     def stats(self) -> WorkerStats:
-        """What metrics say of the worker. Any thread may ask, while steps run."""
+        """Return the worker's metrics. Thread-safe, also while steps run."""
         runner, kept, device = self._runner, self._kept, self._device
         on_device = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if on_device else (0, 0)
@@ -275,7 +280,7 @@ class Worker:
         )
 
     def _free_bytes(self) -> int:
-        """What the device has left; 0 on a CPU."""
+        """Return the free device memory, or 0 on a CPU."""
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _free_memory(self) -> None:
@@ -283,7 +288,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Let go of the model and the cache."""
+        """Free the model and the cache."""
         self.copies.stop()
         self._runner = None
         if self._links is not None:
@@ -296,9 +301,7 @@ class Worker:
 
 
 def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectives | None, StageLinks | None]:
-    """Waits for the workers that this one computes with: those of its stage, and those of the same part in the other stages.
-    Raises ConfigError.
-    """
+    """Connect to the workers of the same stage, and to those of the same part in other stages. Raises ConfigError."""
     if config.store is None:
         return None, None
     size, num_stages = config.engine.executor.tensor_parallel_size, config.engine.executor.pipeline_parallel_size
@@ -326,7 +329,7 @@ def _collectives(meeting: Meeting, config: WorkerConfig, device: torch.device) -
     if device.type == "cpu":
         if config.engine.executor.collectives == "auto" and rank == 0:
             logger.warning(
-                "workers exchange what they computed over sockets, which is many times slower than memory that they share: this "
+                "workers exchange results over sockets, which is many times slower than shared memory: this "
                 "package was built without a C++ compiler"
             )
         return host

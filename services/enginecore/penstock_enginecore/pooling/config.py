@@ -1,4 +1,4 @@
-"""How a checkpoint pools: what sentence-transformers files say, else what its architecture is for."""
+"""Pooling config of a checkpoint: from its sentence-transformers files, or else the default for its architecture."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""How older files name the modes."""
+"""Names of the modes in older files."""
 _STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
 _SEQUENCE_LENGTH_FILES = (
@@ -46,7 +46,9 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """``max_seq_length``: tokens the model was tuned for, None where its files do not say."""
+    """How a checkpoint pools. ``max_seq_length`` is the number of tokens for which it was tuned, or None if its files
+    do not say.
+    """
 
     mode: PoolingMode
     normalize: bool = False
@@ -55,14 +57,14 @@ class PoolingConfig:
 
 
 def is_sentence_transformer(directory: Path) -> bool:
-    """Whether the directory says how it pools."""
+    """Return whether the directory has a sentence-transformers config."""
     return (directory / "modules.json").is_file()
 
 
 def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
-    """The pooling of a checkpoint. Without files: mean for encoders, the last token for decoders.
+    """Return the pooling config of a checkpoint. Without files, encoders use the mean and decoders the last token.
 
-    Raises ModelLoadError, naming the file and the value, for what is not served.
+    Raises ModelLoadError for an unsupported value, naming the file and the value.
     """
     if not is_sentence_transformer(directory):
         return PoolingConfig(mode="mean" if is_encoder else "lasttoken")
@@ -145,18 +147,18 @@ def _read(file: Path, kind: type) -> Any:
     return data
 
 
-# The linear layers that some embedding models put after pooling.
+# Linear layers that some embedding models apply after pooling.
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """``linear`` and the activation behind it, in float32."""
+    """A linear layer and its activation, in float32."""
 
     linear: torch.nn.Linear
     activation: torch.nn.Module
 
     def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         output: torch.Tensor = self.activation(self.linear(vectors))
         return output
 

@@ -1,4 +1,4 @@
-"""Load a checkpoint for pooling: the layers that give hidden states, and the head that classifies them."""
+"""Loader of checkpoints for pooling: the layers that produce hidden states, and the head that classifies them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from penstock_enginecore.pooling.config import (
     read_pooling_config,
 )
 
-# Classification heads: transformers' own modules, run on hidden states that are there already.
+# Classification heads: transformers' own modules, applied to hidden states that are already computed.
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
@@ -41,9 +41,11 @@ _SCORE_ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sig
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows the hidden states. ``per_token``: it classifies tokens, not prompts.
+    """The classification head, which follows the hidden states.
 
-    ``score_activation`` is that of pairs, for the one label of a cross-encoder; None where the model has more labels.
+    Attributes:
+        per_token: Whether the head classifies tokens, not prompts.
+        score_activation: Activation for scores of text pairs, or None if the model has more than one label.
     """
 
     classifier: PreTrainedModel
@@ -52,9 +54,9 @@ class Head:
     score_activation: Activation | None
 
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of a prompt, float32: ``[num_labels]``, or ``[tokens, num_labels]`` of a head per token.
+        """Return float32 scores of a prompt: ``[num_labels]``, or ``[tokens, num_labels]`` for a head per token.
 
-        ``token_ids`` int64 ``[tokens]``, ``hidden`` ``[tokens, hidden size]``.
+        ``token_ids`` is int64 ``[tokens]``, ``hidden`` is ``[tokens, hidden size]``.
         """
         backbone: Any = getattr(self.classifier, self.classifier.base_model_prefix)
         backbone.hidden = hidden[None]
@@ -64,16 +66,16 @@ class Head:
 
 
 def activate(scores: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Scores ``[..., labels]`` as probabilities."""
+    """Return scores ``[..., labels]`` after the activation."""
     if activation == "sigmoid":
         return scores.sigmoid()
     return scores.softmax(dim=-1) if activation == "softmax" else scores
 
 
 def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
-    """Take a classifier apart: the model that gives hidden states, and the head, which now takes them as they are.
+    """Split a classifier into the model that produces hidden states and the head, which then accepts hidden states.
 
-    Raises ModelLoadError for a class that does not keep the two apart.
+    Raises ModelLoadError if the class does not separate the two.
     """
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)
@@ -91,14 +93,16 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
 
 
 def _activation(config: PretrainedConfig) -> Activation:
-    """As transformers' pipeline for text classification does."""
+    """Return the activation that transformers' text classification pipeline uses."""
     if config.problem_type == "regression":
         return "none"
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
 def _score_activation(config: PretrainedConfig) -> Activation:
-    """As sentence-transformers' CrossEncoder does: sigmoid, unless the configuration names another."""
+    """Return the activation that sentence-transformers' CrossEncoder uses: sigmoid, unless the config names another
+    one.
+    """
     settings = getattr(config, "sentence_transformers", None) or {}
     named = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
     if named is None:
@@ -110,7 +114,7 @@ def _score_activation(config: PretrainedConfig) -> Activation:
 
 
 class _Computed(torch.nn.Module):
-    """Stands in for the base model inside its classifier: returns the hidden states it was given."""
+    """Replaces the base model inside its classifier: returns the hidden states that were set."""
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class _Computed(torch.nn.Module):
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """The hidden states ``[1, tokens, hidden size]``, through the model's pooler where it has one."""
+        """Return the hidden states ``[1, tokens, hidden size]``, and the pooler's output if the model has a pooler."""
         pooled = self.pooler(self.hidden) if self.pooler is not None else None
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)
 
@@ -134,10 +138,16 @@ _POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_m
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """A model in evaluation mode on its device. ``module`` gives hidden states; ``head`` is None where it only embeds.
-    ``dtype`` and ``precision``: see ``LoadedModel``.
+    """A model in evaluation mode on its device.
 
-    Lengths in tokens; ``max_len`` is the longest prompt. An encoder sees whole prompts and has no KV cache.
+    Attributes:
+        module: Produces hidden states.
+        head: Classification head, or None if the model only embeds.
+        dense: Linear layers after pooling.
+        dtype: See ``LoadedModel``.
+        precision: See ``LoadedModel``.
+        max_len: Maximum prompt length in tokens.
+        is_encoder: Whether the model processes whole prompts without a KV cache.
     """
 
     module: PreTrainedModel
@@ -151,17 +161,19 @@ class PoolingModel:
     is_encoder: bool
     eos_token_ids: frozenset[int] = frozenset()
     encoder: MediaEncoder | None = None
-    """The checkpoint's towers; None for a model that reads text alone."""
+    """The checkpoint's vision and audio encoders, or None if the model reads only text."""
 
     def modules(self) -> list[torch.nn.Module]:
-        """All that has weights: the layers, the head, the dense layers behind pooling, towers."""
+        """Return all modules with weights: the layers, the head, the dense layers after pooling, and vision and audio
+        encoders.
+        """
         head = [] if self.head is None else [self.head.classifier]
         towers = () if self.encoder is None else self.encoder.modules
         return [self.module, *head, *(dense.linear for dense in self.dense), *towers]
 
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
-    """What ``model.task`` means for the checkpoint. Reads its configuration alone. Raises ModelLoadError."""
+    """Return the task that ``model.task`` means for the checkpoint. Reads only its config. Raises ModelLoadError."""
     if config.task != "auto":
         return config.task
     hf_config = loader.read_config(config)
@@ -182,8 +194,10 @@ def load_pooling_model(
     widen: bool = False,
     with_towers: bool = False,
 ) -> PoolingModel:
-    """Read configuration and weights of ``config.path`` and move the model to ``device``; where ``split`` leaves a part of its
-    layers, by way of the host. ``widen`` and ``with_towers``: see ``load_model``. Raises ModelLoadError.
+    """Read config and weights of ``config.path`` and move the model to ``device``.
+
+    If ``split`` removes a part of the layers, the weights are first loaded on the host. ``widen`` and ``with_towers``:
+    see ``load_model``. Raises ModelLoadError.
     """
     hf_config = loader.read_config(config)
     if hf_config.get_text_config() is not hf_config:
@@ -205,7 +219,7 @@ def load_pooling_model(
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
-    # Embedding takes hidden states: what BERT's pooler makes of them is not used.
+    # Embedding uses the hidden states, not the output of BERT's pooler.
     optional = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
     loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
@@ -230,7 +244,7 @@ def load_pooling_model(
 
 
 def _without_head(model: loader.LoadedModel, config: ModelConfig, device: torch.device) -> PoolingModel:
-    """The layers of a model that generates, with its towers."""
+    """Return the layers of a generative model, with its vision and audio encoders."""
     pooling = read_pooling_config(_directory(config), is_encoder=False)
     tuned = pooling.max_seq_length
     return PoolingModel(
@@ -253,7 +267,7 @@ def _classifier(hf_config: PretrainedConfig) -> Any:
 
 
 def _is_bare(hf_config: PretrainedConfig) -> bool:
-    """Whether the checkpoint holds a base model without any head, such as Qwen3Model."""
+    """Return whether the checkpoint contains a base model without a head, such as Qwen3Model."""
     return any(n.endswith("Model") and not n.endswith("HeadModel") for n in hf_config.architectures or ())
 
 
@@ -273,7 +287,7 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
     if is_encoder(hf_config):
         check_encoder(hf_config, model_class)
         return
-    if hf_config.model_type in FAMILIES:  # RoBERTa's positions, for one, are not those of other decoders
+    if hf_config.model_type in FAMILIES:  # for example, RoBERTa's positions differ from those of other decoders
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: its configuration makes a decoder of an encoder"
         )
@@ -285,7 +299,7 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
 
 
 def _directory(config: ModelConfig) -> Path:
-    """Where the files about pooling are; those of a hub id are downloaded."""
+    """Return the directory with the pooling files. Files of a hub ID are downloaded."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -295,7 +309,7 @@ def _directory(config: ModelConfig) -> Path:
                 config.path, revision=config.revision or None, allow_patterns=list(_POOLING_FILES)
             )
         )
-    except Exception as e:  # its failures have no common base: HTTP, offline, validation
+    except Exception as e:  # errors of the hub have no common base class: HTTP, offline, validation
         raise ModelLoadError(f"model.path {config.path!r}: the hub says: {loader.first_line(e)}") from e
 
 

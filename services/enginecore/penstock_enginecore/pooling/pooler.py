@@ -1,4 +1,4 @@
-"""From hidden states to the vectors a pooling request asked for."""
+"""Pooling: from hidden states to the result that a pooling request asks for."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,47 +10,47 @@ from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
 from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
 
-# Hidden states of a prompt become what its task needs, also when a prompt is computed in several steps.
+# Accumulators of a prompt's hidden states. A prompt may be computed in several steps.
 
 PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids ``[tokens]`` and hidden states ``[tokens, hidden size]`` to a row per token."""
+"""Maps token IDs ``[tokens]`` and hidden states ``[tokens, hidden size]`` to one row per token."""
 
 
 class Accumulator(Protocol):
-    """Takes a prompt's hidden states in order, then says what they amount to."""
+    """Collects a prompt's hidden states in order, and returns the rows to pool."""
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The next tokens: ids int64 ``[tokens]``, hidden states ``[tokens, hidden size]``."""
+        """Add the next tokens: IDs int64 ``[tokens]``, hidden states ``[tokens, hidden size]``."""
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and vectors ``[rows, size]``: what is left of all that was added."""
+        """Return token IDs and rows ``[rows, size]`` of all tokens that were added."""
 
 
 class FirstToken:
-    """Keeps the first token, which BERT's family calls CLS."""
+    """Keeps the first token, which BERT models call CLS."""
 
     def __init__(self) -> None:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Takes the first token of the first call."""
+        """Keep the first token of the first call."""
         if self._kept is None:
             self._kept = token_ids[:1], hidden[:1].clone()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row. RuntimeError before the first token."""
+        """Return one row. Raises RuntimeError before the first token."""
         return _given(self._kept)
 
 
 class LastToken:
-    """Keeps the last token that is not ``padding``, or the first token where there is none: as transformers' heads do."""
+    """Keeps the last token that is not ``padding``, or the first token if all are padding, as transformers' heads do."""
 
     def __init__(self, padding: int | None = None) -> None:
         self._padding = padding
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Takes the last real token of each call in place of the one before."""
+        """Keep the last token that is not padding, instead of an earlier one."""
         last = len(token_ids) - 1
         if self._padding is not None:
             real = (token_ids != self._padding).nonzero()
@@ -60,12 +60,12 @@ class LastToken:
         self._kept = token_ids[last : last + 1], hidden[last : last + 1].clone()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row. RuntimeError before the first token."""
+        """Return one row. Raises RuntimeError before the first token."""
         return _given(self._kept)
 
 
 class Mean:
-    """Averages all tokens, in float32."""
+    """Averages all tokens in float32."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
@@ -73,20 +73,20 @@ class Mean:
         self._last = torch.zeros(0, dtype=torch.int64)
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Adds to the sum."""
+        """Add the hidden states to the sum."""
         total = hidden.float().sum(dim=0, keepdim=True)
         self._sum = total if self._sum is None else self._sum + total
         self._count += len(token_ids)
         self._last = token_ids[-1:]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row, with the id of the last token. RuntimeError before the first token."""
+        """Return one row, with the ID of the last token. Raises RuntimeError before the first token."""
         _, total = _given(None if self._sum is None else (self._last, self._sum))
         return self._last, total / self._count
 
 
 class EveryToken:
-    """Keeps a row per token, those of each call reduced by ``transform`` at once."""
+    """Keeps one row per token. Each call's hidden states are reduced by ``transform`` at once."""
 
     def __init__(self, transform: PerToken) -> None:
         self._transform = transform
@@ -94,12 +94,12 @@ class EveryToken:
         self._rows: list[torch.Tensor] = []
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Reduces and keeps the rows."""
+        """Reduce the hidden states, and keep the rows."""
         self._token_ids.append(token_ids)
         self._rows.append(self._transform(token_ids, hidden))
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As many rows as tokens."""
+        """Return one row per token."""
         return torch.cat(self._token_ids), torch.cat(self._rows)
 
 
@@ -110,14 +110,14 @@ def _given(kept: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor
 
 
 class Pooler:
-    """Knows the model's pooling, its dense layers and its head. Results are float32."""
+    """Applies the model's pooling, its dense layers and its head. Results are float32."""
 
     def __init__(self, model: PoolingModel) -> None:
         self._model = model
 
     @property
     def limits(self) -> PoolingLimits:
-        """What can be asked for."""
+        """Tasks and sizes that requests may ask for."""
         head = self._model.head
         if head is None:
             return PoolingLimits(
@@ -129,7 +129,7 @@ class Pooler:
         return PoolingLimits(tasks=frozenset(tasks))
 
     def begin(self, params: PoolingParams) -> Accumulator:
-        """What gathers the hidden states of one prompt, step by step, for ``finish``."""
+        """Return an accumulator for the hidden states of one prompt, to be passed to ``finish``."""
         match params.task:
             case PoolingTask.EMBED:
                 return _ACCUMULATORS[self._model.pooling.mode]()
@@ -138,13 +138,13 @@ class Pooler:
             case PoolingTask.TOKEN_CLASSIFY:
                 return EveryToken(self._head)
             case _:
-                # An encoder's head picks its rows among all of them; a decoder's takes the last token.
+                # An encoder's head selects its rows among all of them; a decoder's head uses the last token.
                 if self._model.is_encoder:
                     return EveryToken(lambda _, hidden: hidden)
                 return LastToken(self._model.module.config.pad_token_id)
 
     def finish(self, params: PoolingParams, gathered: Accumulator) -> Vectors:
-        """The result of a prompt whose hidden states have all been gathered."""
+        """Return the result of a prompt whose hidden states were all added."""
         token_ids, rows = gathered.rows()
         match params.task:
             case PoolingTask.EMBED:
@@ -167,7 +167,9 @@ class Pooler:
         return dense[-1].out_features if dense else int(self._model.module.config.hidden_size)
 
     def _embedding(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Rows ``[rows, hidden size]`` as vectors ``[rows, dimensions]``: dense layers, the cut, then length one."""
+        """Map rows ``[rows, hidden size]`` to vectors ``[rows, dimensions]``: dense layers, truncation, then
+        normalization.
+        """
         rows = rows.float()
         for layer in self._model.dense:
             rows = layer(rows)

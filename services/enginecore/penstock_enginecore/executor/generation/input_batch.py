@@ -1,8 +1,7 @@
-"""The worker's memory of the requests it runs, kept from step to step so that a step only writes what changed.
+"""Persistent state of a worker's requests, so that a step only writes what has changed.
 
-A request owns a row of every array from the step that brings it until it is finished or preempted. Rows stay where they
-are; a step picks the rows it runs by index, in the scheduler's order. The arrays grow with the number of requests seen
-at once.
+A request owns a row of every array, from its first step until it is finished or preempted. Rows do not move. A step
+selects its rows by index, in the scheduler's order. The arrays grow with the largest number of concurrent requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from penstock_enginecore.lora.adapter import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs, UniformsAhead, uniforms
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules, RequestRules, join_rules
 
-# How rows of logits are sampled.
+# Sampling settings of rows.
 
 _INT64_MAX = 2**63 - 1
 _T = TypeVar("_T", bound=np.generic)
@@ -29,30 +28,30 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How requests sample: the parts of ``SamplingInputs`` that stay the same from step to step."""
+    """Sampling settings of requests: the parts of ``SamplingInputs`` that do not change from step to step."""
 
     request_ids: list[str]
     rows: IntArray
     draw: DrawSettings
     kinds: RowKinds
     uniforms: UniformsAhead
-    """Of the rows that are drawn."""
+    """Random numbers of the rows that are drawn."""
 
 
 class SamplingColumns:
-    """How requests sample, by row of the batch: ``draw`` and ``seed``, ``[rows]`` each."""
+    """Sampling settings by row of the batch: ``draw`` and ``seed``, each ``[rows]``."""
 
     def __init__(self) -> None:
         self.draw = DrawSettings.off(0)
         self.seed = np.zeros(0, dtype=np.uint64)
 
     def grow(self, rows: int) -> None:
-        """Have so many rows."""
+        """Resize to ``rows`` rows."""
         self.draw = DrawSettings._make(grown(column, rows) for column in self.draw)
         self.seed = grown(self.seed, rows)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """ValueError for a request that is drawn and has no seed."""
+        """Set a row. Raises ValueError for a request that draws and has no seed."""
         if params.seed is None and not params.greedy:
             raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
         for name, column in zip(DrawSettings._fields, self.draw, strict=True):
@@ -61,14 +60,16 @@ class SamplingColumns:
 
 
 def grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
-    """The array with so many rows, those behind its own 0."""
+    """Return the array extended to ``rows`` rows; new rows are 0."""
     larger = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
     larger[: len(array)] = array
     return larger
 
 
 def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRows | None:
-    """The masks of ``grammar`` by row of ``request_ids``, those of a request one behind the other; None for none."""
+    """Return the masks of ``grammar`` by row of ``request_ids``, or None if there are none. Masks of one request are
+    consecutive.
+    """
     if not grammar.request_ids:
         return None
     first = {request_id: i for i, request_id in reversed(list(enumerate(request_ids)))}
@@ -76,13 +77,18 @@ def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRo
     return GrammarRows(named + grammar.offsets if grammar.offsets else named, grammar.bitmask)
 
 
-# Lays tokens out flat for a forward pass.
+# Layout of tokens for a forward pass.
 
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Tokens of requests, flat: where those of each request begin, int64 ``[requests + 1]``, and of each token the row of the
-    batch and the position, int64 ``[tokens]``. ``attention``: one entry per KV cache group.
+    """Tokens of requests in a flat batch.
+
+    Attributes:
+        query_start_loc: First token of each request, and the end: int64 ``[requests + 1]``.
+        rows: Row in the batch of each token: int64 ``[tokens]``.
+        positions: Position of each token: int64 ``[tokens]``.
+        attention: One entry per KV cache group.
     """
 
     query_start_loc: IntArray
@@ -99,8 +105,10 @@ def lay_out(
     lengths: IntArray,
     ahead: int = 0,
 ) -> LaidOut:
-    """``lengths`` tokens of each of ``rows`` from position ``computed`` on, int64 ``[requests]`` each. ``block_tables``: one
-    per KV cache group, ``[rows, blocks]``; those of the metadata go on for ``ahead`` positions behind the tokens.
+    """Lay out ``lengths`` tokens of each of ``rows`` from position ``computed`` on.
+
+    ``rows``, ``computed`` and ``lengths`` are int64 ``[requests]``. ``block_tables`` has one table ``[rows, blocks]``
+    per KV cache group. The tables in the result cover ``ahead`` more positions.
     """
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start_loc[1:])
@@ -117,8 +125,10 @@ def lay_out(
 
 
 def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
-    """Of requests whose tokens end at ``ends`` of a flat batch, those whose logits choose the next token behind each of their
-    drafts, and behind none: int64 ``[drafts and requests]``.
+    """Return the rows whose logits choose the next token after each draft and after none: int64 ``[drafts and
+    requests]``.
+
+    ``ends`` are the ends of the requests' tokens in the flat batch.
     """
     counts = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts)) + 1
     first = np.repeat(ends - counts, counts)
@@ -127,13 +137,13 @@ def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
 
 _INITIAL_ROWS = 16
 _UNKNOWN = -1
-"""Stands for a token that was chosen and is not on the host yet."""
+"""Placeholder for a chosen token that is not on the host yet."""
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _NO_DRAFTS: Mapping[str, list[int]] = {}
 
 
 class InputBatch:
-    """Rows of request state. ``num_groups``: KV cache groups, each with a block table of its own."""
+    """Rows of request state. ``num_groups`` is the number of KV cache groups; each has its own block table."""
 
     def __init__(self, *, max_model_len: int, block_size: int, num_groups: int, eos_token_ids: frozenset[int]) -> None:
         self._block_size = block_size
@@ -141,7 +151,7 @@ class InputBatch:
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         max_blocks = -(-max_model_len // block_size)
-        # Pages of these arrays are not touched, hence not resident, before they are written.
+        # Pages of these arrays use no memory before they are written.
         self._token_ids = np.zeros((0, max_model_len), dtype=np.int32)
         self._block_tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._num_blocks = np.zeros((0, num_groups), dtype=np.int64)
@@ -149,10 +159,10 @@ class InputBatch:
         self._num_prompt_tokens = np.zeros(0, dtype=np.int64)
         self._num_computed_tokens = np.zeros(0, dtype=np.int64)
         self._sampling = SamplingColumns()
-        self._tenants = np.zeros(0, dtype=np.int64)  # how many requests a row has had
+        self._tenants = np.zeros(0, dtype=np.int64)  # number of requests that a row has had
         self._num_unknown = 0
         self._settings: RowSettings | None = None
-        # By row, of those requests only that have any.
+        # By row, only for requests that have any.
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, int] = {}
@@ -162,7 +172,7 @@ class InputBatch:
         return len(self._rows)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Apply what the scheduler says has changed: requests gone, requests new, blocks added."""
+        """Apply the scheduler's changes: finished requests, new requests, added blocks."""
         for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
             self._remove(request_id)
         for new in step.new_requests:
@@ -177,7 +187,9 @@ class InputBatch:
                 self._append_blocks(row, block_ids)
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, list[int]] = _NO_DRAFTS) -> StepInputs:
-        """Lay out the tokens to compute, in the given order but by adapter. ``drafts``: the last of some requests'."""
+        """Lay out the tokens to compute, in the given order but grouped by adapter. ``drafts`` has the last tokens of
+        some requests.
+        """
         request_ids = ordered_by_adapter(num_scheduled_tokens, self._loras)
         rows = self._row_array(request_ids)
         lengths = np.fromiter((num_scheduled_tokens[r] for r in request_ids), dtype=np.int64, count=len(rows))
@@ -212,8 +224,8 @@ class InputBatch:
         )
 
     def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray, *, ahead: int) -> LaidOut:
-        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on. Block tables go on for
-        ``ahead`` positions.
+        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request from position ``first`` on. Block tables
+        cover ``ahead`` more positions.
         """
         return self._lay_out(self._row_array(request_ids), first, lengths, ahead)
 
@@ -223,8 +235,10 @@ class InputBatch:
     def sampling_inputs(
         self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
     ) -> SamplingInputs:
-        """How to choose the next token of each request, with its draw for this output index. With ``offsets`` int64 ``[rows]``:
-        of rows, those of a request one behind the other, each behind so many of the drafts that ``prepare`` was given.
+        """Return how to choose the next token of each request, with its random number for this output index.
+
+        With ``offsets`` int64 ``[rows]``, the result has one row for each draft position: the row follows that many
+        drafts of ``prepare``. Rows of one request are consecutive.
         """
         settings = self._settings_of(request_ids)
         rows, kinds = settings.rows, settings.kinds
@@ -243,8 +257,9 @@ class InputBatch:
         )
 
     def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
-        """How to draw the next token of each request where none has rules, nor wants log-probabilities; None otherwise.
-        ``offsets``: as for ``sampling_inputs``.
+        """Return how to draw the next token of each request, or None if one has rules or wants log-probabilities.
+
+        ``offsets``: see ``sampling_inputs``.
         """
         settings = self._settings_of(request_ids)
         rows = settings.rows
@@ -256,18 +271,18 @@ class InputBatch:
         return PlainDraws.of(settings.draw, self._sampling.seed[rows], index)
 
     def rows_of(self, request_ids: Sequence[str]) -> IntArray:
-        """Int64 ``[requests]``."""
+        """Return the rows of requests, int64 ``[requests]``."""
         return self._settings_of(request_ids).rows
 
     def plain(self, request_ids: Sequence[str]) -> Sequence[int]:
-        """Which of the requests, by index, have no rules, nor want log-probabilities."""
+        """Return the indices of the requests that have no rules and want no log-probabilities."""
         others = self._rules.keys() | self._logprobs.keys()
         if not others:
             return range(len(request_ids))
         return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> RowSettings:
-        """Those of the step before, when the same requests sample again."""
+        """Return the settings of requests. Reuses those of the previous step if the same requests sample again."""
         known = self._settings
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
@@ -278,14 +293,16 @@ class InputBatch:
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
-        """Which of the requests want log-probabilities, by index, and of how many of the likeliest tokens; -1 is all."""
+        """Return the indices of the requests that want log-probabilities, with the number of most likely tokens; -1
+        means all.
+        """
         if not self._logprobs:
             return []
         counts = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
         return [(i, count) for i, count in counts if count is not None]
 
     def prompt_targets(self, step: StepInputs) -> list[PromptTargets]:
-        """The prompt tokens whose log-probabilities were asked for and whose predecessors ``step`` computes."""
+        """Return the prompt tokens whose log-probabilities are wanted and whose predecessors ``step`` computes."""
         targets = []
         starts = step.attention[0].query_start_loc if self._prompt_logprobs else ()
         for i, request_id in enumerate(step.request_ids if self._prompt_logprobs else ()):
@@ -299,9 +316,9 @@ class InputBatch:
         return targets
 
     def append_tokens(self, request_ids: Sequence[str], token_ids: IntArray) -> None:
-        """Remember the sampled tokens: they are the next step's input."""
+        """Store the sampled tokens, which are the next step's inputs."""
         rows = self._settings_of(request_ids).rows
-        # The token after the last position of the model ends the request and is never an input.
+        # A token at the model's maximum length ends the request and is never an input.
         index = self._num_tokens[rows]
         fits = index < self._token_ids.shape[1]
         if fits.all():
@@ -315,7 +332,7 @@ class InputBatch:
                     rules.append(token_id)
 
     def append_runs(self, request_ids: Sequence[str], runs: Sequence[Sequence[int]]) -> None:
-        """Remember the tokens that each request has got, one at least. Drafts behind them are forgotten."""
+        """Store the new tokens of each request, at least one. Drafts after them are discarded."""
         limit = self._token_ids.shape[1]
         for request_id, token_ids in zip(request_ids, runs, strict=True):
             row = self._rows[request_id]
@@ -328,7 +345,7 @@ class InputBatch:
                     rules.append(token_id)
 
     def expect_tokens(self, request_ids: Sequence[str]) -> ExpectedTokens:
-        """Count a token of each request that has been chosen, and is not known here before ``take_tokens``."""
+        """Count a chosen token of each request that is unknown until ``take_tokens``."""
         rows = self._settings_of(request_ids).rows
         places = self._num_tokens[rows]
         fits = places < self._token_ids.shape[1]
@@ -338,7 +355,7 @@ class InputBatch:
         return ExpectedTokens(rows, places, self._tenants[rows])
 
     def take_tokens(self, expected: ExpectedTokens, token_ids: npt.NDArray[np.int32]) -> None:
-        """Note what ``expected`` has turned out to be. Rows that have gone to others meanwhile are left alone."""
+        """Store the tokens that were expected. Rows that belong to other requests by now are skipped."""
         stays = (self._tenants[expected.rows] == expected.tenants) & (expected.places < self._token_ids.shape[1])
         self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
         self._num_unknown -= len(expected.rows)
@@ -358,20 +375,20 @@ class InputBatch:
         return join_rules(found, grammar_rows)
 
     def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
-        """The output tokens of a row, and so many drafts."""
+        """Return a row's output tokens, with ``num_drafts`` drafts."""
         return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row] + num_drafts]
 
     def tokens_of(self, request_id: str) -> npt.NDArray[np.int32]:
-        """Prompt and output of a request, ``[tokens]``; a view."""
+        """Return prompt and output of a request, ``[tokens]``, as a view."""
         row = self._rows[request_id]
         return self._token_ids[row, : self._num_tokens[row]]
 
     def num_prompt_tokens_of(self, request_id: str) -> int:
-        """Of a request."""
+        """Return the number of prompt tokens of a request."""
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
     def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
-        """How requests draw the token behind their next ``offset`` ones, one for each or for all of them, without rules."""
+        """Return how requests draw the token after their next ``offset`` tokens, without rules."""
         rows = self._row_array(request_ids)
         settings = self._sampling.draw.of(rows)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset
@@ -394,7 +411,8 @@ class InputBatch:
             self._loras[new.request_id] = new.lora.digest
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         if (vectors := vector_positions(new)) is not None:
-            self._token_ids[row, vectors] = 0  # theirs mean nothing, and need not be in the vocabulary
+            # the IDs at positions of vectors are meaningless and may be outside the vocabulary
+            self._token_ids[row, vectors] = 0
         self._num_tokens[row] = len(new.token_ids)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._num_computed_tokens[row] = new.num_computed_tokens
@@ -406,7 +424,7 @@ class InputBatch:
         params, num_prompt_tokens = new.sampling_params, new.num_prompt_tokens
         self._sampling.set(row, params)
         known = self._token_ids[row, : self._num_tokens[row]]
-        if vectors is not None:  # a vector is no token that could be repeated
+        if vectors is not None:  # a vector is not a token, so it cannot be repeated
             known, num_prompt_tokens = np.delete(known, vectors), num_prompt_tokens - len(vectors)
         rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget)
         if rules is not None:
@@ -417,7 +435,7 @@ class InputBatch:
             self._prompt_logprobs[row] = params.prompt_logprobs
 
     def _remove(self, request_id: str) -> None:
-        """Forget a request; one that never ran here is none of our business."""
+        """Forget a request. Does nothing if it never ran here."""
         self._settings = None
         self._loras.pop(request_id, None)
         row = self._rows.pop(request_id, None)

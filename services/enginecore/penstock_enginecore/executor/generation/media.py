@@ -1,4 +1,6 @@
-"""Media of requests: the rows that encoders made of them, and where these stand in prompts and in the flat batch of a step."""
+"""Media of requests: embeddings made by vision and audio encoders, and their positions in prompts and in the flat batch
+of a step.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ from penstock_enginecore.executor.generation.step_inputs import StepInputs
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, RopePositions
 
-# Embeddings of media, kept by the worker from when they are computed until the engine has them forgotten.
+# Embeddings of media. The worker keeps them from when they are computed until the engine drops them.
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,10 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class EncoderRows:
-    """Of ``encoder``, by identifier: ``[num_embeds, width]`` on ``device``, as ``dtype``. The engine says what is computed when,
-    and what is forgotten; an item that fails has rows of zeros, so that the step goes on.
+    """Embeddings of media by identifier: ``[num_embeds, width]`` on ``device``, as ``dtype``.
+
+    The engine decides when items are computed and dropped. A failed item gets rows of zeros, so that the step can
+    continue.
     """
 
     def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,18 +37,18 @@ class EncoderRows:
         self._dtype = dtype
         self._device = device
         self._rows: dict[str, torch.Tensor] = {}
-        self._expected: dict[str, int] = {}  # rows of the items that are to be encoded
+        self._expected: dict[str, int] = {}  # number of rows of the items that are being encoded
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows that are kept."""
+        """Bytes of the cached rows."""
         return sum(rows.nbytes for rows in self._rows.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Forget, queue and compute what the step says. By identifier, why items could not be encoded."""
+        """Drop, queue and compute the items of a step. Returns the reasons of failed items, by identifier."""
         for identifier in step.freed_identifiers:
             self._forget(identifier)
         failures: dict[str, str] = {}
@@ -60,7 +64,7 @@ class EncoderRows:
         return failures
 
     def of(self, identifier: str) -> torch.Tensor:
-        """The rows of an item. RuntimeError where they are not there: the engine has scheduled what it could not."""
+        """Return the rows of an item. Raises RuntimeError if they do not exist, which is a scheduling error."""
         rows = self._rows.get(identifier)
         if rows is None:
             raise RuntimeError(
@@ -69,7 +73,9 @@ class EncoderRows:
         return rows
 
     def profile(self, run: Callable[[], None]) -> None:
-        """Encode the largest item of each modality, with ``run`` between two of its slices. RuntimeError where that fails."""
+        """Encode the largest item of each modality, and call ``run`` between two of its slices. Raises RuntimeError if
+        encoding fails.
+        """
         for info in self._encoder.media:
             item = self._encoder.largest(info.modality)
             self._encoder.start(item)
@@ -81,7 +87,7 @@ class EncoderRows:
                 raise RuntimeError(f"the largest {info.modality} cannot be encoded: {failures[0]}")
 
     def forget_all(self) -> None:
-        """Rows, and what is to be encoded."""
+        """Drop all rows and all items that are being encoded."""
         for identifier in [*self._expected, *self._rows]:
             self._forget(identifier)
 
@@ -95,7 +101,7 @@ class EncoderRows:
             self._encoder.start(item)
 
     def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
-        """Rows that came with the request, there at once. Raises ValueError for others than the model's."""
+        """Return rows that came with the request. Raises ValueError if they do not fit the model."""
         expected = (num_embeds, self._encoder.width)
         shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
         if tensor.dtype not in _DTYPES or shape != expected:
@@ -128,16 +134,20 @@ class EncoderRows:
 
 
 def row_bytes(encoder: MediaEncoder | None, dtype: torch.dtype) -> int:
-    """Of a row; 0 for a model without towers."""
+    """Return the bytes of a row, or 0 for a model without vision or audio encoders."""
     return 0 if encoder is None else encoder.width * dtype.itemsize
 
 
-# Where the media of requests stand in their prompts, and in the flat batch of a step.
+# Positions of media in prompts, and in the flat batch of a step.
 
 
 class Placed(NamedTuple):
-    """The tokens of a step, flat: whose they are, where those of each request begin, int64 ``[requests + 1]``, and their
-    positions, int64 ``[tokens]``.
+    """The tokens of a step in the flat batch.
+
+    Attributes:
+        request_ids: IDs of the requests, in order.
+        query_start_loc: First token of each request, and the end: int64 ``[requests + 1]``.
+        positions: Positions of the tokens in their requests: int64 ``[tokens]``.
     """
 
     request_ids: Sequence[str]
@@ -145,7 +155,9 @@ class Placed(NamedTuple):
     positions: IntArray
 
     def chunks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Of each request: its first token in the flat batch, and the positions from which and up to which it is computed."""
+        """Iterate over the requests: ID, first token in the flat batch, and the first and end positions that are
+        computed.
+        """
         starts = self.query_start_loc[:-1]
         firsts = self.positions[starts]
         ends = firsts + np.diff(self.query_start_loc)
@@ -163,8 +175,12 @@ class ItemRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """``positions`` int64 ``[embeddings]`` of all items; those of item i are ``bounds[i]`` to ``bounds[i + 1]``. ``ends``: where
-    the run ends in which each is, for those that see what is behind them there, else its own position and one.
+    """Media of one prompt.
+
+    Attributes:
+        positions: int64 ``[embeddings]``: positions of all items' embeddings.
+        bounds: Item i has the embeddings from ``bounds[i]`` to before ``bounds[i + 1]``.
+        ends: End of the keys that each embedding attends to, or None. With bidirectional attention this is the end of its run.
     """
 
     identifiers: Sequence[str]
@@ -173,10 +189,10 @@ class _Prompt:
     ends: IntArray | None
     rope: RopePositions | None
     behind: int
-    """The position behind the last embedding."""
+    """The position after the last embedding."""
 
     def rows(self, start: int, first: int, end: int) -> Iterator[ItemRows]:
-        """Of the positions ``first`` to ``end``, which are in the flat batch from ``start`` on."""
+        """Yield the embeddings at positions ``first`` to ``end``. The flat batch has these positions from ``start`` on."""
         low, high = np.searchsorted(self.positions, (first, end)).tolist()
         if low == high:
             return
@@ -190,7 +206,7 @@ class _Prompt:
 
 
 class MediaPrompts:
-    """By request; those that are text alone are not in it, and cost nothing."""
+    """Media of the requests with media, by request. Requests with only text are not tracked."""
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self._encoder = encoder
@@ -205,7 +221,9 @@ class MediaPrompts:
         self._prompts.clear()
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Forget requests that are gone, take in those that are new. By identifier, why items do not fit where they stand."""
+        """Remove requests that have ended, and add new ones. Returns the reasons of items that do not fit their
+        positions, by identifier.
+        """
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
                 self._prompts.pop(request_id, None)
@@ -217,11 +235,14 @@ class MediaPrompts:
         return failures
 
     def rows(self, placed: Placed) -> list[ItemRows]:
-        """The embeddings among the tokens of a step."""
+        """Return the embeddings among the tokens of a step."""
         return [rows for prompt, *chunk in self._with_embeds(placed) for rows in prompt.rows(*chunk)]
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
-        """Int64 ``[3, tokens]`` of a step in which a request has media, of a model that asks for them; else None."""
+        """Return int64 ``[3, tokens]`` rope positions of a step, or None.
+
+        Returns None if the model does not use such positions, or if no request of the step has media.
+        """
         if self._encoder.rope_positions is None:
             return None
         deltas, within = [], []
@@ -239,8 +260,9 @@ class MediaPrompts:
         return whole
 
     def key_ends(self, placed: Placed) -> IntArray | None:
-        """Int64 ``[tokens]`` of a step that computes embeddings which see those behind them; else None. RuntimeError where not
-        all of these are in it.
+        """Return int64 ``[tokens]`` key ends of a step with embeddings that attend to later ones, otherwise None.
+
+        Raises RuntimeError if the step does not contain all embeddings that attend to each other.
         """
         whole: IntArray | None = None
         for prompt, start, first, end in self._with_embeds(placed) if self._both_ways else ():
@@ -260,14 +282,16 @@ class MediaPrompts:
         return whole
 
     def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """Of the requests that may have embeddings among their tokens: where these are, see ``Placed.chunks``."""
+        """Yield the requests that may have embeddings among their tokens, see ``Placed.chunks``."""
         for request_id, start, first, end in placed.chunks():
             prompt = self._prompts.get(request_id)
             if prompt is not None and first < prompt.behind:
                 yield prompt, start, first, end
 
     def _rope(self, new: NewRequestData, failures: dict[str, str]) -> RopePositions | None:
-        """None for a model without sections, and for a request that ends: its items do not fit."""
+        """Return rope positions, or None if the model does not use them. Also None if the items do not fit, and the
+        request fails.
+        """
         if (rope_index := self._encoder.rope_positions) is None:
             return None
         try:
@@ -294,8 +318,10 @@ class MediaPrompts:
 
 
 def _ends(feature: MultiModalFeature) -> IntArray:
-    """The ends of the keys that a feature's embeddings see, int64 ``[num_embeds]``: neighbours of one item form a group, as
-    transformers makes one of equal neighbours in token_type_ids; tokens between two runs are in none.
+    """Return the end of the keys that each embedding of a feature attends to, int64 ``[num_embeds]``.
+
+    Adjacent runs of one item form a group, like equal neighbours in transformers' token_type_ids. Tokens between two
+    runs belong to no group.
     """
     runs = feature.embed_runs or (EmbedRun(0, feature.length),)
     ends = [feature.offset + run.start + run.count for run in runs]
@@ -306,7 +332,7 @@ def _ends(feature: MultiModalFeature) -> IntArray:
 
 
 class StepMedia:
-    """Of a model with towers. While it is empty nothing else need be asked of it in a step."""
+    """Media of a step, for a model with vision or audio encoders. While it is empty, a step needs no other calls."""
 
     def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self.cached = EncoderRows(encoder, dtype, device)
@@ -315,19 +341,19 @@ class StepMedia:
         self._prompts = MediaPrompts(encoder)
 
     def __len__(self) -> int:
-        """Requests that have media."""
+        """Return the number of requests with media."""
         return len(self._prompts)
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Know the requests of a step, and compute rows. By identifier, why items could not be encoded."""
+        """Update the requests of a step, and compute embeddings. Returns the reasons of failed items, by identifier."""
         return self._prompts.update(step) | self.cached.update(step)
 
     def are_in(self, placed: Placed) -> bool:
-        """Whether a step computes embeddings of media."""
+        """Return whether a step computes embeddings of media."""
         return bool(self._prompts.rows(placed))
 
     def vectors(self, placed: Placed) -> StepVectors | None:
-        """Those among the tokens of a step; None when there are none."""
+        """Return the embeddings among the tokens of a step, or None if there are none."""
         found = self._prompts.rows(placed)
         if not found:
             return None
@@ -339,25 +365,27 @@ class StepMedia:
         return StepVectors(indices, embeddings, torch.stack(deeper))
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
-        """See ``ForwardBatch``; None where no request of the step has media, or the model has no such positions."""
+        """Return rope positions, see ``ForwardBatch``. None if no request of the step has media, or the model has no
+        such positions.
+        """
         return self._prompts.rope_positions(placed)
 
     def attention(self, placed: Placed, attention: Sequence[AttentionMetadata]) -> Sequence[AttentionMetadata]:
-        """With ``key_ends`` where embeddings of the step see those behind them."""
+        """Return the metadata, with ``key_ends`` if embeddings of the step attend to later ones."""
         ends = self._prompts.key_ends(placed)
         return attention if ends is None else [replace(metadata, key_ends=ends) for metadata in attention]
 
     def forget(self) -> None:
-        """Every request, and all rows."""
+        """Forget every request, and drop all rows."""
         self._prompts.clear()
         self.cached.forget_all()
 
 
-# What the layers get in place of embeddings of tokens: vectors of prompts, and rows of media.
+# Inputs of the layers in place of token embeddings: vectors of prompts, and embeddings of media.
 
 
 class StepEmbeddings:
-    """Of the requests in a worker's batch. ``encoder``: None for a model without towers."""
+    """Embeddings of the requests in a worker's batch. ``encoder`` is None for a model without vision or audio encoders."""
 
     def __init__(self, encoder: MediaEncoder | None, dtype: torch.dtype, device: torch.device) -> None:
         self._prompts = PromptVectors(dtype, device)
@@ -366,28 +394,28 @@ class StepEmbeddings:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows of media that are kept."""
+        """Bytes of the cached media embeddings."""
         return 0 if self._media is None else self._media.cached.num_bytes
 
     def update(self, step: SchedulerOutput) -> None:
-        """Know the requests of a step, and compute embeddings of media before its forward pass."""
+        """Update the requests of a step, and compute embeddings of media before its forward pass."""
         self._prompts.update(step)
         if self._media is not None:
             self._failures.update(self._media.update(step))
 
     def take_failures(self) -> dict[str, str]:
-        """By identifier, why media could not be encoded since they were last taken."""
+        """Return why media could not be encoded since the last call, by identifier."""
         failures, self._failures = self._failures, {}
         return failures
 
     def are_in(self, inputs: StepInputs) -> bool:
-        """Whether something stands for tokens of a step."""
+        """Return whether a step has vectors or media in place of tokens."""
         if self._media and self._media.are_in(_placed(inputs)):
             return True
         return self._prompts.of(inputs) is not None
 
     def into(self, batch: ForwardBatch, inputs: StepInputs, forward: ForwardPass) -> ForwardBatch:
-        """The batch of a step with all that stands in it besides tokens: the same where that is nothing."""
+        """Return the batch of a step with all vectors and media. The batch is unchanged if there are none."""
         found = [] if (of_prompts := self._prompts.of(inputs)) is None else [of_prompts]
         if self._media:
             placed = _placed(inputs)
@@ -405,14 +433,14 @@ class StepEmbeddings:
         return replace(batch, embedded=embedded, deepstack=deepstack)
 
     def profile(self, run: Callable[[], None]) -> None:
-        """Call ``run``; with towers, while the largest items are being encoded."""
+        """Call ``run``. With vision or audio encoders, call it while the largest items are being encoded."""
         if self._media is None:
             run()
         else:
             self._media.cached.profile(run)
 
     def forget(self) -> None:
-        """Every request, and all rows of media."""
+        """Forget every request, and drop all media embeddings."""
         self._prompts.clear()
         self._failures.clear()
         if self._media is not None:

@@ -1,4 +1,6 @@
-"""Runs a step, or a pipeline stage's part of one: inputs, forward pass, logits of the rows that sample, tokens."""
+"""Runners of a step, or of a pipeline stage's part of one: inputs, forward pass, logits of the rows that sample,
+tokens.
+"""
 
 import time
 from collections import deque
@@ -42,8 +44,10 @@ from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, b
 def fastest_pass(
     forward: ForwardPass, num_tokens: int, passes: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of the fastest of so many ``passes`` over a request's first tokens, all of whose logits are computed, on
-    a cache of their own. Leaves ``forward`` without one. ``clock``: seconds.
+    """Return the seconds of the fastest of ``passes`` forward passes over a request's first tokens.
+
+    The passes compute the logits of all tokens, on a temporary cache. Afterwards ``forward`` has no cache. ``clock``
+    returns seconds.
     """
     block_size = next(iter(forward.specs.values())).block_size
     probe = Probe.largest(num_tokens, num_tokens, block_size)
@@ -59,15 +63,15 @@ def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> fl
 
 
 ChosenElsewhere = Callable[[], Arrival | None]
-"""The tokens of the step that was executed last, in the order of its requests; None where they are not read."""
+"""Returns the tokens of the last executed step, in the order of its requests, or None if they are not read here."""
 
 
 class GenerationRunner:
     """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them.
 
-    Where a device can choose the tokens of a step, they are its own inputs of the next; the host gets a copy, by ``begin_copy``,
-    for which nobody here waits. Steps in which a request has rules, or wants log-probabilities, need the tokens before it, and
-    are waited for.
+    If a device can choose the tokens of a step, it uses them as inputs of the next step. The host gets a copy through
+    ``begin_copy`` and does not wait for it. If a request has rules or wants log-probabilities, the step needs the
+    previous tokens on the host, so the runner waits for them.
     """
 
     def __init__(
@@ -79,8 +83,13 @@ class GenerationRunner:
         experts: GroupExperts | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """``chosen_elsewhere``: begins to learn the tokens of a step, which another worker samples. ``experts``: what
-        several ranks hold. ``drafter``: guesses tokens behind each step.
+        """Args:
+        model: The loaded model.
+        built: Its forward pass and sampler.
+        begin_copy: Starts a copy of tokens to the host.
+        chosen_elsewhere: Starts to receive the tokens of a step that another worker samples.
+        experts: Experts that several ranks share.
+        drafter: Guesses tokens after each step.
         """
         self._drafting = None if drafter is None else Drafting(drafter)
         if drafter is not None and drafter.state_layers:
@@ -110,7 +119,7 @@ class GenerationRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Vectors may stand for tokens: they are as long as what the embedding layer gives."""
+        """Properties of the model. Vectors in prompts have the width of the embedding layer's output."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -126,23 +135,23 @@ class GenerationRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Those of the forward pass, which may keep its cache in another dtype than the model's, and of what drafts."""
+        """KV cache needs of the forward pass, whose cache may have another dtype than the model, and of the drafter."""
         return {**self._forward.specs, **({} if self._drafting is None else self._drafting.drafter.specs)}
 
     @property
     def weight_bytes(self) -> int:
-        """Those of the forward pass, of towers, and of what drafts."""
+        """Bytes of the weights of the forward pass, of vision and audio encoders, and of the drafter."""
         drafter = 0 if self._drafting is None else self._drafting.drafter.weight_bytes
         return self._forward.weight_bytes + self._towers.weight_bytes + drafter
 
     @property
     def caches(self) -> LayerCaches:
-        """Those of the forward pass, and of what drafts."""
+        """KV cache of the forward pass and of the drafter."""
         return self._caches if self._drafting is None else self._caches | self._drafting.drafter.caches
 
     @property
     def graphs(self) -> GraphStats:
-        """Those of the forward pass."""
+        """Graph statistics of the forward pass."""
         return self._graphs()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -157,7 +166,7 @@ class GenerationRunner:
         self._kv_cache = config
 
     def forget_requests(self) -> None:
-        """Begin with no requests, on the KV cache that there is."""
+        """Forget all requests, and keep the KV cache."""
         self._pending = None
         self._coming.clear()
         self._embeddings.forget()
@@ -167,14 +176,16 @@ class GenerationRunner:
             self._batch = self._empty_batch(self._kv_cache)
 
     def keep(self, kept: KeptMemory) -> None:
-        """Move the weights to ``kept``, where the KV cache will be too. RuntimeError for a pass that cannot do without them."""
+        """Move the weights to ``kept``, which will also hold the KV cache. Raises RuntimeError if the forward pass
+        cannot do this.
+        """
         if not isinstance(self._forward, KeptWeights):
             raise RuntimeError(f"{type(self._forward).__name__} holds its weights where they are")
         kept.move_in([*self._forward.weights(), *self._towers.weights()])
         self._forward.memory.place(kept.empty)
 
     def read(self, model: LoadedModel) -> None:
-        """Take the weights of ``model``, which is the same checkpoint on the host, to where they were."""
+        """Copy the weights of ``model``, the same checkpoint on the host, into the existing weights."""
         if isinstance(self._forward, KeptWeights):
             self._forward.read(model)
             self._towers.read(Towers(model.encoder))
@@ -191,14 +202,14 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and sample a token on a cache of its own. Raises what is wrong when that does not work."""
+        """Forget every request, and sample a token on a temporary cache. Raises the error if that fails."""
         self.forget_requests()
         with nullcontext() if self.experts is None else self.experts.spread.alone():
             self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Sample a token that nobody asked for, on a cache of its own; or compute experts of other ranks' tokens."""
+        """Sample a token for no request, on a temporary cache, or compute experts for the tokens of other ranks."""
         if self.experts is not None:
             self.experts.spread.take_part()
             return
@@ -206,8 +217,8 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Sequences as long as the model allows, on a cache of their own, and a draw from the logits; while the largest item of
-        each modality is being encoded.
+        """Run sequences of the model's maximum length on a temporary cache and sample, while the largest items are
+        encoded.
         """
         block_size = next(iter(self.specs.values())).block_size
         probe = Probe.largest(num_tokens, self._model.max_len, block_size)
@@ -215,7 +226,7 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Forward passes of a request's first tokens, all of whose logits are computed, on a cache of their own."""
+        """Time forward passes of a request's first tokens with all logits, on a temporary cache."""
         alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
             with alone:
@@ -225,7 +236,9 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Forward pass over the scheduled tokens. The logits wait for ``sample``. RuntimeError without a KV cache."""
+        """Run a forward pass over the scheduled tokens. Keeps the logits for ``sample``. Raises RuntimeError without a
+        KV cache.
+        """
         if self._batch is None:
             raise RuntimeError("initialize_kv_cache must come before the first step")
         if self._drafting is not None:
@@ -259,7 +272,7 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
-        """Tokens of the step that ``execute`` ran."""
+        """Return the tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
         failures = self._embeddings.take_failures()
         if pending is None or self._batch is None:
@@ -283,13 +296,13 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def draft(self) -> DraftTokenIds:
-        """What the drafter makes of the step that was sampled last."""
+        """Return the drafts made after the last sampled step."""
         if self._drafting is None or self._batch is None:
             return DraftTokenIds()
         return self._drafting.draft(self._batch)
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
-        """How a device is to choose the step's tokens, where it can."""
+        """Return how the device should choose the step's tokens, or None if it cannot."""
         sampling_ids = inputs.sampling_ids
         draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
         if draws is None:
@@ -300,7 +313,7 @@ class GenerationRunner:
     def _late_output(
         self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens, failures: dict[str, str]
     ) -> Late[ModelRunnerOutput]:
-        """The output of a step whose tokens a device chooses, once they are on the host."""
+        """Return the late output of a step whose tokens a device chooses."""
         arrival = self._begin_copy(launched.results)
         if sampling_ids := pending.inputs.sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
@@ -310,13 +323,15 @@ class GenerationRunner:
         return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
-        """Count the tokens of a step that another worker samples. ``arrival``: None where nobody here reads them."""
+        """Count the tokens of a step that another worker samples. ``arrival`` is None if they are not read here."""
         expected = batch.expect_tokens(pending.inputs.sampling_ids)
         if arrival is not None:
             self._coming.append((expected, arrival))
 
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
-        """The inputs of a step. What is embedded beside vectors must be known here, or by another worker's choice."""
+        """Prepare the inputs of a step. Tokens that are embedded together with vectors, or sampled by another worker,
+        must be known here.
+        """
         self._take_tokens(batch, wait=False)
         drafts = step.scheduled_spec_decode_tokens
         inputs = batch.prepare(step.num_scheduled_tokens, drafts)
@@ -329,7 +344,7 @@ class GenerationRunner:
         return inputs
 
     def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
-        """Take in the tokens that have arrived, or all that were chosen."""
+        """Store the tokens that have arrived, or with ``wait`` all chosen tokens."""
         while self._coming and (wait or self._coming[0][1].arrived()):
             self._take_oldest(batch)
 
@@ -352,7 +367,7 @@ class GenerationRunner:
         )
 
     def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
-        """Run ``probe`` and draw a token of any seed from the logits of ``rows``, of all its tokens for None."""
+        """Run ``probe`` and draw a token from the logits of ``rows``, or of all its tokens if None."""
         try:
             logits = probe_logits(self._forward, probe, rows)
         finally:
@@ -365,12 +380,14 @@ class GenerationRunner:
         )
 
 
-# Runs the steps of one stage of a pipeline.
+# Runner of one pipeline stage.
 
 
 class StageRunner:
-    """The ``ModelRunner`` of a stage. The last one samples and tells the first, which needs the tokens as inputs of later steps;
-    the others count them. Their outputs are empty.
+    """The ``ModelRunner`` of a pipeline stage.
+
+    The last stage samples and sends the tokens to the first stage, which needs them as inputs of later steps. Other
+    stages only count them. Outputs of all stages except the last are empty.
     """
 
     def __init__(self, model: LoadedModel, built: BuiltForward, links: StageLinks) -> None:
@@ -383,50 +400,52 @@ class StageRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Of the whole model. A step is prepared while others run: each stage is at another one."""
+        """Properties of the whole model. Stages work on different steps, so steps are prepared while others run."""
         return msgspec.structs.replace(self._runner.info, runs_ahead=True)
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """Those of the stage's own layers."""
+        """KV cache needs of the stage's own layers."""
         return self._runner.specs
 
     @property
     def weight_bytes(self) -> int:
-        """Of the stage's own layers."""
+        """Bytes of the stage's own layers."""
         return self._runner.weight_bytes
 
     @property
     def caches(self) -> LayerCaches:
-        """Of the stage's own layers."""
+        """KV cache of the stage's own layers."""
         return self._runner.caches
 
     @property
     def graphs(self) -> GraphStats:
-        """None is replayed."""
+        """Graph statistics. Stages replay no steps."""
         return self._runner.graphs
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Runs in all stages."""
+        """Run the profiling step in all stages."""
         self._runner.profile(num_tokens, num_seqs)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Of the stage's own layers: groups are those of ``config``, each with the layers of its kind that are here."""
+        """Allocate the KV cache of the stage's own layers. The groups are those of ``config``, reduced to these layers."""
         self._runner.initialize_kv_cache(own_groups(config, self.specs))
 
     def drop_kv_cache(self) -> None:
         self._runner.drop_kv_cache()
 
     def recover(self) -> None:
-        """In all stages: the token that is computed passes them."""
+        """Recover in all stages, because the computed token passes through all of them."""
         self._runner.recover()
 
     def execute_dummy_batch(self) -> None:
-        """In all stages: the token that is computed passes them."""
+        """Compute a token for no request, which passes through all stages."""
         self._runner.execute_dummy_batch()
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Waits for the stage before. Raises StageFailedError where it has failed in this step, or the last in the one before."""
+        """Run the stage after the previous one. Raises StageFailedError if the previous stage failed in this step, or
+        the last stage in the step before.
+        """
         if step.num_scheduled_tokens:
             self._links.begin()
         try:
@@ -436,7 +455,7 @@ class StageRunner:
             raise
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
-        """Empty but in the last stage."""
+        """Return the output, which is empty except in the last stage."""
         try:
             output = self._runner.sample(grammar)
             if self._links.is_last and isinstance(output, ModelRunnerOutput) and output.request_ids:
@@ -447,15 +466,15 @@ class StageRunner:
         return output
 
     def draft(self) -> DraftTokenIds:
-        """Nothing drafts here."""
+        """Return no drafts: stages have no drafter."""
         return DraftTokenIds()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
-        """Stages have no drafts."""
+        """Return 0, because stages have no drafts."""
         return 0.0
 
     def to(self, device: torch.device) -> None:
-        """Moves the stage's own weights."""
+        """Move the stage's own weights."""
         self._runner.to(device)
 
     def _learn_tokens(self) -> Arrival | None:

@@ -1,4 +1,6 @@
-"""Samples a step on the host: a token of each request, or the drafts of it that hold and one more, with log-probabilities."""
+"""Sampling of a step on the host: one token of each request, or its accepted drafts and one more, with
+log-probabilities.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,16 +21,19 @@ from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 from penstock_enginecore.sample.sampler import final_runs, token_logprobs
 from penstock_enginecore.worker.device_thread import Arrival
 
-# Log-probabilities of a step, as its output reports them.
+# Log-probabilities of a step's output.
 
 _MAX_LOGITS_BYTES = 64 * 2**20
-"""Float32 logits of prompt tokens at one time, at most, unless a single row has more."""
+"""Maximum bytes of float32 logits of prompt tokens at a time, unless a single row needs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputScores:
-    """Raw ``logits`` ``[len(wanted), vocab]`` of the requests that want log-probabilities. ``wanted``: which rows they are of
-    those that sample, and of how many of the likeliest tokens.
+    """Logits of the requests that want log-probabilities.
+
+    Attributes:
+        logits: Raw logits ``[len(wanted), vocab]``.
+        wanted: Row among the sampled rows, and number of most likely tokens, for each row of ``logits``.
     """
 
     logits: torch.Tensor
@@ -36,15 +41,17 @@ class OutputScores:
 
     @classmethod
     def of(cls, logits: torch.Tensor, wanted: Sequence[tuple[int, int]], *, overwritten: bool) -> "OutputScores":
-        """Of the rows of ``logits`` that ``wanted`` names: copies where the sampler overwrites them."""
+        """Select the rows of ``logits`` that ``wanted`` names. Copies them if the sampler overwrites its input."""
         if not wanted or (len(wanted) == len(logits) and not overwritten):
             return cls(logits, wanted)
         rows = torch.tensor([row for row, _ in wanted], dtype=torch.int64, device=logits.device)
         return cls(logits[rows], wanted)
 
     def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
-        """Those of the sampled ``token_ids``, by request id; both parallel to the rows that were sampled. A request with several
-        rows has those of all of them, in their order.
+        """Return the log-probabilities of the sampled ``token_ids``, by request ID.
+
+        ``request_ids`` and ``token_ids`` are parallel to the sampled rows. A request with several rows gets all of
+        them, in order.
         """
         if not self.wanted:
             return {}
@@ -61,10 +68,11 @@ class OutputScores:
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
 ) -> tuple[ForwardOutput, dict[str, Logprobs]]:
-    """Run a step: its output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by request id.
+    """Run a step. Returns its output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets``
+    by request ID.
 
-    The logits of prompt tokens are made from the hidden states of the forward pass, a few rows at a time, so that a long prompt
-    needs no more memory than a short one. Where the head does not run on its own they come out of the pass itself.
+    The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt needs no
+    more memory than a short one. If the head cannot run separately, the forward pass computes them.
     """
     separate = forward.separate_head
     rows = sampled_rows if separate else np.concatenate([sampled_rows, *(target.rows for target in targets)])
@@ -82,7 +90,7 @@ def score_prompts(
 def _score(
     forward: ForwardPass, target: PromptTargets, states: Any, logits: torch.Tensor | None, vocab: int
 ) -> Logprobs:
-    """Log-probabilities of ``target``. Its ``logits`` ``[rows, vocab]``, or the ``states`` to make them of."""
+    """Return the log-probabilities of ``target``, from its ``logits`` ``[rows, vocab]`` or from hidden ``states``."""
     scored = Logprobs()
     size = max(1, _MAX_LOGITS_BYTES // (4 * vocab))
     count = _count(target.count, vocab)
@@ -98,15 +106,20 @@ def _score(
 
 
 def _count(count: int, vocab: int) -> int:
-    """How many of the likeliest tokens: -1 is all."""
+    """Return the number of most likely tokens. -1 means all."""
     return vocab if count < 0 else min(count, vocab)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A forward pass whose tokens are not sampled yet. ``logits`` ``[rows, vocab]``, or of the vocabulary what this
-    rank has. ``draws``: of the rows, where none needs more than a device can do. ``launched``: what the pass chose by them.
-    ``num_drafts_wanted``: see ``SchedulerOutput``. ``seconds`` that the pass took.
+    """A forward pass whose tokens are not sampled yet.
+
+    Attributes:
+        logits: ``[rows, vocab]``, or this rank's part of the vocabulary.
+        draws: How to draw the rows, if no row needs more than a device supports.
+        launched: Tokens that the pass has already chosen.
+        num_drafts_wanted: See ``SchedulerOutput``.
+        seconds: Duration of the pass.
     """
 
     inputs: StepInputs
@@ -119,7 +132,7 @@ class PendingStep:
 
 
 class StepSampling:
-    """By the sampler of what was ``built``."""
+    """Samples steps with the sampler of ``built``."""
 
     def __init__(self, built: BuiltForward) -> None:
         self._sampler = built.sampler
@@ -128,7 +141,7 @@ class StepSampling:
         self._batch_invariant = built.batch_invariant
 
     def sample(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
-        """The tokens of a step, which ``batch`` takes in, with all that its requests may ask for."""
+        """Sample the tokens of a step, with all options of its requests, and store them in ``batch``."""
         request_ids = pending.inputs.request_ids
         tokens: list[list[int]] = [[] for _ in request_ids]
         num_nans: dict[str, int] = {}
@@ -170,8 +183,10 @@ class StepSampling:
     def _choose_as_alone(
         self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
     ) -> tuple[list[int], LaunchedTokens | None]:
-        """Has a batch-invariant engine's device choose for the rows, by index, for which it would without the others beside
-        them: near the boundary of a distribution its draw is another one than the sampler's.
+        """Let the device of a batch-invariant engine choose tokens for the rows for which it would also choose them in
+        a batch of one.
+
+        Near the boundary of a distribution, the device's draw differs from the sampler's.
         """
         if not self._batch_invariant or self._launcher is None:
             return [], None
@@ -184,7 +199,9 @@ class StepSampling:
 
 
 def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: GrammarBitmask | None) -> list[int]:
-    """How many rows of each request that samples can be reached: of one that is constrained those that have a mask."""
+    """Return how many rows of each sampling request can be used. For a constrained request, only rows with a mask
+    count.
+    """
     named = {} if grammar is None else Counter(grammar.request_ids)
     return [
         min(len(drafted) + 1, named.get(request_id, len(drafted) + 1))
@@ -193,7 +210,9 @@ def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: Gra
 
 
 def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
-    """By request id, how many of the logits are NaN that its tokens were chosen by; those without any are not in it."""
+    """Return the number of NaN logits from which a request's tokens were chosen, by request ID. Zero counts are
+    omitted.
+    """
     found, start = {}, 0
     for place, i in enumerate(inputs.sampling_requests):
         rows = 1 if inputs.drafts is None else len(inputs.drafts[place]) + 1
@@ -206,7 +225,7 @@ def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) ->
 def read_late(
     inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], encoder_failures: dict[str, str], arrival: Arrival
 ) -> ModelRunnerOutput:
-    """Once the tokens have arrived: on any thread."""
+    """Return the output once the tokens have arrived. Thread-safe."""
     token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
     tokens: list[list[int]] = [[] for _ in inputs.request_ids]
     nans: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The executor whose workers are processes of their own."""
+"""Executor whose workers are separate processes."""
 
 import logging
 import threading
@@ -48,22 +48,23 @@ from penstock_enginecore.worker.messages import Progress as ProgressLine
 logger = logging.getLogger(__name__)
 
 _WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
-"""Methods in which all workers may wait for something else than each other."""
+"""Methods in which workers may wait for something other than each other."""
 _CONSEQUENCE = 0.1
-"""Seconds within which the end of a worker is seen whose neighbours have had an error of it."""
+"""Seconds to wait for the end of a worker, after another worker reported an error that may result from it."""
 
 
 class MultiprocExecutor:
-    """An ``Executor`` whose workers run in processes that it starts: no forward pass shares an interpreter with the scheduler.
+    """An ``Executor`` that starts its workers as processes, so that no forward pass shares an interpreter with the
+    scheduler.
 
-    Calls go to all workers over one ring, and come back over one from each. A worker that ends, hangs in a step, or samples
-    other tokens than the first ends all of them: what was started raises WorkersGone, as does every later call.
+    Calls go to all workers over one ring, and answers return over one ring per worker. If a worker ends, hangs in a
+    step, or samples other tokens than the first, all workers are ended. Pending and later calls then raise WorkersGone.
     """
 
     def __init__(
         self, config: EngineCoreConfig, *, module: str = MODULE, size_adapter: SizeAdapter = peft_size
     ) -> None:
-        """Starts the processes, without waiting for what they import. ``module``: what they run."""
+        """Start the processes, without waiting for their imports. ``module`` is the program that they run."""
         self._timeout = config.executor.step_timeout
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
@@ -81,7 +82,8 @@ class MultiprocExecutor:
         self._shut_down = False
         make: type[Workers] | type[SpreadWorkers] = SpreadWorkers if config.executor.nodes.size > 1 else Workers
         self._workers = make(
-            msgspec.structs.replace(config, engine_id=config.name),  # a name that is made up is each process' own
+            # Resolve a generated name here, because each process would generate its own.
+            msgspec.structs.replace(config, engine_id=config.name),
             self._hear,
             self._fail,
             Overdue(self._timeout, self._calls.oldest),
@@ -90,23 +92,24 @@ class MultiprocExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes of this node, by rank."""
+        """Process IDs of this node's workers, by rank."""
         return self._workers.pids
 
     @property
     def experts(self) -> None:
-        """Workers share the layers of a model; ranks that share experts have one."""
+        """None: workers share the layers of a model, and ranks that share experts have only one worker."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         self._on_failure = failed
         try:
             self._calls.check()
-        except WorkersGone as error:  # before anybody watched
+        except WorkersGone as error:  # failed before this call
             failed(error)
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """Waits for the workers to load the weights. Raises ModelLoadError or ConfigError with the first worker's error, and
-        WorkersGone where they have loaded different models.
+        """Wait for the workers to load the weights.
+
+        Raises the first worker's ModelLoadError or ConfigError, and WorkersGone if workers loaded different models.
         """
         self._progress = progress
         self._workers.wait(progress)
@@ -114,8 +117,9 @@ class MultiprocExecutor:
         return agreed("the model", models)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Demand of every attention layer, by layer name in execution order; of a model in stages that of a stage which has the
-        most layers of each kind.
+        """Return the KV cache needs of each attention layer, by layer name in execution order.
+
+        For a model in pipeline stages, return those of a stage with the most layers of each kind.
         """
         specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
         size = self._num_of_stage
@@ -125,21 +129,21 @@ class MultiprocExecutor:
         return largest_stage(stages) if len(stages) > 1 else stages[0]
 
     def available_kv_cache_memory(self) -> int:
-        """Bytes that may become KV cache: of the worker that has the least. Waits for the profiling step."""
+        """Return the bytes available for the KV cache in the worker that has the least. Waits for the profiling step."""
         available: list[int] = self._invoke("available_kv_cache_memory", int)
         return min(available)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Waits for the workers to allocate the KV cache."""
+        """Wait for the workers to allocate the KV cache."""
         self._invoke("initialize_kv_cache", None, encode(config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Writes the step to the workers, which run it behind the steps before."""
+        """Send the step to the workers, which run it after the steps before."""
         self._send(execute(scheduler_output))
         self._executing = True
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """The sampling behind the forward pass. RuntimeError without one; the future raises what went wrong in either."""
+        """Sample after the forward pass. Raises RuntimeError without one. The future raises the errors of both."""
         if not self._executing:
             raise RuntimeError("execute_model must come before sample_tokens")
         self._executing = False
@@ -150,7 +154,9 @@ class MultiprocExecutor:
         return step
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Behind the sampling, by every worker; what the first has drafted counts. Workers that have gone draft nothing."""
+        """Draft in every worker after the sampling, and return the drafts of the first. If the workers have ended,
+        there are no drafts.
+        """
         number, answers = self._calls.begin(timed=True)
         drafts: Future[DraftTokenIds] = Future()
 
@@ -167,16 +173,16 @@ class MultiprocExecutor:
         return drafts
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Waits for the workers to time them: those of the slowest worker."""
+        """Time forward passes in the workers. Returns the seconds of the slowest worker."""
         timed: list[float] = self._invoke("step_seconds", float, encode((num_tokens, passes)))
         return max(timed)
 
     def execute_dummy_batch(self) -> None:
-        """Waits for the workers to compute a token that nobody asked for."""
+        """Wait for the workers to compute a token for no request."""
         self._invoke("execute_dummy_batch", None)
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """By every worker, on a thread beside its steps, once there is room."""
+        """Load an adapter in every worker once there is room, on a thread beside its steps."""
         number, loaded = self._loads.begin()
         self._sizes.submit(partial(self._load_lora, number, lora, make_room))
         return loaded
@@ -193,7 +199,7 @@ class MultiprocExecutor:
         make_room(size, made)
 
     def _read_lora(self, number: int, lora: LoraRequest, made: "Future[None]") -> None:
-        """Behind what is to make room."""
+        """Send the load command, after commands that free memory for it."""
         try:
             made.result()
             self._send(LoadLora(number, lora))
@@ -201,7 +207,9 @@ class MultiprocExecutor:
             self._loads.refused(number, e)
 
     def block_copier(self) -> BlockCopier:
-        """By every worker, beside its steps. Blocks are those of all workers, their parts one behind the other."""
+        """Return a copier that runs in every worker beside its steps. A block consists of the parts of all workers,
+        concatenated.
+        """
         facts: list[BlockFacts] = self._invoke("block_facts", BlockFacts)
         order = ", ".join(dict.fromkeys(each.order for each in facts))
         numerics = ", ".join(dict.fromkeys(each.numerics for each in facts))
@@ -210,28 +218,28 @@ class MultiprocExecutor:
         return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))
 
     def unload_lora(self, digest: bytes) -> None:
-        """By every worker, behind the steps before."""
+        """Remove an adapter from every worker, after the steps before."""
         self._send(UnloadLora(digest))
 
     def roll_back(self) -> None:
-        """Workers are in no group: none of their steps loses its peers."""
+        """Do nothing: workers belong to no data-parallel group, so no step loses its peers."""
 
     def recover(self) -> None:
-        """Waits for the workers to forget every request and compute a token. Raises what is wrong when that does not work."""
+        """Wait for the workers to forget every request and compute a token. Raises the error if that fails."""
         self._executing = False
         self._invoke("recover", None)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Waits for the method of every worker, behind the steps that were started."""
+        """Call a method of every worker, after the steps that were started, and wait for the results."""
         return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
 
     def worker_stats(self) -> list[WorkerStats]:
-        """What each worker last said, about a second ago while steps run. None is up once one has failed."""
+        """Return the last report of each worker, about a second old while steps run. All are down once one has failed."""
         up = not self._calls.has_failed
         return [msgspec.structs.replace(stats, up=up) for stats in self._stats]
 
     def shutdown(self) -> None:
-        """Waits for the steps that run, and ends the processes. Idempotent."""
+        """Wait for running steps, and end the processes. Idempotent."""
         if self._shut_down:
             return
         self._shut_down = True
@@ -251,7 +259,9 @@ class MultiprocExecutor:
             self._copies.fail(WorkersGone("the executor is shut down"))
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
-        """The results by worker, as ``kind``. ``limit``: seconds that it may take; None: as long as no worker is stopped."""
+        """Return the results by worker, decoded as ``kind``. ``limit`` is a timeout in seconds; None waits as long as
+        all workers run.
+        """
         computes = self._one_node and method not in _WAITING
         number, answers = self._calls.begin(timed=False, limit=limit, computes=computes)
         self._workers.look_again()
@@ -260,7 +270,7 @@ class MultiprocExecutor:
         return [] if kind is None else [msgspec.msgpack.decode(value, type=kind) for value in values]
 
     def _send(self, call: Call) -> None:
-        """Raises WorkersGone when no worker reads any more."""
+        """Send a call. Raises WorkersGone if no worker reads any more."""
         self._calls.check()
         try:
             with self._sending:
@@ -268,11 +278,11 @@ class MultiprocExecutor:
         except RingClosed:
             raise self._calls.failed() from None
         except RingTimeout as e:
-            error = WorkersGone(f"the workers do not read what they are told: {e}")
+            error = WorkersGone(f"the workers do not read their messages: {e}")
             self._calls.fail(error)
             raise error from e
 
-    # On the workers' threads.
+    # Called on the workers' threads.
 
     def _hear(self, rank: int, message: bytes) -> None:
         match decode_answer(message):
@@ -291,7 +301,7 @@ class MultiprocExecutor:
                 self._calls.answered(rank, number, answer)
             case Raised(number, failure):
                 if failure.kind == "other" and self._workers.has_ended(_CONSEQUENCE):
-                    return  # of the end of another, which is told of
+                    return  # a result of another worker's end, which is reported separately
                 worker = f"worker {rank}" if self._num_workers > 1 else ""
                 self._calls.answered(rank, number, failure.error(worker))
 
@@ -302,7 +312,9 @@ class MultiprocExecutor:
         self._on_failure(error)
 
     def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:
-        """Complete a step with the output of the last stage's first worker, if all of that stage have sampled the same."""
+        """Complete a step with the output of the last stage's first worker, if all workers of that stage sampled the
+        same tokens.
+        """
         error = answers.exception()
         if error is not None:
             step.set_exception(error)

@@ -1,7 +1,9 @@
-"""Messages from one process to some others, each of which gets every message, in order.
+"""Ring buffer for messages from one process to several others, in shared memory. Each reader gets every message, in
+order.
 
-The idea is that of vLLM's message queue in shared memory and of LMAX's Disruptor: one writer, counters instead of locks. Here
-who waits sleeps after a moment, and a message may take any number of slots, more than the ring has.
+The idea is that of vLLM's message queue in shared memory and of LMAX's Disruptor: one writer, and counters instead of
+locks. In this ring, a waiting process sleeps after a short spin. A message may take any number of slots, even more than
+the ring has.
 """
 
 import ctypes
@@ -27,17 +29,17 @@ from penstock_enginecore.executor.multiproc.futex_counter import (
     shared_words,
 )
 
-# Messages of one slot, by the library (``csrc/ring.cpp``): a call to write one, one to wait and one to read.
+# Messages of one slot, by the C++ library (``csrc/ring.cpp``): one call to write one, one to wait and one to read.
 #
-# A worker sleeps for most of a step, and what it does when a message comes is in no cache then: the fewer the steps on
-# the way, the sooner the message is there.
+# A worker sleeps for most of a step, and its code is in no CPU cache when a message arrives. So fewer instructions mean
+# less latency.
 
 _SOON = -1
 _INTERVALS = 16
 
 
 class RingShape(ctypes.Structure):
-    """Where what is in a ring's memory, and its sizes: ``Ring`` of the library."""
+    """Addresses and sizes of a ring's memory: ``Ring`` in the library."""
 
     _fields_ = (
         ("head", ctypes.c_void_p),
@@ -62,7 +64,7 @@ class _Rhythm(ctypes.Structure):
 
 
 class _Calls:
-    """The library's functions. Waiting releases the interpreter's lock."""
+    """Functions of the library. Waiting releases the interpreter lock."""
 
     def __init__(self, path: Path) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -82,10 +84,10 @@ _calls = functools.cache(_Calls)
 
 
 class NativeRing:
-    """A ring in memory that stays mapped for as long as this lives."""
+    """A ring in memory that must stay mapped while this object lives."""
 
     def __init__(self, path: Path, shape: RingShape) -> None:
-        """``path``: of the library."""
+        """Use the library at ``path``."""
         self._calls = _calls(path)
         self._shape = shape
         self._address = ctypes.addressof(shape)
@@ -99,7 +101,7 @@ class NativeRing:
 
 
 class NativeInbox:
-    """What one reader of a ring gets."""
+    """Messages for one reader of a ring."""
 
     def __init__(self, calls: _Calls, shape: RingShape, reader: int, *, is_early: bool) -> None:
         self._take, self._wait = calls.take, calls.wait
@@ -115,15 +117,17 @@ class NativeInbox:
         self._spin = int(SPIN * 1e9)
 
     def take(self, number: int) -> bytes | None:
-        """Message ``number``; None where it is not there, or not of one slot."""
+        """Return message ``number``, or None if it has not arrived or takes several slots."""
         length = self._take(self._ring, self._reader, number, self._beat, self._to)
         if length < 0:
             return None
         return self._view[:length].tobytes()
 
     def wait(self, seen: int, deadline: float | None, *, is_soon: bool = False) -> bool | None:
-        """Wait for more than ``seen`` slots or the writer's end; False at the deadline. Where the reader is to be early,
-        None, unless ``is_soon``, when the next message is due in a moment: the caller gets ready for it, and waits again.
+        """Wait for more than ``seen`` slots or the writer's end. Returns False at the deadline.
+
+        An early reader gets None shortly before the next message is due, unless ``is_soon``. The caller then prepares
+        for the message and waits again.
         """
         until, spin = (-1 if deadline is None else int(deadline * 1e9)), self._spin
         while code := self._wait(self._ring, self._reader, seen * STEP, self._beat, is_soon, spin, until):
@@ -133,36 +137,38 @@ class NativeInbox:
                 return False
             if code != errno.EINTR:
                 raise OSError(code, f"a futex cannot be waited for: {os.strerror(code)}")
-            spin = 0  # the signal's handler runs between two calls
+            spin = 0  # Python runs the signal's handler between two calls.
         return True
 
 
-# The memory of a ring: who may hold it, and where what lies in it.
+# Memory of a ring: its layout and its owners.
 
 MASK = 2**31 - 1
-"""Slots are counted modulo one more."""
+"""Slots are counted modulo ``MASK + 1``."""
 MAX_READERS = 64
 
 _MAGIC = b"penring1"
 _SHAPE = struct.Struct("=8sIII")
 _SLOT = struct.Struct("=QQ")
 _LINE = 128
-"""Bytes between words of different processes: two lines of a cache, since processors fetch them in pairs."""
+"""Distance in bytes between words of different processes: two cache lines, because processors fetch lines in pairs."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingMemory:
-    """Anonymous shared memory, mapped: whatever ``/dev/shm`` holds does not matter, and it is gone with its last process.
+    """Mapped anonymous shared memory. It does not depend on ``/dev/shm``, and disappears with its last process.
 
-    First a line for the ring's shape, one for the writer's counter (slots written) and one for each reader's (slots read), each
-    with the word in which its owner says that it sleeps; behind the writer's, when it wrote the last message of one slot. Then
-    for each slot the number of the message that lies in it and the bytes of that message from here on; then the slots' bytes, one
-    behind the other, so that a message lies in one piece unless it goes around the end. ``close_writer`` and ``close_reader`` may
-    be called by any process, for one that has ended.
+    Layout: the first line has the ring's shape, the second the writer's counter (slots written). Then follows one line
+    per reader with its counter (slots read). Next to each counter is a word that says whether its owner sleeps. Next to
+    the writer's word is the time when it wrote the last message of one slot. Then follows a label for each slot: the
+    number of its message, and the bytes of that message from here on. Then follow the slots' bytes, contiguously, so
+    that a message is in one piece unless it wraps around.
+
+    ``close_writer`` and ``close_reader`` may be called by any process, on behalf of one that has ended.
     """
 
     def __init__(self, descriptor: int, words: Words | None = None) -> None:
-        """Map a ring that ``create`` made, in any process. Raises ValueError for memory that is none."""
+        """Map a ring that ``create`` made, in any process. Raises ValueError if the descriptor is not a ring."""
         self._words = words or shared_words()
         size = os.fstat(descriptor).st_size
         if size < _LINE:
@@ -174,7 +180,7 @@ class RingMemory:
         magic, self.num_slots, self.slot_bytes, self.num_readers = _SHAPE.unpack_from(self._map)
         if magic != _MAGIC or size != _size(self.num_slots, self.slot_bytes, self.num_readers):
             raise ValueError(f"descriptor {descriptor} is no ring of this version")
-        self._pinned = ctypes.c_char.from_buffer(self._map)  # the mapping stays as long as this
+        self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive
         start = ctypes.addressof(self._pinned)
         self._head = start + _LINE
         self._tails = [start + (2 + index) * _LINE for index in range(self.num_readers)]
@@ -198,8 +204,16 @@ class RingMemory:
 
     @staticmethod
     def create(num_slots: int, slot_bytes: int, num_readers: int, *, first: int = 0) -> int:
-        """A descriptor of a new ring, not inherited unless it is passed on. ``first``: the count that it begins with. Raises
-        ValueError for sizes that cannot be: slots are a power of two.
+        """Return the descriptor of a new ring. It is not inherited unless it is passed explicitly.
+
+        Args:
+            num_slots: Number of slots, a power of two.
+            slot_bytes: Bytes of a slot.
+            num_readers: Number of readers, 1 to 64.
+            first: Initial value of the slot counters.
+
+        Raises:
+            ValueError: A size is invalid.
         """
         if num_slots < 1 or num_slots & (num_slots - 1):
             raise ValueError(f"a ring has {num_slots} slots; it takes a power of two")
@@ -220,55 +234,59 @@ class RingMemory:
         return descriptor
 
     def written(self) -> tuple[int, bool]:
-        """Slots that were written in all, modulo ``MASK + 1``, and whether the writer has ended."""
+        """Return the number of slots written, modulo ``MASK + 1``, and whether the writer has ended."""
         word = self._words.load(self._head)
         return word // STEP, bool(word & CLOSED)
 
     def read(self, reader: int) -> tuple[int, bool]:
-        """Slots that a reader has done with, and whether it has ended."""
+        """Return the number of slots that a reader has consumed, and whether it has ended."""
         word = self._words.load(self._tails[reader])
         return word // STEP, bool(word & CLOSED)
 
     def add_written(self, slots: int) -> None:
-        """Let the readers have the next slots."""
+        """Publish the next slots to the readers."""
         self._words.add(self._head, slots, self._readers_asleep)
 
     def put(self, number: int, message: bytes) -> bool:
-        """Write a message into one slot, and let the readers have it. False where that cannot be done at once, or not here."""
+        """Write a message into one slot and publish it. Returns False if that is not possible at once, or without the
+        library.
+        """
         return self._native is not None and self._native.put(number, message)
 
     def inbox(self, reader: int, *, is_early: bool) -> NativeInbox | None:
-        """Where a reader gets messages of one slot; None where it must look for them itself. ``is_early``: it wants to be up
-        before a message is due.
+        """Return a reader's inbox for messages of one slot, or None without the library. ``is_early`` wakes it before a
+        message is due.
         """
         return None if self._native is None else self._native.inbox(reader, is_early=is_early)
 
     def add_read(self, reader: int, slots: int) -> None:
-        """Let the writer have what a reader has done with."""
+        """Return the slots that a reader has consumed to the writer."""
         self._words.add(self._tails[reader], slots, self._writer_asleep)
 
     def wait_written(self, seen: int, reader: int, deadline: float | None) -> bool:
-        """Wait for more than ``seen`` slots or the writer's end. False at the deadline."""
+        """Wait for more than ``seen`` slots or the writer's end. Returns False at the deadline."""
         return self._words.wait(self._head, seen * STEP, self._tails[reader] + 4, deadline)
 
     def wait_read(self, seen: int, reader: int, deadline: float | None) -> bool:
-        """Wait until a reader has done with more than ``seen`` slots, or has ended. False at the deadline."""
+        """Wait until a reader has consumed more than ``seen`` slots or has ended. Returns False at the deadline."""
         return self._words.wait(self._tails[reader], seen * STEP, self._head + 4, deadline)
 
     def close_writer(self) -> None:
-        """Nothing will be written any more. Idempotent."""
+        """Mark the writer as ended. Idempotent."""
         self._words.close(self._head, self._readers_asleep)
 
     def close_reader(self, reader: int) -> None:
-        """That reader will not read any more. Idempotent."""
+        """Mark a reader as ended. Idempotent."""
         self._words.close(self._tails[reader], self._writer_asleep)
 
     def label(self, slot: int, number: int, left: int) -> None:
-        """Say of a slot which message lies in it, and how many of its bytes are there and in the slots behind."""
+        """Write a slot's label: the number of its message, and the bytes of the message in this and the following
+        slots.
+        """
         _SLOT.pack_into(self._map, self._headers + slot * _SLOT.size, number, left)
 
     def label_of(self, slot: int) -> tuple[int, int]:
-        """What ``label`` said."""
+        """Return a slot's label."""
         number, left = _SLOT.unpack_from(self._map, self._headers + slot * _SLOT.size)
         return number, left
 
@@ -281,29 +299,32 @@ Rehearse = Callable[[bytes], object]
 
 
 class RingClosed(PenstockError):  # noqa: N818 - it says what happened
-    """The other side has ended, or this one."""
+    """Raised when the other side has ended, or this side is closed."""
 
 
 class RingTimeout(PenstockError):  # noqa: N818
-    """The other side was not as far in time. The call may be made again."""
+    """Raised when the other side made no progress in time. The call may be repeated."""
 
 
 class RingError(PenstockError):
-    """What lies in the ring is not what was written: somebody else writes there."""
+    """Raised when the ring contains data that its writer did not write."""
 
 
 class RingWriter:
-    """Writes messages, one thread at a time. ``close`` may be called by any thread."""
+    """Writes messages, from one thread at a time. ``close`` may be called on any thread."""
 
     def __init__(self, memory: RingMemory) -> None:
         self._memory = memory
         self._number = 0
 
     def write(self, message: bytes, timeout: float | None = None) -> None:
-        """Write a message. Waits up to ``timeout`` seconds for the slowest reader, None for ever.
+        """Write a message. Waits up to ``timeout`` seconds for the slowest reader, or forever if it is None.
 
-        Raises RingTimeout, when nothing is written, and RingClosed when a reader has ended. A message that is longer than the
-        ring closes it where it times out: half of it was read.
+        If a message is longer than the ring and times out, the ring is closed, because readers have read a part of it.
+
+        Raises:
+            RingTimeout: A reader is too slow. Nothing was written.
+            RingClosed: A reader has ended.
         """
         memory = self._memory
         if memory.put(self._number, message):
@@ -326,11 +347,11 @@ class RingWriter:
         self._number += 1
 
     def close(self) -> None:
-        """Write nothing any more: readers get what there is, then RingClosed. Idempotent."""
+        """End writing: readers get the remaining messages, then RingClosed. Idempotent."""
         self._memory.close_writer()
 
     def _wait_for_room(self, slots: int, deadline: float | None) -> int:
-        """The slots that are free, at least ``slots``."""
+        """Wait for at least ``slots`` free slots. Returns the number of free slots."""
         memory = self._memory
         written, closed = memory.written()
         if closed:
@@ -350,7 +371,7 @@ class RingWriter:
         return room
 
     def _put(self, message: bytes, done: int, count: int) -> None:
-        """Write slots ``done`` to ``done + count`` of a message; all of them are free."""
+        """Write slots ``done`` to ``done + count`` of a message. These slots must be free."""
         memory, size = self._memory, self._memory.slot_bytes
         written, _ = memory.written()
         first = written % memory.num_slots
@@ -365,12 +386,13 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads messages, one thread at a time. ``close`` may be called by any thread."""
+    """Reads messages, from one thread at a time. ``close`` may be called on any thread."""
 
     def __init__(self, memory: RingMemory, index: int = 0, rehearse: Rehearse | None = None) -> None:
-        """``index``: which of the ring's readers this is. ``rehearse``: called with the last message that was waited for shortly
-        before the next is due, where that can be known, so that what becomes of it is in the processor's caches. Raises
-        ValueError where the ring has fewer readers.
+        """Read the ring as reader ``index``. Raises ValueError if the ring has fewer readers.
+
+        ``rehearse`` is called with the last message that was waited for, shortly before the next one is due. It loads
+        the code for that message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
             raise ValueError(f"reader {index} of a ring of {memory.num_readers}")
@@ -385,10 +407,12 @@ class RingReader:
         self._rehearse = rehearse
 
     def read(self, timeout: float | None = None) -> bytes | bytearray:
-        """The next message. Waits up to ``timeout`` seconds, None for ever.
+        """Return the next message. Waits up to ``timeout`` seconds, or forever if it is None.
 
-        Raises RingTimeout; RingClosed when the writer has ended and all that it wrote is read, or when this reader was closed;
-        RingError for what nobody wrote.
+        Raises:
+            RingTimeout: No message arrived in time.
+            RingClosed: The writer has ended and all its messages were read, or this reader was closed.
+            RingError: The ring contains invalid data.
         """
         deadline, inbox, waited = deadline_after(timeout), self._inbox, False
         while True:
@@ -409,11 +433,11 @@ class RingReader:
                 return message
 
     def close(self) -> None:
-        """Read nothing any more: the writer gets RingClosed. Idempotent."""
+        """End reading: the writer gets RingClosed. Idempotent."""
         self._memory.close_reader(self._index)
 
     def _available(self) -> int:
-        """How many slots there are to read. Raises RingClosed where there will be none."""
+        """Return the number of readable slots. Raises RingClosed if no more slots will come."""
         memory = self._memory
         read, closed = memory.read(self._index)
         if closed:
@@ -426,9 +450,7 @@ class RingReader:
         return available
 
     def _wait(self, deadline: float | None) -> None:
-        """Wait for a slot, the writer's end or the moment before either is due, where all that was written is read. Raises
-        RingTimeout at the deadline.
-        """
+        """Wait for a slot, for the writer's end, or until a message is due soon. Raises RingTimeout at the deadline."""
         memory, inbox = self._memory, self._inbox
         seen, _ = memory.read(self._index)
         if inbox is None:
@@ -438,13 +460,13 @@ class RingReader:
         if here is None and self._rehearse is not None:
             self._is_soon = True
             self._rehearse(self._awaited)
-            return  # by the way that it takes when the message is there
+            return  # the next call takes the same path as when the message arrives
         self._is_soon = False
         if not here:
             raise RingTimeout("nothing was written to the ring")
 
     def _take(self, available: int) -> bytes | bytearray | None:
-        """Read slots of one message; None unless they are its last."""
+        """Read slots of one message. Returns None unless they complete it."""
         memory, size = self._memory, self._memory.slot_bytes
         read, _ = memory.read(self._index)
         first = read % memory.num_slots
@@ -453,7 +475,9 @@ class RingReader:
         for index in range(count):
             label = memory.label_of((first + index) % memory.num_slots)
             if label != (self._number, left - index * size):
-                raise RingError(f"message {label[0]} with {label[1]} bytes left where message {self._number} goes on")
+                raise RingError(
+                    f"message {label[0]} with {label[1]} bytes left where message {self._number} should continue"
+                )
         before_end = min(count, memory.num_slots - first)
         taken, straight = min(left, count * size), min(left, before_end * size)
         start = first * size
@@ -476,17 +500,19 @@ def _copy(to: memoryview, start: int, content: memoryview) -> None:
     to[start : start + len(content)] = content
 
 
-# The rings between an engine and its workers: their shapes.
+# Shapes of the rings between an engine and its workers.
 
 
 class Shape(NamedTuple):
-    """Slots and their bytes. A message is read in one piece while it fits; a longer one passes through."""
+    """Number and size of a ring's slots. A message that fits into the ring is read in one piece; a longer one is read
+    in parts.
+    """
 
     num_slots: int
     slot_bytes: int
 
     def create(self, num_readers: int) -> int:
-        """A descriptor of a new ring."""
+        """Return the descriptor of a new ring."""
         return RingMemory.create(self.num_slots, self.slot_bytes, num_readers)
 
 

@@ -1,4 +1,4 @@
-"""Whose embeddings of media the workers keep, how many, and what operators can do about it."""
+"""Cache of media embeddings in the workers, as the engine core tracks it, and its utilities for operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,16 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
-# A state machine: what is wanted and used goes in, what must go for it comes out.
+# A state machine: its inputs are claims and pins, its outputs are evictions.
 
 
 @dataclass(slots=True)
 class _Rows:
-    """``num_users``: places in running requests that need them. ``claims``: keys of the waiting requests that they are meant
-    for.
+    """Embeddings of one item.
+
+    Attributes:
+        num_users: Number of places in running requests that need the item.
+        claims: Keys of the waiting requests that will start with the item.
     """
 
     num_embeds: int
@@ -23,18 +26,20 @@ class _Rows:
 
 
 class EncoderCache:
-    """Items of media by identifier, up to ``capacity`` embeddings. An item has its room from when it joins those to be encoded.
+    """Tracks media items by identifier, up to ``capacity`` embeddings. Room for an item is reserved when it is queued
+    for encoding.
 
-    Rows that running requests need (``pin``) stay. Others make room, the least recently used first; those that a waiting request
-    is to start with (``claim``) only for a running one: it may hold what others wait for, and must get on. Nobody waits
-    for a request that waits, so there is always one that gets on.
+    Items that running requests need (``pin``) are never evicted. Other items are evicted in least-recently-used order.
+    Items that a waiting request will start with (``claim``) are evicted only for a running request. A running request
+    may hold items that others need, so it must proceed. Running requests never wait for waiting ones, so one request
+    can always proceed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_embeds = 0
-        """Of the items that have room."""
-        self._items: dict[str, _Rows] = {}  # the least recently used first
+        """Embeddings of all items."""
+        self._items: dict[str, _Rows] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._items)
@@ -49,22 +54,28 @@ class EncoderCache:
 
     @property
     def not_pinned(self) -> list[str]:
-        """Items that no running request needs, the least recently used first."""
+        """Items that no running request needs, least recently used first."""
         return [identifier for identifier, rows in self._items.items() if not rows.num_users]
 
     def is_wanted(self, identifier: str) -> bool:
-        """Whether a request needs an item, or is to start with it; also False for one that is not there."""
+        """Return whether a running request needs an item or a waiting request has claimed it. False if the item is
+        unknown.
+        """
         rows = self._items.get(identifier)
         return rows is not None and bool(rows.num_users or rows.claims)
 
     def claims(self, identifier: str) -> Sequence[str]:
-        """Keys of the waiting requests that are to start with an item."""
+        """Return the keys of the waiting requests that will start with an item."""
         rows = self._items.get(identifier)
         return () if rows is None else tuple(rows.claims)
 
     def room_for(self, num_embeds: int, *, urgent: bool) -> list[str] | None:
-        """Items that must go for ``num_embeds`` embeddings more, for the caller to ``remove``; None where what must stay leaves
-        no room. ``urgent``: for a running request.
+        """Return the items to ``remove`` to make room for ``num_embeds`` embeddings, or None if not enough can be
+        evicted.
+
+        Args:
+            num_embeds: Number of embeddings to add.
+            urgent: Whether the room is for a running request, which may also evict claimed items.
         """
         room = self.capacity - self.num_embeds
         going: list[str] = []
@@ -80,40 +91,40 @@ class EncoderCache:
         return None
 
     def add(self, identifier: str, num_embeds: int) -> None:
-        """Give an item room. ValueError where it has some, or there is too little."""
+        """Add an item. Raises ValueError if it exists or there is too little room."""
         if identifier in self._items or self.num_embeds + num_embeds > self.capacity:
             raise ValueError(f"item {identifier} has room already, or there is none")
         self._items[identifier] = _Rows(num_embeds)
         self.num_embeds += num_embeds
 
     def remove(self, identifier: str) -> None:
-        """An item has gone. ValueError for one that is pinned."""
+        """Remove an item. Raises ValueError if it is pinned."""
         if self._items[identifier].num_users:
             raise ValueError(f"item {identifier} is needed by a running request")
         self.num_embeds -= self._items.pop(identifier).num_embeds
 
     def pin(self, identifier: str) -> None:
-        """A running request needs an item at one more place."""
+        """Record that a running request needs an item at one more place."""
         self._touch(identifier).num_users += 1
 
     def unpin(self, identifier: str) -> None:
-        """A running request has passed a place, or runs no more."""
+        """Record that a running request has passed a place, or does not run any more."""
         rows = self._touch(identifier)
         if not rows.num_users:
             raise ValueError(f"item {identifier} is not pinned")
         rows.num_users -= 1
 
     def unpin_all(self) -> None:
-        """No request runs."""
+        """Remove all pins, because no request runs."""
         for rows in self._items.values():
             rows.num_users = 0
 
     def claim(self, identifier: str, key: str) -> None:
-        """A waiting request is to start with an item."""
+        """Record that a waiting request will start with an item."""
         self._touch(identifier).claims.add(key)
 
     def unclaim(self, identifier: str, key: str) -> None:
-        """It has started, or no longer is; an item that has gone is passed over."""
+        """Remove a claim. Does nothing if the item is unknown."""
         if (rows := self._items.get(identifier)) is not None:
             rows.claims.discard(key)
 
@@ -123,8 +134,9 @@ class EncoderCache:
 
 
 def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> int:
-    """As ``multimodal.encoder_cache_size`` says, and the largest item at least; 0 configured: twice the tokens of a step. 0 for a
-    model that takes no media.
+    """Return the size of the cache in embeddings: the configured one, but at least that of the largest item.
+
+    If 0 is configured, the size is twice the tokens of a step. Returns 0 for a model without media.
     """
     if not model.media:
         return 0
@@ -132,7 +144,7 @@ def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> i
 
 
 class MediaControl:
-    """Utilities of an engine, called as those of ``EngineControl`` are."""
+    """Utilities of an engine, called in the same way as those of ``EngineControl``."""
 
     def __init__(self, scheduler: Scheduler, inputs: MediaInputs) -> None:
         self._scheduler = scheduler
@@ -140,12 +152,12 @@ class MediaControl:
 
     @utility
     def reset_mm_cache(self) -> None:
-        """Forget the inputs of media that are kept for frontends: what a request needs is sent again. Requests that were added
+        """Drop the media inputs that are cached for frontends. Frontends send them again when needed. Existing requests
         keep theirs.
         """
         self._inputs.clear()
 
     @utility
     def reset_encoder_cache(self) -> None:
-        """Forget the embeddings of media. Those that running requests need stay until they have passed them."""
+        """Drop the embeddings of media. Embeddings that running requests need stay until the requests have passed them."""
         self._scheduler.reset_encoder_cache()

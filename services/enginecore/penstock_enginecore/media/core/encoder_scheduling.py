@@ -1,4 +1,6 @@
-"""What is encoded when, and which tokens of media can be computed. A part of the scheduler; it computes nothing itself."""
+"""Scheduling of vision and audio encoders: when items are encoded, and which tokens of media can be computed. A part of
+the scheduler.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.media.core.encoder_cache import EncoderCache
 
-# Which item the workers' towers are at. It follows ``MediaEncoder.advance`` without asking anybody.
+# Progress of the workers' encoders. It mirrors ``MediaEncoder.advance`` without communication.
 
 
 class _Item:
@@ -25,11 +27,13 @@ class _Item:
 
 
 class EncoderQueue:
-    """Items that are being encoded, in order. A step computes at least one block of the first, and more while the next block
-    costs no more than what is left of ``budget``: a block of an item costs its embeddings.
+    """Items that are being encoded, in order.
 
-    Workers may be ahead, where an item has failed, or was taken out after blocks of it had been counted. They are never
-    behind: who is ahead when a step begins is not behind when it ends.
+    A step computes at least one block of the first item. It computes more blocks while the next one fits into the rest
+    of ``budget``. A block costs as many embeddings as its item has.
+
+    Workers may be ahead of this queue, if an item failed, or was removed after some of its blocks were counted. They
+    are never behind it: a worker that is ahead when a step begins is not behind when the step ends.
     """
 
     def __init__(self, budget: int) -> None:
@@ -37,9 +41,9 @@ class EncoderQueue:
         self.num_pending = 0
         """Embeddings of the items in the queue."""
         self.num_encoded = 0
-        """Embeddings of the items that are done, since the start."""
+        """Embeddings of the items encoded since the start."""
         self.is_used = False
-        """Whether the step that was begun last computes anything."""
+        """Whether the current step encodes anything."""
         self._items: dict[str, _Item] = {}
         self._left = 0
         self._waits = False
@@ -51,16 +55,16 @@ class EncoderQueue:
         return identifier in self._items
 
     def begin_step(self, *, waits: bool = False) -> list[str]:
-        """Compute for a step; nothing at all if it ``waits``. Returns the items that are done before its forward pass."""
+        """Begin a step, and count its blocks unless it ``waits``. Returns the items that are done before the step's
+        forward pass.
+        """
         self._left = self.budget
         self.is_used = False
         self._waits = waits
         return self._advance() if self._items else []
 
     def add(self, identifier: str, num_embeds: int, num_blocks: int) -> bool:
-        """Put an item behind the others, in the step that was begun. Returns whether it is done before that step's forward
-        pass.
-        """
+        """Append an item in the current step. Returns whether it is done before that step's forward pass."""
         if identifier in self._items:
             raise ValueError(f"item {identifier} is being encoded already")
         self._items[identifier] = _Item(num_embeds, num_blocks)
@@ -68,7 +72,7 @@ class EncoderQueue:
         return identifier in self._advance()
 
     def remove(self, identifier: str) -> None:
-        """Take an item out; one that is not there is passed over."""
+        """Remove an item. Does nothing if it is not in the queue."""
         if (item := self._items.pop(identifier, None)) is not None:
             self.num_pending -= item.num_embeds
 
@@ -89,19 +93,21 @@ class EncoderQueue:
         return done
 
 
-# Waiting requests for whose media nothing has been begun.
+# Waiting requests whose next item is not being encoded yet.
 
 
 class Wanted(NamedTuple):
-    """A waiting request, and the item that it needs first."""
+    """A waiting request, and the first item that it needs."""
 
     request: Request
     feature: MultiModalFeature
 
 
 class MediaLine:
-    """In the policy's order. Tenants take turns by their weights, by embeddings: who comes with many items keeps nobody waiting
-    for all of them.
+    """Queue of waiting requests, in the order of the scheduling policy.
+
+    Tenants take turns by weight. The cost of a turn is its number of embeddings, so a tenant with many items does not
+    delay others.
     """
 
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
@@ -115,16 +121,16 @@ class MediaLine:
         return iter(self._wanted)
 
     def add(self, wanted: Wanted) -> None:
-        """Take in a request that is not in the line."""
+        """Add a request that is not in the queue."""
         self._wanted[wanted.request.key] = wanted
         self._turns.add(wanted.request)
 
     def head(self) -> Wanted:
-        """The one whose turn is next. There must be one."""
+        """Return the next request. The queue must not be empty."""
         return self._wanted[self._turns.peek().key]
 
     def take(self, identifier: str) -> list[Wanted]:
-        """Take out those that need an item, which is begun for the head."""
+        """Remove and return the requests that need an item, which is begun for the head."""
         head = self.head() if self._wanted else None
         taken = [wanted for wanted in self._wanted.values() if wanted.feature.identifier == identifier]
         for wanted in taken:
@@ -136,7 +142,7 @@ class MediaLine:
         return taken
 
     def remove(self, request: Request) -> None:
-        """Take out a request; one that is not in the line is passed over."""
+        """Remove a request. Does nothing if it is not in the queue."""
         if request.key in self._wanted:
             self._turns.remove(request)
             del self._wanted[request.key]
@@ -146,22 +152,27 @@ class MediaLine:
 
 
 class EncoderWork(StepResource):
-    """Tokens are scheduled only where the rows of every item that they touch are there before the step's forward pass.
+    """Schedules encoders, and limits each request to tokens whose embeddings exist before the step's forward pass.
 
-    A running request pins the items of its next chunk, in the order of their places, until its processed tokens have passed
-    them. So whoever holds rows can get on with them, and lets them go: nobody waits for ever, however small the cache.
-    A waiting request starts once the first item that it needs is there. Until then it is held (``Hold.MEDIA``): at first in a
-    line, for its turn and for room; then, with a claim on the item, until that is encoded. Nothing is begun for it
-    while other items are to be encoded, so that those that run, and those that are more urgent, need not wait long.
+    A running request pins the items of its next chunk, in order of position, until its processed tokens have passed
+    them. So a request that holds rows can always proceed and then frees them. No request waits forever, however small
+    the cache is.
 
-    Workers encode in the order of ``encoder_starts``. ``EncoderQueue`` knows how far they are, so the tokens of an item that
-    is done before a step's forward pass are in that step.
+    A waiting request starts once the first item that it needs is encoded. Until then it is held (``Hold.MEDIA``). At
+    first it waits in a queue for its turn and for room. Then it has a claim on the item until the item is encoded. No
+    item is begun for a waiting request while other items are being encoded, so that running and more urgent requests
+    need not wait long.
+
+    Workers encode in the order of ``encoder_starts``. ``EncoderQueue`` tracks their progress. If an item is done before
+    a step's forward pass, its tokens can be in that step.
     """
 
     stats_name = "media"
 
     def __init__(self, state: SchedulerState) -> None:
-        """``context.media`` must not be empty. Raises ConfigError for a model that a step's limits cannot serve."""
+        """Set up for the model's media, ``context.media``, which must not be empty. Raises ConfigError if the limits of
+        a step are too small for the model.
+        """
         context = state.context
         self._infos = {info.modality: info for info in context.media}
         self._waiting = state.waiting
@@ -172,9 +183,9 @@ class EncoderWork(StepResource):
         self._line = MediaLine(by_priority=context.config.by_priority, fair=context.config.fairness)
         self._claimed: dict[str, Wanted] = {}
         self._pins: dict[str, list[int]] = {}
-        """By request, the indices of the features whose items it has pinned, in order."""
+        """Indices of the features whose items a request has pinned, in order, by request."""
         self._starts: dict[str, EncoderStart] = {}
-        """Of the step that is being scheduled."""
+        """Items that begin in the step that is being scheduled."""
         self._freed: dict[str, None] = {}
         self._num_queries = self._num_hits = self._num_to_ask = 0
         self._check()
@@ -199,7 +210,7 @@ class EncoderWork(StepResource):
                 )
 
     def added(self, request: Request) -> None:
-        """Note which tokens of a new request are computed together, and how many embeddings it will ask for."""
+        """Set which tokens of a new request are computed together, and count the embeddings that it will need."""
         if not request.mm_features:
             return
         request.whole_spans = [
@@ -214,16 +225,19 @@ class EncoderWork(StepResource):
         return bool(self._queue)
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Choose the items that the step encodes; none, also of those that come later, if the encoder ``waits``. Return whether
-        the step encodes.
+        """Choose the items that the step encodes, and return whether there are any. If the encoder ``waits``, the step
+        encodes nothing, not even items that are added later.
         """
         for identifier in self._queue.begin_step(waits=waits):
             self._done(identifier)
         return self._queue.is_used
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """Return how many of ``count`` tokens from ``start`` on the step takes without parting what is computed together; 0 while
-        the step has no room for that. More than ``count``, where that is a limit of one request.
+        """Return how many of ``count`` tokens from ``start`` on fit into the step without splitting a span that is
+        computed together.
+
+        Returns 0 if the step has no room for the span. May return more than ``count``, if ``count`` is the limit of one
+        request.
         """
         if start >= request.media_end:
             return count
@@ -236,8 +250,8 @@ class EncoderWork(StepResource):
         return end - start if end - start <= self._budget.max_num_tokens - output.total_num_scheduled_tokens else 0
 
     def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
-        """Return how many of the next ``count`` tokens of a running request the step can compute. The request pins the rows of
-        their media, and waits for the next.
+        """Return how many of the next ``count`` tokens of a running request the step can compute. Pins the items of
+        these tokens and of the next one.
         """
         start = request.num_computed_tokens
         if start >= request.media_end:
@@ -250,7 +264,7 @@ class EncoderWork(StepResource):
         for index, position in embeds_from(request.mm_features, start):
             feature = request.mm_features[index]
             if position >= start + count:
-                if index not in pins and not self._queue:  # soon: so that its step need not wait
+                if index not in pins and not self._queue:  # begin early, so that the next step need not wait
                     self._pin(request, index, pins, urgent=False)
                 break
             if index not in pins and not self._pin(request, index, pins, urgent=True):
@@ -260,7 +274,9 @@ class EncoderWork(StepResource):
         return count
 
     def claim(self, request: Request, start: int, count: int) -> int:
-        """Return how many of ``count`` tokens from ``start`` on a waiting request can compute in this step. 0: it is held."""
+        """Return how many of ``count`` tokens from ``start`` on a waiting request can compute in this step. With 0, the
+        request is held.
+        """
         if start >= request.media_end:
             return count
         is_first = True
@@ -296,8 +312,8 @@ class EncoderWork(StepResource):
             request.num_asked_media += 1
 
     def begin_waiting(self) -> None:
-        """Begin what the waiting requests in the line wait for, while there is nothing to encode. A small item does not pass by a
-        large one, or the large one might wait for ever.
+        """Begin items for waiting requests, while nothing else is being encoded. A small item does not overtake a large
+        one, which could otherwise wait forever.
         """
         while self._line:
             request, feature = self._line.head()
@@ -305,7 +321,7 @@ class EncoderWork(StepResource):
                 break
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """Say what the workers encode and forget in the step."""
+        """Write into the output which items the workers encode and forget in the step."""
         if self._starts:
             output.encoder_starts = list(self._starts.values())
             self._starts = {}
@@ -316,10 +332,10 @@ class EncoderWork(StepResource):
             output.freed_identifiers = list(self._freed)
             self._freed = {}
 
-    # What becomes of requests and items.
+    # Changes of requests and items.
 
     def passed(self, request: Request) -> None:
-        """Tokens of a running request have been processed."""
+        """Unpin items that the processed tokens of a running request have passed."""
         pins = self._pins.get(request.key)
         while pins:
             feature = request.mm_features[pins[0]]
@@ -329,11 +345,11 @@ class EncoderWork(StepResource):
             del pins[0]
 
     def preempted(self, request: Request) -> None:
-        """Unpin the items of a request that has lost its turn."""
+        """Unpin the items of a preempted request."""
         self._leave(request)
 
     def ended(self, request: Request) -> None:
-        """Unpin the items of a request, and do not encode what nobody else needs."""
+        """Unpin the items of a request, and do not encode items that only this request needs."""
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -355,8 +371,12 @@ class EncoderWork(StepResource):
         requests: Mapping[str, Request],
         end: Callable[[Request, RequestError], object],
     ) -> None:
-        """Items could not be encoded: ``end`` those of the living ``requests`` that have them, before anything of their positions
-        is taken in. ``failures``: why, by identifier.
+        """End the ``requests`` whose items could not be encoded, before results for their positions are taken in.
+
+        Args:
+            failures: Reasons, by identifier.
+            requests: Requests that have not ended, by key.
+            end: Ends a request with an error.
         """
         for request in list(requests.values()):
             for index, feature in enumerate(request.mm_features):
@@ -373,13 +393,15 @@ class EncoderWork(StepResource):
             self._remove(identifier)
 
     def workers_reset(self) -> None:
-        """Forget every item, since nobody knows what the workers have. Running requests wait until theirs are encoded again."""
+        """Forget every item, because the state of the workers is unknown. Running requests wait until their items are
+        encoded again.
+        """
         self._pins.clear()
         self._cache.unpin_all()
         self.reset()
 
     def stats(self) -> MediaStats:
-        """Counts and load now. Any thread."""
+        """Return counts, and the load now. Thread-safe."""
         claimed = list(self._claimed.values())
         return MediaStats(
             pending_embeds=self._num_to_ask + self._queue.num_pending,
@@ -395,9 +417,7 @@ class EncoderWork(StepResource):
         return identifier in self._cache and identifier not in self._queue
 
     def _ask(self, request: Request, index: int) -> None:
-        """Count an item that a request needs, once in its life, and that those before it are not to be encoded for it any
-        more.
-        """
+        """Count an item once, when its request needs it. Earlier items of the request need not be encoded for it."""
         if index < request.num_asked_media:
             return
         features = request.mm_features[request.num_asked_media : index + 1]
@@ -416,9 +436,9 @@ class EncoderWork(StepResource):
         return True
 
     def _claim(self, request: Request, feature: MultiModalFeature) -> bool:
-        """Whether a waiting request has an item to itself, or is about to."""
+        """Return whether a waiting request has a claim on an item that exists or is being encoded."""
         claimed = self._claimed.get(request.key)
-        if claimed is not None and claimed.feature is not feature:  # more of its prompt is cached than was, or less
+        if claimed is not None and claimed.feature is not feature:  # the cached prefix of the request has changed
             self._unclaim(request.key)
         if feature.identifier not in self._cache and (self._line or not self._begin(request, feature, urgent=False)):
             return False
@@ -431,7 +451,9 @@ class EncoderWork(StepResource):
             self._cache.unclaim(claimed.feature.identifier, key)
 
     def _begin(self, request: Request, feature: MultiModalFeature, *, urgent: bool) -> bool:
-        """Have an item encoded, if there is room for it, and unless it is ``urgent`` nothing else to encode."""
+        """Start to encode an item, if there is room for it. Unless it is ``urgent``, start only if nothing else is
+        being encoded.
+        """
         if self._queue and not urgent:
             return False
         identifier, num_embeds = feature.identifier, feature.num_embeds
@@ -456,12 +478,12 @@ class EncoderWork(StepResource):
         return True
 
     def _done(self, identifier: str) -> None:
-        """An item is there: those that wait for it go on."""
+        """Resume the requests that wait for an encoded item."""
         for key in self._cache.claims(identifier):
             self._waiting.release(self._claimed[key].request, Hold.MEDIA)
 
     def _remove(self, identifier: str) -> None:
-        """Have the workers forget an item, which nobody needs to run. Those that were to start with it are in the line again."""
+        """Remove an item that no running request needs. Requests with a claim on it return to the queue."""
         for key in self._cache.claims(identifier):
             claimed = self._claimed.pop(key)
             if claimed.request.hold & Hold.MEDIA:

@@ -1,4 +1,4 @@
-"""Features of media that sessions have had the engine keep, so that their tensors are sent once."""
+"""Cache of media tensors that frontends have sent, so that each tensor is sent only once per session."""
 
 import threading
 import weakref
@@ -11,23 +11,26 @@ from penstock_common.errors import FailedPrecondition, ResourceExhausted
 from penstock_common.types.media import MultiModalFeature, TensorData
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
-"""The reason for which a request is refused that leaves out what its session has not had kept: it is to be sent again with it."""
+"""Reason for refusing a request that omits a tensor which its session has not cached. The frontend sends it again with
+the tensor.
+"""
 CACHE_FULL = "MEDIA_CACHE_FULL"
-"""The reason for which a request is refused that would have more kept than its session may: its frontend and this end disagree.
+"""Reason for refusing a request that would exceed its session's quota. The frontend's view of the cache differs from
+the engine's.
 """
 
 Tensors = dict[str, TensorData]
 
 
 class ReceivedFeature(msgspec.Struct, frozen=True):
-    """A feature as a message has it; ``keep``: its data is to be kept for the session."""
+    """A feature as received. ``keep`` says whether its data is to be cached for the session."""
 
     feature: MultiModalFeature
     keep: bool
 
 
 class _Item:
-    """What is kept under one identifier, and for how many sessions."""
+    """Data of one identifier, and the number of sessions that cache it."""
 
     __slots__ = ("data", "num_sessions")
 
@@ -37,21 +40,22 @@ class _Item:
 
 
 class MediaInputs(NamedTuple):
-    """The inputs of media that are kept for frontends: how many bytes, and how an engine forgets them. Any thread."""
+    """Access to the cached media inputs: their size in bytes, and a function to drop them. Thread-safe."""
 
     num_bytes: Callable[[], int] = lambda: 0
     clear: Callable[[], None] = lambda: None
 
 
 class ReceiverCache:
-    """The bytes of all sessions, each item once. It evicts nothing: a session's frontend says what to keep and what to drop.
+    """Caches the tensors of all sessions, each item once. It evicts nothing: each session's frontend decides what to
+    keep and to drop.
 
-    Requests hold the tensors themselves: what is dropped lives on until those have ended that need it. Belongs to one thread, but
-    for ``num_bytes``.
+    Requests hold the tensors themselves, so a dropped tensor lives until the requests that need it have ended. Belongs
+    to one thread, except ``num_bytes``.
     """
 
     def __init__(self, quota: int) -> None:
-        """``quota``: bytes that one session may have kept, each item counted as it was sent."""
+        """Create an empty cache. Each session may cache ``quota`` bytes, counting each item as it was sent."""
         self.quota = quota
         self._items: dict[str, _Item] = {}
         self._sessions: weakref.WeakSet[SessionFeatures] = weakref.WeakSet()
@@ -59,26 +63,26 @@ class ReceiverCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of features in host memory, kept or of requests that have not ended. Any thread may ask."""
+        """Bytes of tensors in host memory, cached or held by unfinished requests. Thread-safe."""
         return self._bytes.total
 
     def __len__(self) -> int:
-        """Items that are kept for at least one session."""
+        """Return the number of items that at least one session caches."""
         return len(self._items)
 
     def session(self) -> "SessionFeatures":
-        """What a new session has kept: nothing yet."""
+        """Return the cache of a new session."""
         session = SessionFeatures(self)
         self._sessions.add(session)
         return session
 
     def clear(self) -> None:
-        """Forget what all sessions have kept: what they leave out from now on is not there."""
+        """Drop the items of all sessions."""
         for session in self._sessions:
             session.clear()
 
     def shared(self, identifier: str, data: Tensors) -> Tensors:
-        """The same data as others hold it; the identifier stands for its content."""
+        """Return the cached data of an item, or else ``data``. The identifier determines the content."""
         item = self._items.get(identifier)
         if item is not None:
             return item.data
@@ -86,42 +90,44 @@ class ReceiverCache:
         return data
 
     def hold(self, identifier: str, data: Tensors) -> None:
-        """One more session has it kept."""
+        """Record that one more session caches the item."""
         item = self._items.setdefault(identifier, _Item(data))
         item.num_sessions += 1
 
     def release(self, identifier: str) -> None:
-        """One session less has it kept."""
+        """Record that one session less caches the item, and drop the item if it was the last."""
         item = self._items[identifier]
         item.num_sessions -= 1
         if not item.num_sessions:
             del self._items[identifier]
 
     def kept(self, identifier: str) -> Tensors:
-        """What is kept under an identifier."""
+        """Return the cached data of an item."""
         return self._items[identifier].data
 
 
 class SessionFeatures:
-    """What one session has had kept."""
+    """The items that one session has cached."""
 
     def __init__(self, cache: ReceiverCache) -> None:
         self._cache = cache
         self._sizes: dict[str, int] = {}
-        """By identifier, the bytes that were sent."""
+        """Number of bytes sent, by identifier."""
         self.num_bytes = 0
 
     @property
     def identifiers(self) -> frozenset[str]:
-        """What is kept."""
+        """Identifiers of the cached items."""
         return frozenset(self._sizes)
 
     def take(self, received: Sequence[ReceivedFeature]) -> list[MultiModalFeature]:
-        """A request's features with their data, in order. Those that are to be kept are from now on, all of them or, where this
-        raises, none. One without data may stand for one before it in the same request.
+        """Return a request's features with their data, in order, and cache those with ``keep``.
 
-        Raises FailedPrecondition, reason MEDIA_NOT_CACHED, for one without data that is not there, and ResourceExhausted, reason
-        MEDIA_CACHE_FULL, where the session would have more kept than it may.
+        A feature without data may refer to an earlier one of the same request. If this raises, nothing is cached.
+
+        Raises:
+            FailedPrecondition: A feature without data is not cached (reason MEDIA_NOT_CACHED).
+            ResourceExhausted: The session would exceed its quota (reason MEDIA_CACHE_FULL).
         """
         whole: list[MultiModalFeature] = []
         found: dict[str, Tensors] = {}
@@ -161,22 +167,22 @@ class SessionFeatures:
         self.num_bytes = total
 
     def drop(self, identifiers: Iterable[str]) -> None:
-        """Keep these no longer; what is not kept is passed over."""
+        """Drop items. Unknown identifiers are ignored."""
         for identifier in identifiers:
             if (size := self._sizes.pop(identifier, None)) is not None:
                 self.num_bytes -= size
                 self._cache.release(identifier)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all items."""
         self.drop(list(self._sizes))
 
 
 class _LivingBytes:
-    """Bytes of the tensors that somebody still holds. They may go on any thread."""
+    """Counts the bytes of tensors that are still referenced. Tensors may be freed on any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a tensor may go while the lock is held, where memory is collected
+        self._lock = threading.RLock()  # garbage collection may free a tensor while the lock is held
         self.total = 0
 
     def watch(self, tensors: Iterable[TensorData]) -> None:

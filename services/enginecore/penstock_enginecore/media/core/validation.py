@@ -1,4 +1,4 @@
-"""What media of a prompt must satisfy. Pure checks, safe on any thread."""
+"""Validation of a prompt's media. Pure checks, safe on any thread."""
 
 import re
 from collections import Counter
@@ -16,8 +16,16 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping[str, int]) -> None:
-    """Raise InvalidArgument, naming the field, unless ``model`` can have the request's media;
-    Unimplemented for what is not served with media, and for a model that takes none. ``max_items``: of a prompt, by modality.
+    """Check that ``model`` supports the request's media.
+
+    Args:
+        request: The request.
+        model: The engine's model.
+        max_items: Maximum number of items in a prompt, by modality.
+
+    Raises:
+        InvalidArgument: A field has an invalid value.
+        Unimplemented: The model takes no media, or another field is not supported together with media.
     """
     if not model.media:
         raise Unimplemented("mm_features is set, and this engine's model reads text alone", field="mm_features")
@@ -57,7 +65,9 @@ def _check_beside(request: EngineCoreRequest) -> None:
 
 
 def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> None:
-    """Embeddings that come with a request are rows of the model's, finite as the numbers that it computes in."""
+    """Check embeddings that come with a request: rows of the model's width, finite in the dtype in which the model
+    computes.
+    """
     if others := sorted(feature.data.keys() - {EMBEDS}):
         raise InvalidArgument(
             f"{path}.data has {quoted(others[0])} beside {EMBEDS!r}, which stands alone", field=f"{path}.data"
@@ -88,7 +98,7 @@ def _check_counts(features: Sequence[MultiModalFeature], max_items: Mapping[str,
 
 
 def _check_place(feature: MultiModalFeature, path: str, behind: int, prompt_length: int) -> None:
-    """``behind``: the first position that it may have."""
+    """Check an item's position in the prompt. ``behind`` is the first position that it may have."""
     if feature.offset < behind:
         raise InvalidArgument(
             f"{path}.offset is {feature.offset}; it must be at least {behind}, where the item before it ends",

@@ -229,7 +229,7 @@ def test_what_nobody_wrote_is_found_out(words: Words) -> None:
     writer, (reader,) = make_ring(words)
     writer.write(b"x", timeout=0)
     writer._memory.label(0, 7, 1)
-    with pytest.raises(RingError, match="message 7 with 1 bytes left where message 0 goes on"):
+    with pytest.raises(RingError, match="message 7 with 1 bytes left where message 0 should continue"):
         reader.read(timeout=0)
 
 
