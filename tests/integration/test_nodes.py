@@ -144,9 +144,9 @@ def test_a_step_that_hangs_on_another_node_is_told_with_all_stacks(
         with pytest.raises(WorkersGone, match=r"a step did not end within executor.step_timeout \(2 s\)"):
             sampled(executor, 1).result(PATIENCE)
         assert node.ended() == 1
-    here, there = sorted(record.message for record in caplog.records if "is here" in record.message)
-    assert here.startswith("worker 0 is here")
-    assert there.startswith("worker 1 is here")
+    here, there = sorted(record.message for record in caplog.records if "stack traces" in record.message)
+    assert here.startswith("stack traces of worker 0")
+    assert there.startswith("stack traces of worker 1")
     assert "in in_a_collective" in there
 
 

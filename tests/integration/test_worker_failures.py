@@ -214,7 +214,7 @@ def test_the_engine_ends_and_leaves_nothing_behind(
         expected = TOLD[fault.does].format(rank=fault.rank, pid=outcome.pid)
         assert re.search(expected, outcome.reason), outcome.reason
     if fault.does == "stop":
-        stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
+        stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
         assert "it is stopped" in stacks[fault.rank]
         other = "it has ended" if fault.point == "ending" else "File "  # that one does what it was told
         assert other in stacks[1 - fault.rank]

@@ -1,4 +1,4 @@
-"""What ranks of one host exchange in a step: by gloo, NCCL or shared memory."""
+"""Collectives between ranks of one host in a step: by gloo, NCCL or shared memory."""
 
 import ctypes
 import functools
@@ -19,19 +19,21 @@ from penstock_common.errors import ConfigError
 from penstock_common.observability.metrics import BucketCounts, Buckets
 from penstock_enginecore.parallel.meeting import Meeting
 
-# Gloo's groups of processes of one host, over the loopback interface.
+# Gloo groups of processes of one host, over the loopback interface.
 #
-# Not of several hosts: gloo listens at ports that obey everybody, and has no way to recognize anybody.
-# Not torch's default group: nothing else gets between the calls of a step. The processes find each other in memory that
-# they share, not at a port.
+# Gloo is not used between hosts, because its ports accept any client without authentication. torch's default group is
+# not used, so that no other code can interleave with the calls of a step. The processes find each other in shared
+# memory, not at a port.
 
 _GLOO_INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
-"""A step that hangs is ended by the engine, which knows which worker it waits for."""
+"""No timeout here: the engine ends a step that hangs, and names the worker."""
 
 
 def host_store(meeting: Meeting) -> Store:
-    """Return torch's store in the memory that processes of one host share. Raises ValueError for a meeting of several hosts."""
+    """Return torch's store in the memory that processes of one host share. Raises ValueError for a meeting of several
+    hosts.
+    """
     if not isinstance(meeting.at, int):
         raise ValueError(f"torch's groups are of one host, and not of those that meet at {meeting.at}")
     store = FileStore(f"/proc/{os.getpid()}/fd/{meeting.at}", -1)
@@ -40,7 +42,7 @@ def host_store(meeting: Meeting) -> Store:
 
 
 def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
-    """Waits for all ``size`` processes of this host that ask for the group ``name``."""
+    """Wait for all ``size`` processes of this host that ask for the group ``name``, and return the group."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(interface=_GLOO_INTERFACE)]
     options._timeout = _TIMEOUT
@@ -49,23 +51,23 @@ def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
 
 
 class Collectives(Protocol):
-    """All ranks call the same methods in the same order."""
+    """Collective operations. All ranks call the same methods in the same order."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place; every rank gets the same bits."""
+        """Sum over the ranks, in place. Every rank gets the same bits."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, which are of one shape and dtype, by rank."""
+        """Return the tensors of all ranks, by rank. All have the same shape and dtype."""
 
 
 class GlooCollectives:
-    """Over sockets."""
+    """``Collectives`` over sockets."""
 
     def __init__(self, meeting: Meeting, rank: int, size: int, name: str = "tensor") -> None:
-        """Waits for all ranks. See ``gloo_group``."""
+        """Wait for all ranks. See ``gloo_group``."""
         self.rank, self.size = rank, size
         self._group: Any = gloo_group(meeting, name, rank, size)
 
@@ -79,16 +81,20 @@ class GlooCollectives:
         return gathered
 
 
-# NCCL's groups of processes: each has a GPU of one host.
+# NCCL groups of processes on one host, with one GPU each.
 
 _NCCL_INTERFACE = "=lo"
-"""Where NCCL listens while its ranks meet, at ports that recognize nobody: all are on this host."""
-"""A step that hangs is ended by the engine, which knows which worker it waits for."""
+"""Interface on which NCCL listens while its ranks meet. NCCL does not authenticate clients, so use the loopback
+interface.
+"""
+"""No timeout here: the engine ends a step that hangs, and names the worker."""
 
 
 def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.device) -> Any:
-    """Waits for all ``size`` processes that ask for the group ``name``, each on a ``device`` of its own. Raises ConfigError
-    where torch was built without NCCL.
+    """Wait for all ``size`` processes that ask for the group ``name``, each with its own ``device``, and return the
+    group.
+
+    Raises ConfigError if torch was built without NCCL.
     """
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_nccl_available():
@@ -106,13 +112,14 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
 
 
 class NcclCollectives:
-    """``Collectives`` of tensors on GPUs, behind what their current stream has to do and before what it gets to do next: the
-    methods return before anything is computed. Sums are in an order that NCCL chooses by the size and the links; every rank
-    gets the same bits.
+    """``Collectives`` of tensors on GPUs, in the order of their current stream. Methods return before anything is
+    computed.
+
+    NCCL chooses the order of a sum by its size and the links. Every rank gets the same bits.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        """``group``: see ``nccl_group``."""
+        """Use a group of ``nccl_group``."""
         self.rank, self.size = rank, size
         self._group = group
 
@@ -128,8 +135,8 @@ class NcclCollectives:
 
 
 class DeviceCollectives:
-    """``Collectives`` of ranks that each have a GPU: tensors that are there go by ``device``, those on the host, as while a model
-    is read and split, by ``host``.
+    """``Collectives`` of ranks with one GPU each. Tensors on the GPU use ``device``. Tensors on the host, as during
+    loading, use ``host``.
     """
 
     def __init__(self, host: Collectives, device: Collectives) -> None:
@@ -150,10 +157,10 @@ class DeviceCollectives:
         return self._host if tensor.device.type == "cpu" else self._device
 
 
-# In memory that the ranks share: ``csrc/exchange.cpp``.
+# Collectives in shared memory: ``csrc/exchange.cpp``.
 
 PIECE = 128 * 1024
-"""Bytes that are exchanged at once: a step's hidden states of 16 tokens fit, and the slots stay in the caches."""
+"""Bytes exchanged at once. The hidden states of 16 tokens fit, and the slots stay in the CPU caches."""
 _LINE = 128
 _LIBRARY = Path(__file__).parents[1] / "native" / "kernels_baseline.so"
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -161,7 +168,7 @@ _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def create(size: int) -> int:
-    """A descriptor of memory for ``size`` ranks, not inherited unless it is passed on."""
+    """Return the descriptor of memory for ``size`` ranks. It is not inherited unless it is passed explicitly."""
     descriptor = os.memfd_create("penstock-exchange", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _num_bytes(size))
     return descriptor
@@ -169,7 +176,7 @@ def create(size: int) -> int:
 
 @functools.cache
 def available() -> bool:
-    """Whether the package was built with a compiler, for a system that has what this needs."""
+    """Return whether the package was built with a compiler, and the system supports the library."""
     try:
         _functions()
     except (OSError, AttributeError):
@@ -178,13 +185,16 @@ def available() -> bool:
 
 
 class SharedMemoryCollectives:
-    """``Collectives`` of float32 and bfloat16 sums, in rank order; bfloat16 ones are rounded once. A rank that waits looks for 50
-    microseconds and then sleeps. One whose neighbour has ended waits until it is killed. ``base``: the address of the memory.
+    """``Collectives`` with float32 and bfloat16 sums in rank order. bfloat16 sums are rounded once.
+
+    A waiting rank spins for 50 microseconds, then sleeps. If another rank has ended, it waits until it is killed.
+    ``base`` is the address of the memory.
     """
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
-        """``memory``: a descriptor that ``create`` made for ``size`` ranks. Raises ConfigError where there is no library,
-        ValueError for other memory.
+        """Map ``memory``, a descriptor that ``create`` returned for ``size`` ranks.
+
+        Raises ConfigError if the library is missing, ValueError for other memory.
         """
         if not available():
             raise ConfigError(
@@ -195,12 +205,12 @@ class SharedMemoryCollectives:
             raise ValueError(f"descriptor {memory} is no memory of {size} ranks")
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
-        self._pinned = ctypes.c_char.from_buffer(self._map)  # the mapping stays as long as this
+        self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive
         self.base = ctypes.addressof(self._pinned)
         self._sum, self._gather = _functions()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives``. TypeError for other dtypes; the tensor is contiguous."""
+        """Sum over the ranks, see ``Collectives``. The tensor must be contiguous. Raises TypeError for other dtypes."""
         if tensor.dtype not in _KINDS or not tensor.is_contiguous():
             raise TypeError(f"sums are of contiguous {', '.join(map(str, _KINDS))}, and not of {tensor.dtype}")
         own = self.base, self.rank, self.size, PIECE
@@ -220,7 +230,10 @@ def _num_bytes(size: int) -> int:
 
 @functools.cache
 def _functions() -> "tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]":
-    """They release the interpreter's lock. Raises OSError without the library, AttributeError for an older one."""
+    """Return the library's functions, which release the interpreter lock.
+
+    Raises OSError without the library, AttributeError for an older one.
+    """
     library = ctypes.CDLL(str(_LIBRARY))
     add_up, gather = library.penstock_all_reduce, library.penstock_all_gather
     own = (_POINTER, _NUMBER, _NUMBER, _NUMBER)
@@ -229,13 +242,15 @@ def _functions() -> "tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]":
     return add_up, gather
 
 
-# How long the ranks' exchanges take.
+# Duration of the ranks' collectives.
 
 _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
 class TimedCollectives:
-    """``Collectives``, ``inner``, that keep the seconds of each operation: those of waiting for the other ranks among them."""
+    """``Collectives`` that record the seconds of each operation of ``inner``, including the time that it waits for
+    other ranks.
+    """
 
     def __init__(self, inner: Collectives) -> None:
         self.rank, self.size = inner.rank, inner.size
@@ -255,10 +270,10 @@ class TimedCollectives:
         return gathered
 
     def have_reduced(self, seconds: Iterable[float]) -> None:
-        """Sums of the same ranks that kernels have made, without this object."""
+        """Record sums of the same ranks that kernels have computed without this object."""
         for each in seconds:
             self._all_reduce.observe(each)
 
     def times(self) -> dict[str, BucketCounts]:
-        """Seconds by operation. Any thread may ask."""
+        """Return the seconds by operation. Thread-safe."""
         return {"all_reduce": self._all_reduce.counts(), "all_gather": self._all_gather.counts()}

@@ -1,4 +1,4 @@
-"""What ranks of a data-parallel group exchange, over connections of their own."""
+"""Collectives of a data-parallel group, over separate connections."""
 
 import contextlib
 import select
@@ -22,41 +22,50 @@ __all__ = ["CollectiveBroken", "GroupCollectives"]
 
 
 class GroupCollectives(Protocol):
-    """All ranks call the same methods in the same order, each from one thread at a time. Tensors are on the CPU.
+    """Collectives of a group. All ranks call the same methods in the same order, each from one thread at a time.
+    Tensors are on the CPU.
 
-    Each method raises CollectiveBroken at once, and every time after that, when ``abort`` is called, here or by another rank, or
-    another rank has died. One that has left with ``close`` breaks only what still needs it, so that a collective whose end made a
-    rank leave ends well everywhere. A rank that hangs breaks nothing: the others wait until ``abort``.
+    If ``abort`` is called on any rank, or another rank dies, each method raises CollectiveBroken at once and on every
+    later call. A rank that leaves with ``close`` breaks only the collectives that still need it. So if a collective's
+    result makes a rank leave, that collective still completes everywhere. A rank that hangs breaks nothing: the others
+    wait until ``abort``.
     """
 
     rank: int
     size: int
     entered: int
-    """Collectives that this rank has begun, whether or not they ended."""
+    """Number of collectives that this rank has begun, complete or not."""
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """The rows of all ranks, which are of one length, by rank."""
+        """Return the rows of all ranks by rank. All rows have the same length."""
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The rows of all ranks behind one another, ``[sum(counts), ...]``. ``tensor``: ``[counts[rank], ...]``, everywhere of
-        one dtype and width. ``counts`` are the same on all ranks.
+        """Concatenate the rows of all ranks: ``[sum(counts), ...]``.
+
+        Args:
+            tensor: ``[counts[rank], ...]``, with the same dtype and width on all ranks.
+            counts: Number of rows of each rank, the same on all ranks.
         """
 
     def all_to_all_rows(
         self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """What the ranks have for this one, by rank, ``[sum(receive_counts), ...]``. ``tensor``: ``[sum(send_counts), ...]``,
-        what this one has for each. What a rank sends to another is what that receives from it.
+        """Return the rows that the ranks send to this one, by rank: ``[sum(receive_counts), ...]``.
+
+        Args:
+            tensor: ``[sum(send_counts), ...]``: rows for each rank.
+            send_counts: Number of rows for each rank.
+            receive_counts: Number of rows from each rank. Must match the senders' counts.
         """
 
     def abort(self) -> None:
-        """End the collective that another thread is in, and all later ones. Waits for nothing. Any thread may call it."""
+        """End the collective that runs on another thread, and all later ones. Does not wait. Thread-safe."""
 
     def close(self) -> None:
-        """Leave, and give back what the group holds. This rank is in no collective: ``abort`` ends one."""
+        """Leave the group and free its resources. Not during a collective: use ``abort`` to end one."""
 
 
-# What one rank exchanges with another in a collective.
+# Messages between two ranks in a collective.
 
 _HEADER = struct.Struct("!BQQ")
 EXCHANGE, GATHER, ALL_TO_ALL, _GOODBYE = 1, 2, 3, 4
@@ -64,8 +73,9 @@ NAMES = {EXCHANGE: "exchange", GATHER: "all-gather", ALL_TO_ALL: "all-to-all", _
 
 
 class Peer:
-    """A message each way, over a non-blocking connection: of which kind the collective is, the how manieth, how many bytes, and
-    these.
+    """Exchanges one message in each direction over a non-blocking connection.
+
+    A message consists of a header with the kind, the number and the size of the collective, and the data.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -74,26 +84,29 @@ class Peer:
         self._header = bytearray(_HEADER.size)
 
     def begin(self, kind: int, number: int, outgoing: memoryview, incoming: memoryview) -> None:
-        """``incoming``: what is to be filled."""
+        """Start the exchange. ``incoming`` is the memory to fill."""
         self._expected = (kind, number, len(incoming))
         self._outgoing = [memoryview(_HEADER.pack(kind, number, len(outgoing))), outgoing]
         self._missing_header, self._incoming = memoryview(self._header), incoming
 
     def go_on(self) -> bool:
-        """Send and receive what can be now; whether that was all. Raises OSError where the connection failed, CollectiveBroken
-        where it was closed, or the peer is in another collective.
+        """Send and receive as much as possible now. Returns whether the exchange is complete.
+
+        Raises:
+            OSError: The connection failed.
+            CollectiveBroken: The connection was closed, or the peer is in another collective.
         """
         try:
             with contextlib.suppress(BlockingIOError):
                 self._send()
-        except BrokenPipeError as e:  # as reading would find; which comes first is chance
+        except BrokenPipeError as e:  # report the same error as a read would; either may come first
             raise self._closed() from e
         with contextlib.suppress(BlockingIOError):
             self._receive()
         return not self._outgoing and not self._missing_header and not self._incoming
 
     def died(self) -> bool:
-        """Whether there is nobody on the other side, who took no leave either."""
+        """Return whether the other side has closed the connection without a farewell."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -102,7 +115,7 @@ class Peer:
             return True
 
     def take_leave(self) -> None:
-        """Tell the other side, as well as may be, that the connection is closed on purpose."""
+        """Tell the other side, if possible, that the connection is closed on purpose."""
         with contextlib.suppress(OSError):
             self._connection.send(_HEADER.pack(_GOODBYE, 0, 0))
 
@@ -142,18 +155,20 @@ def _say(message: tuple[int, int, int]) -> str:
     return f"collective {number}, {NAMES.get(kind, 'of no kind that is known')} of {size} bytes"
 
 
-# Not gloo: its collectives cannot be ended from outside, and a small one takes longer.
+# Gloo is not used: its collectives cannot be aborted, and small ones take longer.
 
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _CHANGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 class SocketCollectives:
-    """A message to each peer and one from each. Whatever does not fit together breaks the group."""
+    """Exchanges one message with each peer in each direction. Any inconsistency breaks the group."""
 
     def __init__(self, name: str, rank: int, size: int, silence: float = 0.0) -> None:
-        """Of the group ``name``, which no other group has: its epoch is part of it. ``silence``: seconds after which a rank whose
-        host does not answer any more is lost; 0: once the kernel gives up, which may take a quarter of an hour.
+        """Create the collectives of the group ``name``, which must be unique and includes the epoch.
+
+        ``silence`` is the time in seconds after which a rank counts as lost if its host does not answer. 0 leaves this
+        to the kernel, which may take 15 minutes.
         """
         self.rank, self.size = rank, size
         self.entered = 0
@@ -163,12 +178,12 @@ class SocketCollectives:
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self._silent: set[Peer] = set()
-        """Of which no more will come than has."""
+        """Peers from which no more data will come."""
         self._broken = False
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Waits for all ranks, in which ``abort`` ends it. Raises CollectiveBroken, naming who did not come within ``timeout_s``
-        seconds.
+        """Wait for all ranks. ``abort`` ends the wait. Raises CollectiveBroken after ``timeout_s`` seconds, naming the
+        missing ranks.
         """
         if self.size > 1:
             self._mesh.connect(meeting, timeout_s)
@@ -220,7 +235,7 @@ class SocketCollectives:
         self._mesh.close()
 
     def _move(self, kind: int, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
-        """One message out and one in per peer, by rank."""
+        """Exchange one message with each peer. ``outgoing`` and ``incoming`` are by rank."""
         self.entered += 1
         if self._broken or self._mesh.given_up:
             raise CollectiveBroken(f"group {self._name} is broken")
@@ -234,16 +249,16 @@ class SocketCollectives:
                 unfinished = [peer for peer in unfinished if not peer.go_on()]
         except (OSError, CollectiveBroken) as e:
             self._broken = True
-            raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} broke off: {e}") from e
+            raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} failed: {e}") from e
 
     def _look_for_dead(self) -> None:
-        """Raises CollectiveBroken where a peer has died, also behind a message that was complete: the others end with it."""
+        """Raise CollectiveBroken if a peer has died, even if its message was complete. The other ranks end with it."""
         for peer in self._silent:
             if peer.died():
                 raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
 
     def _wait(self) -> None:
-        """Until a connection has changed."""
+        """Wait until a connection has changed."""
         changes = self._events.poll()
         if self._mesh.given_up:
             raise CollectiveBroken("this rank gave it up")
@@ -251,30 +266,32 @@ class SocketCollectives:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of ``tensor``, which is contiguous."""
+    """Return the memory of ``tensor``, which must be contiguous."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-# How a rank meets the others of its group.
+# Links of a rank to its group.
 
 _LOOPBACK = "127.0.0.1"
 
 
 class SocketLink:
-    """A ``GroupLink``; ``collectives`` are those of the group, which steps use as well."""
+    """A ``GroupLink``. ``collectives`` are those of the group, which steps use as well."""
 
     def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float, silence: float) -> None:
-        """Meets nobody yet. ``timeout``: seconds in which all have to come. ``silence``: see ``SocketCollectives``."""
+        """Create an unconnected link. ``timeout`` is the seconds for all ranks to come. ``silence``: see
+        ``SocketCollectives``.
+        """
         self.collectives = SocketCollectives(f"group-{group.epoch}", rank, len(group.members), silence)
         self._meeting = meeting
         self._timeout = timeout
 
     def connect(self) -> None:
-        """See ``GroupLink``. Raises CollectiveBroken."""
+        """Connect, see ``GroupLink``. Raises CollectiveBroken."""
         self.collectives.connect(self._meeting, self._timeout)
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """See ``GroupLink``. Raises CollectiveBroken."""
+        """Exchange rows, see ``GroupLink``. Raises CollectiveBroken."""
         return self.collectives.exchange(row)
 
     def abort(self) -> None:
@@ -285,11 +302,15 @@ class SocketLink:
 
 
 class SocketLinks:
-    """Makes links, and keeps the store at which a group meets whose first rank this one is."""
+    """Creates links, and runs the store at which a group meets if this rank is its first."""
 
     def __init__(self, config: DataParallelConfig, rank: str, secret: SharedSecret | None = None) -> None:
-        """``rank``: this one's name. ``secret``: by which ranks recognize each other. Listens on a free port. Raises ConfigError
-        where this host has no such address.
+        """Listen on a free port. Raises ConfigError if this host does not have the configured address.
+
+        Args:
+            config: Config of data parallelism.
+            rank: Name of this rank.
+            secret: Secret with which ranks authenticate each other.
         """
         self.lease = 0.0
         self._rank = rank
@@ -299,14 +320,14 @@ class SocketLinks:
         try:
             self._server = MeetingServer(config.address or _LOOPBACK, secret)
         except OSError as e:
-            raise ConfigError(
-                f"data_parallel.address is {config.address!r}, where nothing can listen here: {e}"
-            ) from None
+            raise ConfigError(f"cannot bind to data_parallel.address {config.address!r}: {e}") from None
         self.meeting_address = self._server.address
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> SocketLink:
-        """The link of a group that this rank is in. Raises CollectiveBroken where nobody knows its first rank's store."""
+        """Create the link of a group that contains this rank. Raises CollectiveBroken if the store of its first rank is
+        unknown.
+        """
         if group.members[0] not in meetings:
-            raise CollectiveBroken(f"nobody has told where {group.members[0]} is met")
+            raise CollectiveBroken(f"the meeting address of {group.members[0]} is unknown")
         meeting = Meeting(at=meetings[group.members[0]], address=self._address, secret=self._secret)
         return SocketLink(group, group.members.index(self._rank), meeting, self._timeout, self.lease)

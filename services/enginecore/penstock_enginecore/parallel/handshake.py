@@ -1,4 +1,4 @@
-"""Connections of internal ports: both sides prove that they know the key, and dead peers are noticed."""
+"""Handshake of internal ports: both sides prove that they know the key. Also detects dead peers."""
 
 import errno
 import logging
@@ -14,24 +14,24 @@ from penstock_common.observability.logging import LimitedLog
 from penstock_common.security import shared_secret
 from penstock_common.security.shared_secret import ProofError
 
-# The side that listens: strangers have to prove themselves, all at the same time.
+# The listening side: unknown clients authenticate concurrently.
 
 MAX_UNPROVEN = 64
-"""Connections that have not proven themselves yet. One more, and the oldest is closed."""
+"""Maximum number of unauthenticated connections. One more closes the oldest."""
 PROOF_WITHIN = 10.0
-"""Seconds in which a connection must prove itself."""
+"""Seconds in which a connection must authenticate."""
 _PAUSE = 0.2
-"""Seconds without accepting after the system was out of descriptors or memory."""
+"""Seconds without accepting after the system ran out of descriptors or memory."""
 _AT_ONCE = 16
-"""Connections accepted in a row before other sockets get their turn."""
+"""Connections accepted in a row before other sockets are handled."""
 _DEFECTS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
-"""What accepting fails with, for ever, where the listener is none."""
+"""Errors of accept that are permanent, because the listener is not a listening socket."""
 
 logger = logging.getLogger(__name__)
 
 
 class Admitted(NamedTuple):
-    """A connection, non-blocking, whose other side knows the key; and what it claims to be."""
+    """A non-blocking connection whose other side knows the key, and the identity that it claims."""
 
     connection: socket.socket
     claim: bytes
@@ -39,7 +39,7 @@ class Admitted(NamedTuple):
 
 @dataclass(slots=True)
 class _Unproven:
-    """``nonce``: empty until the reply was sent."""
+    """An unauthenticated connection. ``nonce`` is empty until the reply was sent."""
 
     address: str
     until: float
@@ -49,17 +49,25 @@ class _Unproven:
 
 
 class Admission:
-    """Accepts the connections of one listener, and hands out those that have proven themselves.
+    """Accepts connections of one listener, and returns those that have authenticated.
 
-    It shares a selector with its user, who calls ``hear`` for each ready socket whose data is this object, waits no longer than
-    ``wait_at_most`` says, and calls ``tick`` after each wait. A stranger costs this process a socket and about 1 KiB, for
-    10 seconds at most. All methods belong to one thread.
+    The admission shares a selector with its user. The user calls ``hear`` for each ready socket whose data is this
+    object, waits no longer than ``wait_at_most`` returns, and calls ``tick`` after each wait. An unknown client costs
+    one socket and about 1 KiB, for at most 10 seconds. All methods belong to one thread.
     """
 
     def __init__(
         self, listener: socket.socket, key: bytes, selector: selectors.BaseSelector, *, port: str, claim_bytes: int = 0
     ) -> None:
-        """Begin to accept. ``key``: see ``SharedSecret.key``. ``port``: its name in the log. ``claim_bytes``: of a claim."""
+        """Start to accept.
+
+        Args:
+            listener: Listening socket.
+            key: Key of the port, see ``SharedSecret.key``.
+            selector: Selector of the user.
+            port: Name of the port in the log.
+            claim_bytes: Length of a claim.
+        """
         listener.setblocking(False)
         self._listener, self._key, self._selector = listener, key, selector
         self._port = port
@@ -71,21 +79,21 @@ class Admission:
         selector.register(listener, selectors.EVENT_READ, self)
 
     def close(self) -> None:
-        """Hang up on all that have not proven themselves, and accept nobody more. The listener stays open."""
+        """Close all unauthenticated connections, and stop accepting. The listener stays open."""
         if self._paused_until is None:
             self._selector.unregister(self._listener)
         for connection in list(self._unproven):
             self._forget(connection).close()
 
     def wait_at_most(self, seconds: float | None = None) -> float | None:
-        """Return the seconds until ``tick`` has something to do, and not more than ``seconds``. None: no limit."""
+        """Return the seconds until ``tick`` has work, at most ``seconds``. None means no limit."""
         oldest = next(iter(self._unproven.values()), None)
         times = [each for each in (self._paused_until, oldest.until if oldest else None) if each is not None]
         limits = [max(each - time.monotonic(), 0.0) for each in times] + ([] if seconds is None else [seconds])
         return min(limits, default=None)
 
     def tick(self) -> None:
-        """Close the connections whose time is over, and accept again after a pause."""
+        """Close connections whose time is over, and accept again after a pause."""
         now = time.monotonic()
         for connection, stranger in list(self._unproven.items()):
             if stranger.until > now:
@@ -94,18 +102,18 @@ class Admission:
         if self._paused_until is not None and self._paused_until <= now:
             try:
                 self._selector.register(self._listener, selectors.EVENT_READ, self)
-            except OSError as e:  # epoll needs memory as well
+            except OSError as e:  # epoll needs memory, too
                 self._log_pause(e)
                 self._paused_until = now + _PAUSE
             else:
                 self._paused_until = None
 
     def hear(self, ready: socket.socket) -> Admitted | None:
-        """Take what is there for the listener or a connection. Return a connection that has proven itself with it."""
+        """Handle a ready listener or connection. Returns a connection that has just authenticated, or None."""
         if ready is self._listener:
             self._accept()
             return None
-        if ready not in self._unproven:  # closed after the selector had found it ready
+        if ready not in self._unproven:  # closed after the selector reported it
             return None
         try:
             return self._go_on(ready, self._unproven[ready])
@@ -121,12 +129,12 @@ class Admission:
                 connection, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:  # who had come has gone
+            except ConnectionAbortedError:  # the client has already gone
                 continue
             except OSError as e:
                 if e.errno in _DEFECTS:
                     raise
-                self._pause(e)  # mostly for want of descriptors or memory
+                self._pause(e)  # usually out of descriptors or memory
                 return
             try:
                 connection.setblocking(False)
@@ -183,19 +191,19 @@ class Admission:
         self._log.warning("internal port cannot accept connections for now", port=self._port, error=str(error))
 
 
-# The side that connects.
+# The connecting side.
 
 WaitReadable = Callable[[socket.socket], None]
-"""Returns when a connection may be read from. Raises whatever ends the wait."""
+"""Returns when a connection may be read. Raises the error that ends the wait."""
 
 
 def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitReadable) -> None:
-    """Prove over a new, non-blocking connection that this side knows ``key``, and check that the listener knows it.
+    """Authenticate both sides of a new, non-blocking connection.
 
     Args:
-        connection: It is new.
+        connection: The new connection.
         key: The key of the port, see ``SharedSecret.key``.
-        claim: Says who this side is, in as many bytes as the port expects.
+        claim: Identity of this side, with the length that the port expects.
         wait: See ``WaitReadable``.
 
     Raises:
@@ -224,21 +232,25 @@ def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> b
 
 
 def send_small(connection: socket.socket, message: bytes) -> None:
-    """Send a message that fits into an empty send buffer. Raises OSError if it does not fit, or the connection is broken."""
+    """Send a message that fits into an empty send buffer. Raises OSError if it does not fit, or the connection is
+    broken.
+    """
     if connection.send(message) < len(message):
         raise BlockingIOError("the other side does not read")
 
 
-# How the kernel finds out that nobody is on the other side, where no packet says so.
+# Detection of dead hosts by the kernel, without any packet from them.
 
 _TRIES = 3
-"""Probes of an idle connection. They are whole seconds apart: where that is too coarse, it is found out a second late."""
+"""Probes of an idle connection. Their interval is in whole seconds, so detection may be up to a second late."""
 
 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """Have a connection fail once the other host has been silent for so many seconds: while something is on its way to it, while
-    there is nothing to say, and after the connection was closed with something left to send. A process that is stopped or busy is
-    not silent: its host answers for it, as long as there is room for what it was sent.
+    """Let a connection fail once the other host has been silent for ``seconds``.
+
+    This applies while data is in transit, while the connection is idle, and after it was closed with unsent data. A
+    process that is stopped or busy does not count as silent, because its host answers for it while its receive buffer
+    has space.
     """
     probe = max(round(seconds / _TRIES), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

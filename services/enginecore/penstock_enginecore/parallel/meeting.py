@@ -1,7 +1,7 @@
-"""Where processes that compute together find each other: a store of a few keys.
+"""Meeting point of processes that compute together: a small key-value store.
 
-Not torch's ``TCPStore``: that asks a name server for the names of its peers, on both sides of each connection, serves
-nobody meanwhile (ADR 86), and recognizes nobody.
+torch's ``TCPStore`` is not used. It resolves the names of its peers on both sides of each connection, serves no other
+client meanwhile (ADR 86), and does not authenticate clients.
 """
 
 import socket
@@ -11,39 +11,41 @@ from dataclasses import dataclass
 from penstock_common.security.shared_secret import NO_SECRET, SharedSecret
 from penstock_enginecore.parallel.handshake import WaitReadable, read_exactly, send_small
 
-# The side of those who ask.
+# The client side.
 
 PURPOSE = "meeting store"
-"""What the key of its port is for."""
+"""Purpose of the key for the store's port."""
 REQUEST = struct.Struct("!cHH")
-"""What is wanted, and of how many bytes the key and the value are that follow."""
+"""Request header: the operation, and the lengths of the key and the value that follow, in bytes."""
 ANSWER = struct.Struct("!H")
-"""Of how many bytes the value is that follows."""
+"""Answer header: length of the value that follows, in bytes."""
 SET, GET = b"s", b"g"
-"""Is answered with nothing; with the value, once there is one."""
+"""Operations. SET is answered with an empty value; GET with the value, once there is one."""
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 4096
 
 
 class MeetingStore:
-    """A connection to a ``MeetingServer``. What is said over it is forgotten when it is closed. One thread at a time.
+    """A connection to a ``MeetingServer``. The server forgets the values of this connection when it is closed. Not
+    thread-safe.
 
-    A method raises OSError where the store is not reached any more, and what ``wait`` raises; the store is of no use then.
+    Methods raise OSError if the store cannot be reached, and the errors of ``wait``. The connection is unusable after
+    that.
     """
 
     def __init__(self, connection: socket.socket, wait: WaitReadable) -> None:
-        """``connection``: non-blocking; this side has proven itself to the server. The caller closes it. ``wait``: see
+        """Use a non-blocking ``connection`` on which this side is authenticated. The caller closes it. ``wait``: see
         ``WaitReadable``.
         """
         self._connection = connection
         self._wait = wait
 
     def set(self, key: str, value: bytes) -> None:
-        """Say something; what was said before under that key is forgotten."""
+        """Store a value. It replaces an earlier value of the key."""
         self._ask(SET, key, value)
 
     def get(self, key: str) -> bytes:
-        """Return what was said under ``key``, once something was."""
+        """Return the value of ``key``. Waits until there is one."""
         return self._ask(GET, key, b"")
 
     def _ask(self, what: bytes, key: str, value: bytes) -> bytes:
@@ -55,11 +57,13 @@ class MeetingStore:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A place, at which several groups may meet.
+    """A place at which several groups may meet.
 
-    ``at``: for processes of one host a descriptor of memory that they share, empty at first; for processes of several hosts the
-    address, host:port, of a ``MeetingServer``. ``address``: the IP address at which others reach this process, where they are on
-    other hosts. ``secret``: by which they recognize each other there.
+    Attributes:
+        at: For processes of one host, a descriptor of shared memory that is initially empty. For processes of several hosts, the
+            address host:port of a ``MeetingServer``.
+        address: IP address at which other hosts reach this process, if there are several hosts.
+        secret: Secret with which processes of several hosts authenticate each other.
     """
 
     at: int | str
@@ -67,10 +71,10 @@ class Meeting:
     secret: SharedSecret | None = None
 
     def key(self, purpose: str) -> bytes:
-        """Return the key for ``purpose``; without a secret it is one that everybody knows who knows the purpose."""
+        """Return the key for ``purpose``. Without a secret, the key depends only on the purpose and is not secret."""
         return (self.secret or NO_SECRET).key(purpose)
 
     @property
     def store_key(self) -> bytes:
-        """The key of the ``MeetingServer``."""
+        """Key of the ``MeetingServer``."""
         return self.key(PURPOSE)

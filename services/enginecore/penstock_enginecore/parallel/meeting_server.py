@@ -1,4 +1,4 @@
-"""A store of a few keys at which processes of several hosts find each other: who keeps it."""
+"""Server of a small key-value store at which processes of several hosts find each other."""
 
 import logging
 import os
@@ -14,21 +14,28 @@ from penstock_enginecore.parallel.handshake import Admission, give_up_after, sen
 from penstock_enginecore.parallel.meeting import ANSWER, GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, PURPOSE, REQUEST, SET
 
 _SILENCE = 60.0
-"""Seconds after which a host that does not answer any more is not waited for."""
+"""Seconds after which a host that does not answer is disconnected."""
 _AT_ONCE = 8192
 MAX_ASKING = 4096
-"""Connections that have proven themselves. Ranks of two epochs may meet at once, each with one connection."""
+"""Maximum number of authenticated connections. Ranks of two epochs may meet at the same time, with one connection each.
+"""
 MAX_KEYS = 16
-"""Keys that one connection may say. A rank says one."""
+"""Maximum number of keys that one connection may set. A rank sets one."""
 MAX_STORE_BYTES = 4 * 1024 * 1024
-"""Bytes of all keys and values. The 1024 ranks of the largest group say about 150 bytes each."""
+"""Maximum bytes of all keys and values. The 1024 ranks of the largest group store about 150 bytes each."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Asking:
-    """``coming``: what has come of its next request. ``said``: its keys. ``wants``: the key that it waits for."""
+    """State of one connection.
+
+    Attributes:
+        coming: Received bytes of its next request.
+        said: Keys that it has set.
+        wants: Key for which it waits, or None.
+    """
 
     coming: bytearray = field(default_factory=bytearray)
     said: set[str] = field(default_factory=set)
@@ -36,25 +43,26 @@ class _Asking:
 
 
 class MeetingServer:
-    """Listens on a free port until ``close``, on a thread of its own. ``address``: its host:port.
+    """Serves the store on a free port until ``close``, on a separate thread. ``address`` is its host:port.
 
-    It serves those that know the secret, and forgets what a connection said when the connection is closed. Who does not keep to
-    the rules or the limits is hung up on, with a line in the log.
+    The server accepts clients that know the secret, and forgets the values of a connection when it is closed. A client
+    that violates the protocol or its limits is disconnected and logged.
     """
 
     def __init__(self, host: str, secret: SharedSecret | None = None) -> None:
-        """``host``: an IP address of this host. ``secret``: who comes must know it; None: anybody may come. Raises OSError where
-        ``host`` is no address of this host.
+        """Listen on ``host``, an IP address of this host. Raises OSError for another address.
+
+        Clients must know ``secret``. If it is None, any client may connect.
         """
         family = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][0]
         self._listener = socket.create_server((host, 0), family=family)
         self.address = addresses.with_port(host, self._listener.getsockname()[1])
         self._said: dict[str, tuple[socket.socket, bytes]] = {}
-        """By key, whose value it is, and the value."""
+        """Connection and value, by key."""
         self._num_bytes = 0
         self._asking: dict[socket.socket, _Asking] = {}
         self._waiting: dict[str, list[socket.socket]] = {}
-        """By key, who is to be answered once there is a value."""
+        """Connections that wait for a value, by key."""
         self._log = LimitedLog(logger)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -66,7 +74,7 @@ class MeetingServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody. Idempotent."""
+        """Close all connections. Idempotent."""
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._wake, 1)
@@ -99,7 +107,7 @@ class MeetingServer:
         try:
             give_up_after(connection, _SILENCE)
             self._selector.register(connection, selectors.EVENT_READ)
-        except OSError as e:  # it has gone, or there is no memory
+        except OSError as e:  # the client has gone, or memory is exhausted
             self._log.warning("meeting store could not take a connection", error=str(e))
             connection.close()
             return
@@ -120,11 +128,11 @@ class MeetingServer:
         try:
             while (request := _next_of(asking.coming)) is not None:
                 self._do(connection, asking, *request)
-        except (OSError, ValueError) as e:  # it does not read its answers, or does not keep to the rules
+        except (OSError, ValueError) as e:  # the client does not read its answers, or violates the protocol
             self._refuse(connection, str(e))
 
     def _do(self, connection: socket.socket, asking: _Asking, what: bytes, key: str, value: bytes) -> None:
-        """Raises ValueError for what may not be asked."""
+        """Handle a request. Raises ValueError for an invalid one."""
         if asking.wants is not None:
             raise ValueError(f"it asks while it waits for {asking.wants!r}")
         if what == SET:
@@ -179,8 +187,9 @@ class MeetingServer:
 
 
 def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
-    """Take the next request away from what has come; None while it is not whole. Raises ValueError where its key is no text, or
-    it is too long.
+    """Remove the next request from the received bytes. Returns None if it is incomplete.
+
+    Raises ValueError if its key is not UTF-8, or if it is too long.
     """
     if len(coming) < REQUEST.size:
         return None
@@ -199,5 +208,5 @@ def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
 
 
 def _answer(connection: socket.socket, value: bytes) -> None:
-    """Raises OSError where it cannot be sent at once."""
+    """Send an answer. Raises OSError if it cannot be sent at once."""
     send_small(connection, ANSWER.pack(len(value)) + value)

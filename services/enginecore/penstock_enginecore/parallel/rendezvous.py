@@ -1,7 +1,7 @@
-"""How one rank of a group meets the others.
+"""Rendezvous of one rank with the other ranks of its group.
 
-It finds them at a store, connects to the lower ones, lets the higher ones in, and agrees with all of them that the group has
-formed.
+The rank finds the others through a store, connects to lower ranks, accepts connections of higher ranks, and agrees with
+all of them that the group has formed.
 """
 
 import errno
@@ -21,43 +21,43 @@ from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.handshake import Admission, Admitted, give_up_after, introduce, send_small
 from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
 
-# How ranks that have met agree that all of them have.
+# Agreement of ranks that all are connected.
 
 READY, CONFIRMED = b"r", b"c"
-"""This rank is connected to all others; and it knows that all others are."""
+"""READY: this rank is connected to all others. CONFIRMED: this rank knows that all others are, too."""
 ROUNDS = len(READY + CONFIRMED)
 
 
 class Confirmation:
-    """What one rank has heard from the others, and may tell them. A state machine without I/O.
+    """Tracks the agreement of one rank with the others. A state machine without I/O.
 
-    Two rounds, since one is not enough: a rank that is connected to all others does not know whether they are. Once a rank has
-    heard READY from all it tells CONFIRMED, and once it has heard that from all the group has formed. A rank that gives up
-    before it has told CONFIRMED keeps all others from the end of the second round.
+    The agreement needs two rounds, because a rank that is connected to all others does not know whether they are
+    connected, too. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has
+    formed. A rank that gives up before it sent CONFIRMED prevents all others from completing the second round.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
-        """``peers``: the other ranks."""
+        """Start the agreement with ``peers``, the other ranks."""
         self._heard = dict.fromkeys(peers, b"")
         self._told = 0
 
     def missing_from(self, peer: int) -> int:
-        """Return how many bytes ``peer`` still has to say."""
+        """Return how many bytes ``peer`` still has to send."""
         return ROUNDS - len(self._heard[peer])
 
     def hear(self, peer: int, said: bytes) -> None:
-        """Take bytes from ``peer``. Raises ValueError for any that are not expected."""
+        """Process bytes from ``peer``. Raises ValueError for unexpected bytes."""
         heard = self._heard[peer] + said
         if not (READY + CONFIRMED).startswith(heard):
             raise ValueError(f"rank {peer} says {heard!r} instead of that it is ready")
         self._heard[peer] = heard
 
     def waits_for(self) -> list[int]:
-        """Return the ranks from which this one has not heard what it needs to end its present round."""
+        """Return the ranks whose message for the present round is missing."""
         return [peer for peer, heard in self._heard.items() if len(heard) < self._told]
 
     def next_word(self) -> bytes:
-        """Return what to tell all others now, empty while this rank waits for them and after the last round."""
+        """Return the message to send to all others now. Empty while this rank waits for them, and after the last round."""
         if self.waits_for() or self._told == ROUNDS:
             return b""
         self._told += 1
@@ -65,7 +65,7 @@ class Confirmation:
 
     @property
     def confirmed(self) -> bool:
-        """Whether this rank has said that all are ready."""
+        """Whether this rank has sent CONFIRMED."""
         return self._told == ROUNDS
 
     @property
@@ -75,25 +75,31 @@ class Confirmation:
 
 
 TOKEN_BYTES = 32
-"""Of what a rank says at the store these come first, then its address."""
+"""Length of the token at the start of a rank's value in the store. Its address follows."""
 CLAIM = struct.Struct("!I")
-"""The rank of who connects."""
+"""Rank of the connecting process."""
 _AGAIN_AFTER, _AGAIN_AFTER_AT_MOST = 0.05, 1.0
-"""Seconds until a port that has closed a connection early is tried again: strangers may have crowded it out."""
+"""First and longest retry delay in seconds, after a port has closed a connection early. Unknown clients may have filled
+its queue.
+"""
 _LAST_ROUND = 1.0
-"""Seconds at the end of the timeout, a tenth of it at most, that are left for the last round of the agreement."""
+"""Seconds at the end of the timeout that are reserved for the last round of the agreement, but at most a tenth of the
+timeout.
+"""
 _AWAITED = "awaited"
 
 
 def key_of(meeting: Meeting, rank: int, token: bytes) -> bytes:
-    """Return the key of one rank's port. ``token`` is what the rank says of this port at the store, and nowhere else: who has not
-    read it there is kept out also where no secret is configured.
+    """Return the key of one rank's port.
+
+    The rank publishes ``token`` only in the store. So a process that has not read the store is rejected even if no
+    secret is configured.
     """
     return meeting.key(f"rank {rank} {token.hex()}")
 
 
 class Rendezvous:
-    """One attempt of one rank. Whatever it waits for, it goes on to serve those that connect to it meanwhile."""
+    """One attempt of one rank to meet the others. It serves incoming connections whenever it waits."""
 
     def __init__(
         self,
@@ -107,8 +113,17 @@ class Rendezvous:
         wake: int,
         timeout_s: float,
     ) -> None:
-        """``name``: of the group, which no other has. ``silence``: see ``SocketCollectives``. ``wake``: a descriptor that is
-        readable once the attempt is given up. ``timeout_s``: seconds from now until it has failed.
+        """Start an attempt.
+
+        Args:
+            name: Unique name of the group.
+            rank: Rank of this process.
+            size: Number of ranks.
+            meeting: Where the ranks meet.
+            listener: Socket on which this rank listens.
+            silence: See ``SocketCollectives``.
+            wake: Descriptor that becomes readable when the attempt is given up.
+            timeout_s: Timeout in seconds.
         """
         self._name, self._rank, self._size = name, rank, size
         self._meeting, self._silence, self._wake = meeting, silence, wake
@@ -124,16 +139,15 @@ class Rendezvous:
         self._connections: dict[int, socket.socket] = {}
         self._confirmation = Confirmation(peer for peer in range(size) if peer != rank)
         self._seeks = ""
-        """What this rank waits for at present, empty where that is ranks that have not come."""
+        """Name of the process for which this rank waits, or empty while it waits for ranks to connect."""
 
     def meet(self) -> dict[int, socket.socket]:
-        """Return a non-blocking connection to each other rank, by rank, once all ranks have confirmed that they have theirs.
-        Called once.
+        """Return a non-blocking connection to each other rank, by rank, once all ranks have confirmed. Call once.
 
         Raises:
             CollectiveBroken: Not all have come within the timeout, one of them has given up, or this attempt was given up.
             ProofError: A rank or the store does not know the secret.
-            OSError: A rank or the store is not reached.
+            OSError: A rank or the store cannot be reached.
         """
         meeting = self._meeting
         try:
@@ -160,10 +174,10 @@ class Rendezvous:
             self._selector.close()
         return self._connections
 
-    # Connections that this rank makes.
+    # Outgoing connections.
 
     def _reach(self, whom: str, address: str, key: bytes, claim: bytes = b"") -> socket.socket:
-        """A connection on which both sides have proven themselves."""
+        """Return a connection on which both sides are authenticated."""
         self._seeks = f"{whom} at {address}"
         again_after = _AGAIN_AFTER
         while True:
@@ -184,7 +198,7 @@ class Rendezvous:
             again_after = min(2 * again_after, _AGAIN_AFTER_AT_MOST)
 
     def _to_port(self, whom: str, address: str) -> socket.socket:
-        """A connection to host:port, non-blocking."""
+        """Return a non-blocking connection to host:port."""
         host, port = addresses.split(address)
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -202,7 +216,7 @@ class Rendezvous:
             raise
         return connection
 
-    # Connections that others make, and what comes over both.
+    # Incoming connections, and messages on all connections.
 
     def _admit(self, admitted: Admitted) -> None:
         (peer,) = CLAIM.unpack(admitted.claim)
@@ -223,7 +237,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _tell(self) -> None:
-        """Say to all others what is to be said now."""
+        """Send the messages that are due to all others."""
         if len(self._connections) < self._size - 1:
             return
         while word := self._confirmation.next_word():
@@ -247,7 +261,7 @@ class Rendezvous:
             self._confirmation.hear(peer, said)
         except ValueError as e:
             raise self._broken(str(e)) from e
-        if not self._confirmation.missing_from(peer):  # behind it come collectives
+        if not self._confirmation.missing_from(peer):  # data of collectives follows on this connection
             self._selector.unregister(connection)
 
     # Waiting.
@@ -269,7 +283,7 @@ class Rendezvous:
             self._take_turn(left)
 
     def _take_turn(self, at_most: float = math.inf) -> bool:
-        """Wait for something to do, ``at_most`` so many seconds, and do it. Returns whether the awaited connection is ready."""
+        """Wait for an event for ``at_most`` seconds, and handle it. Returns whether the awaited connection is ready."""
         awaited = False
         for key, _ in self._selector.select(self._admission.wait_at_most(min(self._left(), at_most))):
             if key.data is self._admission:
@@ -285,31 +299,37 @@ class Rendezvous:
         return awaited
 
     def _left(self) -> float:
-        """Seconds until time is over. A rank that knows that all are ready has the last round's as well: it fails in that only
-        where a rank or the network dies meanwhile.
+        """Return the seconds that are left. Raises CollectiveBroken if the time is over.
+
+        A rank that has sent CONFIRMED may also use the time of the last round. In that round it fails only if a rank or
+        the network dies.
         """
         left = self._end - time.monotonic() - (0.0 if self._confirmation.confirmed else self._last_round)
         if left > 0:
             return left
         missing = [peer for peer in range(self._size) if peer != self._rank and peer not in self._connections]
         who = self._seeks or "rank " + ", ".join(map(str, missing or self._confirmation.waits_for()))
-        raise CollectiveBroken(f"rank {self._rank} of group {self._name} waited in vain for {who}")
+        raise CollectiveBroken(f"rank {self._rank} of group {self._name} timed out waiting for {who}")
 
     def _broken(self, reason: str) -> CollectiveBroken:
         return CollectiveBroken(f"group {self._name} has not formed at rank {self._rank}: {reason}")
 
 
-# A connection from each rank of a group to each other.
+# Connections between all ranks of a group.
 
 
 class Mesh:
-    """``connections``: non-blocking sockets by rank, all once ``connect`` has returned."""
+    """Connections of one rank to all others. ``connections`` are non-blocking sockets by rank, complete after
+    ``connect``.
+    """
 
     def __init__(self, name: str, rank: int, size: int, silence: float) -> None:
-        """``name``: of the group and its epoch. ``silence``: see ``SocketCollectives``."""
+        """Create an unconnected mesh. ``name`` contains the group and its epoch. ``silence``: see
+        ``SocketCollectives``.
+        """
         self.connections: dict[int, socket.socket] = {}
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
-        """A descriptor that is readable once the mesh was given up."""
+        """A descriptor that becomes readable when the mesh is given up."""
         self.given_up = False
         self._name, self._rank, self._size = name, rank, size
         self._silence = silence
@@ -317,11 +337,11 @@ class Mesh:
         self._lock = threading.Lock()
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Wait for all ranks, at an address. Returns on every rank, or raises on every rank, unless one of them or the network
-        dies in the last second.
+        """Wait for all ranks. Returns on every rank or raises on every rank, unless a rank or the network dies in the
+        last second.
 
-        Raises CollectiveBroken after ``timeout_s`` seconds, naming who is missing; where the store or a rank is not reached, or
-        does not know the secret; and once the mesh is given up, here or by another rank.
+        Raises CollectiveBroken after ``timeout_s`` seconds, naming the missing ranks. Also raises it if the store or a
+        rank cannot be reached or does not know the secret, and if the mesh is given up here or by another rank.
         """
         try:
             with _listener(meeting.address) as listener:
@@ -344,7 +364,7 @@ class Mesh:
                 self._shut_down()
 
     def give_up(self) -> None:
-        """Whoever waits for this rank, here or there, is told. Any thread may call it."""
+        """Give up the mesh, and end all waits for this rank, here and on other ranks. Thread-safe."""
         self.given_up = True
         with self._lock:
             if self._open:
@@ -352,7 +372,7 @@ class Mesh:
                 self._shut_down()
 
     def close(self) -> None:
-        """Nobody uses the mesh any more. Peers see it at once."""
+        """Close the mesh when it is not used any more. Peers notice it at once."""
         self.given_up = True
         with self._lock:
             if self._open:
@@ -366,7 +386,7 @@ class Mesh:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError as e:
-                if e.errno not in (errno.ENOTCONN, errno.EBADF):  # the other side has shut it down, too
+                if e.errno not in (errno.ENOTCONN, errno.EBADF):  # the other side has closed the connection, too
                     raise
 
 

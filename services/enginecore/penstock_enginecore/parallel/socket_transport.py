@@ -1,4 +1,4 @@
-"""A ``StageTransport`` between hosts: over connections of which both sides have proven themselves."""
+"""A ``StageTransport`` between hosts, over connections on which both sides are authenticated."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.rendezvous import Mesh
 
-# Messages between one stage of a pipeline and another one, over one connection.
+# Messages between two pipeline stages over one connection.
 
 _HEADER = struct.Struct("!BQ")
-"""The channel, and of how many bytes the message is that follows."""
+"""The channel, and the length of the message that follows, in bytes."""
 
 
 class Moving:
-    """A ``Pending``: a message that is sent from ``memory``, or received into it."""
+    """A ``Pending``: a message that is sent from ``memory`` or received into it."""
 
     def __init__(self, memory: memoryview) -> None:
         self.left = [memory]
@@ -29,24 +29,26 @@ class Moving:
         self._error: str | None = None
 
     def end(self, error: str | None = None) -> None:
-        """It has arrived, or ``error`` says why it never will."""
+        """Complete the message, or fail it with ``error``."""
         self._error = error
         self._over.set()
 
     def wait(self) -> None:
-        """See ``Pending``. Raises CollectiveBroken where the connection broke."""
+        """Wait, see ``Pending``. Raises CollectiveBroken if the connection broke."""
         self._over.wait()
         if self._error is not None:
             raise CollectiveBroken(self._error)
 
 
 class SocketStream:
-    """Sends what it can at once, and leaves the rest and all that comes to the thread that calls ``go_on``. Other methods may be
-    called on any thread.
+    """Stream of messages to and from one stage.
+
+    ``send`` sends what is possible at once. The thread that calls ``go_on`` sends the rest and receives. Other methods
+    are thread-safe.
     """
 
     def __init__(self, stage: int, connection: socket.socket) -> None:
-        """``stage``: the other one. ``connection``: non-blocking."""
+        """Use a non-blocking ``connection`` to ``stage``."""
         self.connection = connection
         self._stage = stage
         self._error: str | None = None
@@ -57,11 +59,11 @@ class SocketStream:
         self._header = bytearray(_HEADER.size)
         self._missing_header = memoryview(self._header)
         self._coming: tuple[int, int] | None = None
-        """Channel and size of a message whose header has come, while nothing was begun to be received into."""
+        """Channel and size of a message whose header has arrived before a receive for its channel was started."""
         self._into: Moving | None = None
 
     def send(self, message: memoryview, channel: int) -> tuple[Moving, bool]:
-        """Begin to send. Returns also whether the thread has to go on with it."""
+        """Start to send. Also returns whether the thread must be woken to continue."""
         moving = Moving(message)
         moving.left.insert(0, memoryview(_HEADER.pack(channel, len(message))))
         with self._to_send:
@@ -70,15 +72,15 @@ class SocketStream:
                 return moving, False
             self._sending.append(moving)
             if len(self._sending) > 1:
-                return moving, False  # the thread knows of the one before
+                return moving, False  # the thread already handles the previous message
             try:
                 self._send()
-            except OSError:  # the thread will see it as well
+            except OSError:  # the thread will get the same error
                 return moving, True
             return moving, bool(self._sending)
 
     def receive(self, buffer: memoryview, channel: int) -> tuple[Moving, bool]:
-        """Begin to receive. Returns also whether the thread has to go on with it."""
+        """Start to receive. Also returns whether the thread must be woken to continue."""
         moving = Moving(buffer)
         with self._to_receive:
             if self._error is not None:
@@ -88,8 +90,9 @@ class SocketStream:
             return moving, self._coming is not None
 
     def go_on(self) -> int:
-        """Send and receive what can be now. Returns for which of epoll's events there is more to do. Raises OSError and
-        CollectiveBroken where nothing more will come.
+        """Send and receive as much as possible now. Returns the epoll events to wait for.
+
+        Raises OSError or CollectiveBroken if no more data can come.
         """
         awaited = 0
         with self._to_send:
@@ -99,12 +102,12 @@ class SocketStream:
         with self._to_receive:
             with contextlib.suppress(BlockingIOError):
                 self._receive()
-            if self._coming is None:  # else it waits for memory
+            if self._coming is None:  # otherwise it waits for a receive to be started
                 awaited |= select.EPOLLIN
         return awaited
 
     def end(self, error: str) -> None:
-        """Nothing arrives any more: whoever waits is told, now and from now on."""
+        """Fail all pending and future messages with ``error``."""
         with self._to_send, self._to_receive:
             self._error = error
             waiting = [*self._sending, *(each for posted in self._posted.values() for each in posted)]
@@ -138,7 +141,7 @@ class SocketStream:
             moving.end()
 
     def _begin(self) -> Moving | None:
-        """What the next message is received into; None while there is nothing for it."""
+        """Return the target of the next message, or None if no receive for it was started."""
         if self._coming is None:
             while self._missing_header:
                 self._missing_header = self._missing_header[self._read(self._missing_header) :]
@@ -151,7 +154,7 @@ class SocketStream:
         self._into, self._coming = moving, None
         if size > len(moving.left[0]):
             raise CollectiveBroken(
-                f"stage {self._stage} sends {size} bytes, of which {len(moving.left[0])} were expected"
+                f"stage {self._stage} sends {size} bytes; at most {len(moving.left[0])} were expected"
             )
         moving.left[0] = moving.left[0][:size]
         return moving
@@ -164,18 +167,20 @@ class SocketStream:
 
 
 _FOREVER = 86_400.0
-"""A meeting that takes too long is ended by the engine, which knows which node it waits for."""
+"""No timeout here: the engine ends a rendezvous that takes too long, and names the missing node."""
 
 
 class SocketTransport:
-    """A message that fits into what the system buffers is sent at once; a thread sends the rest, and receives. One that waits
-    for a message takes no time of a processor.
+    """Transport over sockets.
+
+    A message that fits into the system's buffers is sent at once. A thread sends the rest and receives. Waiting uses no
+    processor time.
     """
 
     def __init__(
         self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages", timeout_s: float = _FOREVER
     ) -> None:
-        """Waits for all stages. Raises CollectiveBroken where they do not all come, or do not know the secret."""
+        """Wait for all stages. Raises CollectiveBroken if a stage does not come or does not know the secret."""
         self.stage, self.num_stages = stage, num_stages
         self._mesh = Mesh(name, stage, num_stages, 0.0)
         self._mesh.connect(meeting, timeout_s)
@@ -192,7 +197,7 @@ class SocketTransport:
         return self._begun(*self._streams[stage].receive(buffer.numpy().data, channel))
 
     def close(self) -> None:
-        """See ``StageTransport``. Other stages see it at once, and whoever waits for a message is told."""
+        """Close the connections, see ``StageTransport``. Other stages notice it at once, and pending messages fail."""
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._wake, 1)
@@ -224,8 +229,10 @@ class SocketTransport:
 
 
 class _Watched:
-    """A stream, and the events of it that are waited for. Where there are none epoll does not know it: it would tell again and
-    again that the other side has gone.
+    """A stream, and the epoll events that it waits for.
+
+    Without such events, the stream is not registered. Otherwise epoll would report again and again that the other side
+    has closed.
     """
 
     def __init__(self, events: select.epoll, stream: SocketStream) -> None:
@@ -234,7 +241,7 @@ class _Watched:
         self._watch(select.EPOLLIN)
 
     def go_on(self) -> bool:
-        """Move what can be moved. Returns whether more can come."""
+        """Send and receive what is possible. Returns whether more can come."""
         try:
             awaited = self._stream.go_on()
         except (OSError, CollectiveBroken) as e:

@@ -1,11 +1,12 @@
-"""What a stage of a pipeline gets from the one before, gives to the one behind, and learns of the tokens.
+"""Links of a pipeline stage to its neighbours: hidden states and tokens.
 
-A step that computes something is one message of hidden states from each stage to the next, and one of tokens from the last to the
-first, which embeds them in a later step; the stages between need none. Each step has its messages also where it fails: then they
-say so. So the streams stay in step whatever fails where, and no stage waits for what does not come.
+A step that computes something sends one message of hidden states from each stage to the next. The last stage sends one
+message of tokens to the first, which embeds them in a later step. The other stages need no tokens. A failed step sends
+its messages, too, marked as failed. So the streams stay synchronized, and no stage waits for a message that never
+comes.
 
-Receives are begun before the step that they are for, so that what a stage puts out travels while the next is still at another
-step: their buffers are as large as any step, and a message says how many rows it has.
+Receives begin before their step, so that a stage's output can travel while the next stage still runs another step. The
+buffers are large enough for any step, and each message contains its number of rows.
 """
 
 import time
@@ -21,40 +22,41 @@ import torch
 from penstock_enginecore.parallel.collectives import gloo_group
 from penstock_enginecore.parallel.meeting import Meeting
 
-# Bytes between the stages of a pipeline: sent and received in the background.
+# Background transfer of bytes between pipeline stages.
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A message that is being transferred."""
 
     def wait(self) -> None:
-        """Until the buffer is filled, or may be written to again."""
+        """Wait until the buffer is filled, or may be written to again."""
 
 
 class StageTransport(Protocol):
-    """Messages between any two stages arrive in the order in which they were sent, by ``channel``. A message may be shorter than
-    the buffer that it is received into. Where a stage sends another one messages of several channels, that one has to begin to
-    receive them in the order in which they are sent.
+    """Transfers messages between any two stages, in order within a ``channel``.
+
+    A message may be shorter than the buffer into which it is received. If a stage sends messages of several channels to
+    another stage, the receiver must begin to receive them in the order in which they are sent.
     """
 
     stage: int
     num_stages: int
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Begin to send uint8 ``[bytes]``, which is not to change before the end of it."""
+        """Start to send uint8 ``[bytes]``, which must not change until the transfer ends."""
 
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Begin to receive into uint8 ``[bytes]``."""
+        """Start to receive into uint8 ``[bytes]``."""
 
     def close(self) -> None:
-        """Give back what the transport holds, where that does not end with the process. Idempotent."""
+        """Free resources that would not end with the process. Idempotent."""
 
 
 class GlooTransport:
-    """Between stages of one host, over the loopback interface. One that waits for a message takes no time of a processor."""
+    """Transport between stages of one host, over the loopback interface. Waiting uses no processor time."""
 
     def __init__(self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages") -> None:
-        """Waits for all stages. See ``gloo_group``."""
+        """Wait for all stages. See ``gloo_group``."""
         self.stage, self.num_stages = stage, num_stages
         self._group: Any = gloo_group(meeting, name, stage, num_stages)
 
@@ -65,11 +67,11 @@ class GlooTransport:
         return _Work(self._group.recv([buffer], stage, channel), buffer)
 
     def close(self) -> None:
-        """See ``StageTransport``. The group ends with the process: gloo waits for messages that it has begun to receive."""
+        """Do nothing: gloo waits for receives that were started, so the group ends with the process."""
 
 
 class _Work:
-    """Keeps the memory until it is waited for."""
+    """Keeps the memory until the transfer ends."""
 
     def __init__(self, work: Any, buffer: torch.Tensor) -> None:
         self._work = work
@@ -82,14 +84,14 @@ class _Work:
 _STATES, _TOKENS = 0, 1
 """Channels."""
 _HEADER_BYTES = 64
-"""int64: number of the message, rows, whether the step has failed. The rest is for alignment."""
+"""int64 values: number of the message, rows, whether the step has failed. The rest is for alignment."""
 _NUM_POSTED = 2
 _MOST_AHEAD = 256
-"""Steps that the first stage is never ahead of the last: more than an engine has in flight."""
+"""Number of steps by which the first stage is never ahead of the last. Larger than the number of steps in flight."""
 
 
 class StageFailedError(Exception):
-    """Another stage has failed in the step."""
+    """Raised when another stage has failed in the step."""
 
 
 class _Owed(Flag):
@@ -100,11 +102,11 @@ class _Owed(Flag):
 
 
 class StageLinks:
-    """The links of one stage. All methods belong to one thread.
+    """Links of one stage. All methods belong to one thread.
 
-    ``open`` comes before the first pass. A step is ``begin``, then ``receive``, ``release`` and ``send``, then ``send_tokens`` in
-    the last stage and ``tokens`` in the first; ``fail`` makes up for what of these has not come. Passes without sampling have
-    neither ``begin`` nor tokens.
+    ``open`` comes before the first pass. A step calls ``begin``, then ``receive``, ``release`` and ``send``. Then the
+    last stage calls ``send_tokens`` and the first calls ``tokens``. ``fail`` replaces the remaining calls of a failed
+    step. Passes without sampling have neither ``begin`` nor tokens.
     """
 
     def __init__(self, transport: StageTransport) -> None:
@@ -112,7 +114,7 @@ class StageLinks:
         self.is_first = self.stage == 0
         self.is_last = self.stage == self.num_stages - 1
         self.waited = 0.0
-        """Seconds that this stage has waited for others, since the start."""
+        """Seconds that this stage has waited for other stages since the start."""
         self._transport = transport
         self._posted: deque[tuple[torch.Tensor, Pending]] = deque()
         self._held: torch.Tensor | None = None
@@ -123,8 +125,13 @@ class StageLinks:
         self._shape: tuple[int, int, int, torch.dtype] | None = None
 
     def open(self, *, max_tokens: int, max_seqs: int, width: int, dtype: torch.dtype) -> None:
-        """Begin to receive. A pass has ``max_tokens`` hidden states of ``width`` numbers of ``dtype`` at most, a step
-        ``max_seqs`` tokens. Idempotent; ValueError for other sizes than before.
+        """Begin to receive. Idempotent. Raises ValueError for other sizes than in the first call.
+
+        Args:
+            max_tokens: Maximum number of hidden states in a pass.
+            max_seqs: Maximum number of tokens that a step samples.
+            width: Width of a hidden state.
+            dtype: Dtype of hidden states.
         """
         shape = max_tokens, max_seqs, width, dtype
         if self._shape is not None:
@@ -137,7 +144,7 @@ class StageLinks:
                 self._post(_buffer(max_tokens * width * dtype.itemsize))
 
     def begin(self) -> None:
-        """A step that computes something."""
+        """Begin a step that computes something."""
         self._owed = _Owed.TOKENS if self.is_first or self.is_last else _Owed.NOTHING
         if not self.is_first:
             self._owed |= _Owed.RECEIVE
@@ -145,7 +152,7 @@ class StageLinks:
             self._owed |= _Owed.SEND
 
     def fail(self) -> None:
-        """The step fails here: take what comes for it, and tell the others."""
+        """Fail the step: receive its messages, and notify the other stages."""
         if _Owed.RECEIVE in self._owed:
             self._receive_message()
             self.release()
@@ -159,7 +166,7 @@ class StageLinks:
         self._owed = _Owed.NOTHING
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Hidden states ``[num_tokens, width]`` of the stage before; they may be overwritten after ``release``. Raises
+        """Return hidden states ``[num_tokens, width]`` of the previous stage, valid until ``release``. Raises
         StageFailedError.
         """
         self._owed &= ~_Owed.RECEIVE
@@ -175,23 +182,25 @@ class StageLinks:
         return buffer[_HEADER_BYTES : _HEADER_BYTES + num_bytes].view(dtype).view(count, width)
 
     def release(self) -> None:
-        """What was received is not needed any more."""
+        """Reuse the memory of the last received message."""
         if self._held is not None:
             buffer, self._held = self._held, None
             self._post(buffer)
 
     def send(self, states: torch.Tensor) -> None:
-        """Begin to send hidden states ``[tokens, width]`` to the next stage. They are copied."""
+        """Start to send hidden states ``[tokens, width]`` to the next stage. They are copied."""
         self._owed &= ~_Owed.SEND
         self._send_states(states)
 
     def send_tokens(self, token_ids: Sequence[int]) -> None:
-        """Begin to tell the first stage a step's tokens."""
+        """Start to send a step's tokens to the first stage."""
         self._owed &= ~_Owed.TOKENS
         self._send_tokens(token_ids)
 
     def tokens(self) -> "StageTokens":
-        """The tokens of the step, int32 ``[1, tokens]``; to wait for them raises StageFailedError where a stage has failed."""
+        """Return the tokens of the step, int32 ``[1, tokens]``. Waiting for them raises StageFailedError if a stage has
+        failed.
+        """
         self._owed &= ~_Owed.TOKENS
         _, max_seqs, _, _ = self._opened()
         buffer = _buffer(4 * max_seqs)
@@ -199,12 +208,12 @@ class StageLinks:
         self.num_asked += 1
         asked = StageTokens(self, buffer, pending, self.num_asked)
         self._asked.append(asked)
-        while self._asked[0].finished():  # those that nobody wanted to know
+        while self._asked[0].finished():  # drop tokens that were never read
             self._asked.popleft()
         return asked
 
     def close(self) -> None:
-        """No step follows."""
+        """Close the links. No step may follow."""
         self._transport.close()
 
     def wait(self, pending: Pending) -> None:
@@ -222,7 +231,7 @@ class StageLinks:
         self._posted.append((buffer, self._transport.receive(buffer, self.stage - 1, _STATES)))
 
     def _receive_message(self) -> tuple[torch.Tensor, int | None]:
-        """A message and its rows, None where the step has failed."""
+        """Return a message and its number of rows, or None if the step has failed."""
         self._opened()
         buffer, pending = self._posted.popleft()
         self.wait(pending)
@@ -240,7 +249,7 @@ class StageLinks:
         self._send(tokens, self._num_told, 0, _TOKENS)
 
     def _send(self, rows: torch.Tensor | None, number: int, stage: int, channel: int) -> None:
-        """``rows``: contiguous; None: the step has failed."""
+        """Send contiguous ``rows``, or None if the step has failed."""
         content = torch.empty(0, dtype=torch.uint8) if rows is None else rows.flatten().view(torch.uint8)
         message = torch.empty(_HEADER_BYTES + len(content), dtype=torch.uint8)
         header = message[:_HEADER_BYTES].view(torch.int64)
@@ -252,7 +261,7 @@ class StageLinks:
 
 
 class StageTokens:
-    """Tokens on their way from the last stage: an ``Arrival``."""
+    """Tokens that are being received from the last stage: an ``Arrival``."""
 
     def __init__(self, links: StageLinks, buffer: torch.Tensor, pending: Pending, number: int) -> None:
         self._links = links
@@ -261,11 +270,11 @@ class StageTokens:
         self._number = number
 
     def arrived(self) -> bool:
-        """Whether they were waited for, or are so old that they must have come."""
+        """Return whether the tokens were waited for, or are so old that they must have arrived."""
         return self._pending is None or self._links.num_asked - self._number >= _MOST_AHEAD
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """int32 ``[1, tokens]``."""
+        """Return int32 ``[1, tokens]``."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._links.wait(pending)
@@ -275,7 +284,7 @@ class StageTokens:
         return self._buffer[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32).numpy()[None]
 
     def finished(self) -> bool:
-        """Whether the buffer may be let go of."""
+        """Return whether the buffer may be freed."""
         if self._pending is not None and self.arrived():
             pending, self._pending = self._pending, None
             self._links.wait(pending)
@@ -283,14 +292,14 @@ class StageTokens:
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
-    """For a message of so many bytes. It may be written to outside of inference mode as well."""
+    """Allocate a message of ``num_bytes``. It may also be written to outside inference mode."""
     with torch.inference_mode(mode=False):
         return torch.empty(_HEADER_BYTES + num_bytes, dtype=torch.uint8)
 
 
 def _rows_of(buffer: torch.Tensor, number: int) -> int | None:
-    """The rows of message ``number``; None: the step has failed. RuntimeError for another message."""
+    """Return the rows of message ``number``, or None if the step has failed. Raises RuntimeError for another message."""
     found, count, failed = buffer[:24].view(torch.int64).tolist()
     if found != number:
-        raise RuntimeError(f"message {found} of a stage comes in the place of message {number}")
+        raise RuntimeError(f"message {found} of a stage arrived instead of message {number}")
     return None if failed else count

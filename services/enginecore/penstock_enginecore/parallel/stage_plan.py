@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline computes, and which KV cache groups they belong to."""
+"""Assignment of layers and KV cache groups to pipeline stages."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,20 @@ from penstock_enginecore.models.errors import ModelLoadError
 def deal_layers(
     model: str, layers: Sequence[int], *, behind: int, num_stages: int, stage_layers: Sequence[int] = ()
 ) -> list[range]:
-    """The layers of each stage, in order. Without ``stage_layers``, which gives their numbers, the largest stage has as few bytes
-    as can be.
+    """Return the layers of each stage, in order.
 
-    ``layers``: bytes of each; ``behind`` those of what the last stage has besides. The first has an embedding, of which a step
-    reads a few rows: that takes memory and no time, and does not count. Raises ModelLoadError, naming ``model``, for more stages
-    than layers and for numbers that do not sum up.
+    Without ``stage_layers``, the layers are assigned so that the largest stage has as few bytes as possible. The
+    embedding of the first stage is not counted, because a step reads only a few of its rows.
+
+    Args:
+        model: Name of the model, for errors.
+        layers: Bytes of each layer.
+        behind: Bytes of the last stage's other weights.
+        num_stages: Number of stages.
+        stage_layers: Configured number of layers of each stage, or empty.
+
+    Raises:
+        ModelLoadError: There are more stages than layers, or ``stage_layers`` has a wrong sum.
     """
     if num_stages > len(layers):
         raise ModelLoadError(
@@ -34,10 +42,10 @@ def deal_layers(
 
 
 def _even(layers: Sequence[int], behind: int, num_stages: int) -> list[int]:
-    """Numbers of layers: the least bytes for the largest stage, then the least sum of squares."""
+    """Return the number of layers of each stage. Minimizes the bytes of the largest stage, then the sum of squares."""
     sums = list(itertools.accumulate(layers, initial=0))
     count = len(layers)
-    # best[n]: cost and numbers of layers of the stages so far, which have the first n layers.
+    # best[n]: cost and layer counts of the stages so far, which have the first n layers.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(num_stages):
         extra = behind * (stage == num_stages - 1)
@@ -57,17 +65,21 @@ def _even(layers: Sequence[int], behind: int, num_stages: int) -> list[int]:
     return best[count][2]
 
 
-# A block's id means the same in every stage, and so does a group's block table. What a block takes differs: a stage
-# keeps its own layers.
+# Block IDs and block tables mean the same in every stage. The size of a block differs, because a stage stores only its
+# own layers.
 
 _Kind = tuple[int | None, int | None]
 """Sliding window and attention chunk."""
 
 
 def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """Layers of a stage that would have as many of each kind as the one that has the most of it: who can hold a block of these
-    can hold one of its own. ``stages``: layers of each, by name in execution order. Raises ModelLoadError where layers of one
-    kind differ in size.
+    """Return the layers of a hypothetical stage with the maximum number of layers of each kind over all stages.
+
+    A worker that can hold a block of this stage can hold a block of its own stage. Raises ModelLoadError if layers of
+    one kind differ in size.
+
+    Args:
+        stages: KV cache needs of each stage, by layer name in execution order.
     """
     most: dict[_Kind, dict[str, KVCacheSpec]] = {}
     for specs in stages:
@@ -88,7 +100,9 @@ def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCa
 
 
 def own_groups(config: KVCacheConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-    """``config``, made for ``largest_stage``, with the layers of ``specs`` dealt out evenly to the groups of their kinds."""
+    """Return ``config``, made for ``largest_stage``, with the layers of ``specs`` distributed evenly to the groups of
+    their kinds.
+    """
     groups = list(config.groups)
     dealt: dict[tuple[int, ...], list[str]] = {}
     for name, spec in specs.items():
@@ -109,7 +123,7 @@ def _kind(spec: KVCacheSpec) -> _Kind:
 
 
 def _groups_of(groups: Sequence[KVCacheGroup], spec: KVCacheSpec) -> tuple[int, ...]:
-    """The groups of a layer's kind. A window that no sequence leaves, or that saves nothing, is none for its group."""
+    """Return the groups of a layer's kind. Groups ignore a window that no sequence exceeds or that saves nothing."""
     fitting: dict[_Kind, list[int]] = {}
     for i, group in enumerate(groups):
         if group.sliding_window in (None, spec.sliding_window) and group.attention_chunk in (

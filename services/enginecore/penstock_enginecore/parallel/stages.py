@@ -1,7 +1,7 @@
-"""A loaded model cut down to the layers of one stage, with the places where hidden states come in and go out.
+"""Reduction of a loaded model to the layers of one pipeline stage, with hooks for incoming and outgoing hidden states.
 
-Foreign layers become identities, so that the model's own loop runs over the others as before. Hidden states come in at the first
-layer of the stage, behind whatever a model does with its embeddings.
+Layers of other stages become identities, so that the model's own loop still runs over all layers. Hidden states enter
+at the stage's first layer, after the model has processed its embeddings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,20 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 _SETTING = "executor.pipeline_parallel_size"
 _PASSED_ON = frozenset({"hidden_states", "position_ids", "position_embeddings", "cache_position"})
-"""Tensors that a layer may take: hidden states travel, the others follow from positions in every stage."""
+"""Tensors that a layer may take. Hidden states are transferred between stages; the others follow from positions in
+every stage.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """A forward pass of the whole model: ``logits`` ``[tokens, vocab]``, and what went into each layer and came out of it,
-    ``[tokens, width]``. ``name``: of the list of the layers.
+    """A traced forward pass of the whole model.
+
+    Attributes:
+        name: Name of the list of layers.
+        logits: ``[tokens, vocab]``.
+        entering: Input of each layer, ``[tokens, width]``.
+        leaving: Output of each layer, ``[tokens, width]``.
     """
 
     name: str
@@ -31,8 +38,11 @@ class LayerTrace:
 
 
 def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callable[[], torch.Tensor]) -> LayerTrace:
-    """Look at the layers while ``run`` gives logits ``[tokens, vocab]``. ``attention``: names of the modules that attend. Raises
-    ModelLoadError, naming the model, where more passes between layers than hidden states and what follows from positions.
+    """Trace the layers while ``run`` computes logits ``[tokens, vocab]``. ``attention`` has the names of the attention
+    modules.
+
+    Raises ModelLoadError, naming the model, if layers exchange more than hidden states and values that follow from
+    positions.
     """
     name, layers = _layers_of(module, attention)
     entering: list[torch.Tensor] = []
@@ -70,7 +80,7 @@ def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callabl
 
 
 def _layers_of(module: PreTrainedModel, attention: Iterable[str]) -> tuple[str, torch.nn.ModuleList]:
-    """The one list of layers that has all that attends in it."""
+    """Return the single list of layers that contains all attention modules."""
     attention = list(attention)
     for name, child in module.named_modules():
         if not isinstance(child, torch.nn.ModuleList) or len(child) != module.config.num_hidden_layers:
@@ -91,8 +101,11 @@ def _refusal(module: PreTrainedModel, reason: str) -> ModelLoadError:
 
 
 class Seams:
-    """Where a stage was cut. ``entering``: hidden states ``[tokens, width]`` for its next pass, set before it; of the first
-    stage None. ``leaving``: those behind its last layer, of the last pass; of the last stage None.
+    """Hooks where a stage was cut.
+
+    Attributes:
+        entering: Hidden states ``[tokens, width]`` for the next pass, set before it. None in the first stage.
+        leaving: Output of the stage's last layer in the last pass. None in the last stage.
     """
 
     def __init__(self) -> None:
@@ -100,7 +113,7 @@ class Seams:
         self.leaving: torch.Tensor | None = None
 
     def lead_in(self, layer: torch.nn.Module) -> None:
-        """Let ``layer`` take ``entering``."""
+        """Replace the input of ``layer`` by ``entering``."""
 
         def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
             if self.entering is None:
@@ -113,7 +126,7 @@ class Seams:
         layer.register_forward_pre_hook(replace, with_kwargs=True)
 
     def lead_out(self, layer: torch.nn.Module) -> None:
-        """Keep what ``layer`` puts out as ``leaving``."""
+        """Store the output of ``layer`` in ``leaving``."""
 
         def keep(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
             self.leaving = output[0]
@@ -122,7 +135,9 @@ class Seams:
 
 
 class _ForeignLayer(torch.nn.Module):
-    """Another stage's: hidden states pass through. It says of itself what models ask their layers for."""
+    """Layer of another stage: returns hidden states unchanged. It has the attributes that models read from their
+    layers.
+    """
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -131,44 +146,44 @@ class _ForeignLayer(torch.nn.Module):
                 setattr(self, key, value)
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # noqa: ARG002 - any layer's
-        """``hidden_states``."""
+        """Return ``hidden_states``."""
         return hidden_states
 
 
 class _ForeignEmbedding(torch.nn.Module):
-    """The first stage's. ``weight``: without rows."""
+    """Embedding of the first stage. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Zeros, which nobody reads."""
+        """Return zeros, which are not used."""
         return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
 
 
 class _ForeignHead(torch.nn.Module):
-    """The last stage's. ``weight``: without rows."""
+    """Head of the last stage. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits of no token."""
+        """Return logits with an empty vocabulary."""
         return states[..., :0]
 
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of a model's weights: of each of its ``layers``, and of what comes ``behind``."""
+    """Bytes of a model's weights: each of its ``layers``, and the head, ``behind`` them."""
 
     layers: list[int]
     behind: int
 
 
 def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
-    """``layers``: the name of their list."""
+    """Return the bytes of the model's parts. ``layers`` is the name of the list of layers."""
     return PartBytes(
         [_num_bytes(layer) for layer in _children(module, layers)],
         _num_bytes(_head(module)),
@@ -176,8 +191,9 @@ def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
 
 
 def cut_model(module: PreTrainedModel, layers: str, own: range) -> Seams:
-    """Keep of ``module`` the ``own`` layers, in place, the embedding in the first stage and the head in the last. ``layers``: the
-    name of their list.
+    """Keep only the ``own`` layers of ``module``, in place. The first stage keeps the embedding, the last the head.
+
+    ``layers`` is the name of the list of layers.
     """
     listed = _children(module, layers)
     is_first, is_last = own.start == 0, own.stop == len(listed)

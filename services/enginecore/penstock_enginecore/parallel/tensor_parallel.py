@@ -1,4 +1,4 @@
-"""Tensor parallelism: a loaded model cut down to the part of one rank, with the sums that make it whole again."""
+"""Tensor parallelism: reduces a loaded model to the part of one rank, with the collectives that combine the parts."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,10 @@ from penstock_enginecore.models.families import FAMILIES, Family
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 
-# Which module of a model is split over ranks, and how: transformers' own plans, checked.
+# Split of each module over ranks, from transformers' own plans.
 #
-# A plan maps names of modules, in which ``*`` stands for a number, to a word. Every word that is not known is refused by
-# its name: what it asks for would be missing from the sums, and nobody would notice.
+# A plan maps module names to words. In a name, ``*`` stands for a number. Every unknown word is refused by name,
+# because its part would silently be missing from the sums.
 
 Split = Literal[
     "colwise",
@@ -33,28 +33,38 @@ Split = Literal[
     "all_reduce",
     "first_rank",
 ]
-"""Of layers, colwise: a rank has some of the outputs. rowwise: it has some of the inputs, and the ranks' outputs are summed.
-colwise_gather_output: as colwise, and every rank gets all outputs. rowwise_split_input: as rowwise, of inputs that every rank
-has whole. embedding_rowwise: it has the vectors of some tokens, and every rank gets all of them. moe_tp_experts, all_reduce: what
-the ranks' modules put out is summed.
+"""How a layer or weight is split.
 
-Of weights that are no layer's own, as those of experts ``[experts, outputs, inputs]``, colwise is a part of the dimension before
-the last, rowwise of the last, and packed_ the same of two layers' that lie behind one another. first_rank: zeros but on one rank.
+Layers:
+
+- colwise: a rank has some of the outputs.
+- rowwise: a rank has some of the inputs, and the ranks' outputs are summed.
+- colwise_gather_output: as colwise, and every rank gets all outputs.
+- rowwise_split_input: as rowwise, for inputs that every rank has completely.
+- embedding_rowwise: a rank has the vectors of some tokens, and every rank gets all vectors.
+- moe_tp_experts, all_reduce: the ranks' outputs are summed.
+
+Weights that belong to no layer, such as those of experts ``[experts, outputs, inputs]``:
+
+- colwise: a part of the second-last dimension.
+- rowwise: a part of the last dimension.
+- packed_colwise, packed_rowwise: the same for two concatenated layers.
+- first_rank: zeros on all ranks except the first.
 """
 _SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
 SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
-"""Words for modules that every rank has: only their gradients would differ."""
+"""Words for modules that every rank has completely. Only their gradients would differ."""
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Attention heads of a model: of queries, and of keys and values."""
+    """Numbers of a model's attention heads: query heads, and key-value heads."""
 
     query: int
     kv: int
 
     def check(self, size: int) -> None:
-        """Raise ModelLoadError, with sizes that can be, unless the heads can be dealt to ``size`` ranks."""
+        """Raise ModelLoadError, with the possible sizes, unless the heads can be distributed to ``size`` ranks."""
         if self._fits(size):
             return
         fitting = [str(other) for other in range(1, self.query + 1) if self._fits(other)]
@@ -67,7 +77,7 @@ class Heads(msgspec.Struct, frozen=True):
         return self.query % size == 0 and (self.kv % size == 0 or size % self.kv == 0)
 
     def kv_heads(self, rank: int, size: int) -> range:
-        """The key-value heads of a rank. Where there are fewer than ranks, several ranks have the same one."""
+        """Return the key-value heads of a rank. If there are fewer heads than ranks, several ranks have the same head."""
         if self.kv >= size:
             return range(rank * self.kv // size, (rank + 1) * self.kv // size)
         first = rank * self.kv // size
@@ -75,8 +85,9 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
-    """How the modules and parameters of these names are split, by ``plan`` or the one of its family. Raises ModelLoadError,
-    naming ``model``, for one without a plan, for words that are not known, and for a plan that splits nothing.
+    """Return how the named modules and parameters are split, by ``plan`` or by the model's family.
+
+    Raises ModelLoadError, naming ``model``, if there is no plan, if a word is unknown, or if the plan splits nothing.
     """
     plan = FAMILIES.get(model, Family()).splits or plan
     if not plan:
@@ -102,16 +113,16 @@ def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) 
     return found
 
 
-# What a model makes of a few tokens, whichever attention it was loaded with.
+# Output of a model for a few tokens, independent of its attention implementation.
 
 _NUM_TOKENS = 8
 
 
 class _Causal:
-    """An ``AttentionContext``: each token sees itself and those before."""
+    """An ``AttentionContext`` with causal attention."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """``[tokens, num_heads, head_size_v]``."""
+        """Return ``[tokens, num_heads, head_size_v]``."""
         query, key, value = (each.transpose(0, 1) for each in (call.query, call.key, call.value))
         attended = torch.nn.functional.scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, enable_gqa=True
@@ -121,8 +132,9 @@ class _Causal:
 
 @torch.inference_mode()
 def probe_logits(module: PreTrainedModel) -> torch.Tensor:
-    """Logits float32 ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on; of a model without a
-    head its hidden states.
+    """Return float32 logits ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on.
+
+    For a model without a head, return its hidden states.
     """
     positions = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (positions + 1) * 7919 % module.config.vocab_size
@@ -136,17 +148,17 @@ def probe_logits(module: PreTrainedModel) -> torch.Tensor:
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _TOLERANCE = 0.05
-"""Difference, as a share of the logits' length, that rounding in half precision does not make."""
+"""Maximum relative difference of the logits that rounding in half precision can cause."""
 
 
 class SplitEmbedding(torch.nn.Module):
-    """Vectors of some tokens each. ``inner``: an embedding of the model's own, which has the rows of this rank."""
+    """Embedding of which each rank has some tokens. ``inner`` is the model's own embedding with the rows of this rank."""
 
     def __init__(self, inner: torch.nn.Embedding, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
         self._first = collectives.rank * len(inner.weight)
-        inner.padding_idx = None  # of training
+        inner.padding_idx = None  # only used in training
         self.inner = inner
 
     @property
@@ -155,7 +167,7 @@ class SplitEmbedding(torch.nn.Module):
         return cast("torch.nn.Parameter", self.inner.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``[..., hidden]`` of ``token_ids`` ``[...]``."""
+        """Return ``[..., hidden]`` for ``token_ids`` ``[...]``."""
         own = token_ids - self._first
         foreign = (own < 0) | (own >= len(self.inner.weight))
         vectors = self.inner(own.masked_fill(foreign, 0))
@@ -164,8 +176,11 @@ class SplitEmbedding(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """What is left of a model. ``vocabulary``: of logits that it can leave in parts, None where it cannot. ``features``: of the
-    linear layers that are split, by name.
+    """The part of a model that a rank has kept.
+
+    Attributes:
+        vocabulary: Split of logits that may stay in parts, or None.
+        features: Features of the split linear layers, by name.
     """
 
     vocabulary: SplitVocabulary | None
@@ -173,10 +188,10 @@ class SplitModel:
 
 
 def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel:
-    """Keep of each layer what this rank computes, in place. Raises ModelLoadError for models that cannot be split so, and for
-    those that compute something else then.
+    """Keep the part of each layer that this rank computes, in place.
 
-    Logits and hidden states are whole on every rank, and the same to the last bit.
+    Logits and hidden states are complete on every rank and bit-identical. Raises ModelLoadError if the model cannot be
+    split, or if the split model computes something else.
     """
     size = collectives.size
     config: Any = module.config
@@ -203,7 +218,7 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
 
 
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
-    """``vocabulary``, unless the model does something to its logits, ``whole``, for which it needs all of them."""
+    """Return ``vocabulary``, or None if the model needs all logits to compute its result ``whole``."""
     if vocabulary is None:
         return None
     with vocabulary.apart():
@@ -213,8 +228,11 @@ def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: 
 
 
 class _Splitter:
-    """Splits the layers of one model. A weight that several layers share is split once. ``vocabulary``: of its head, where the
-    ranks' logits are put together. ``features``: of linear layers, by name.
+    """Splits the layers of one model. A weight that several layers share is split once.
+
+    Attributes:
+        vocabulary: Split of the head's logits, if the ranks gather them.
+        features: Features of the split linear layers, by name.
     """
 
     def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
@@ -226,7 +244,7 @@ class _Splitter:
         self.features: dict[str, OwnFeatures] = {}
 
     def split(self, splits: Mapping[str, Split]) -> None:
-        """Raises ModelLoadError for what is not split yet, or does not divide."""
+        """Split all modules. Raises ModelLoadError for unsupported splits and for sizes that do not divide."""
         modules = dict(self._module.named_modules())
         parts_of_heads = [name for name, split in splits.items() if split == "colwise" and _attends(name)]
         for name, split in splits.items():
@@ -265,7 +283,7 @@ class _Splitter:
         self._module.set_submodule(name, SplitEmbedding(embedding, self._collectives))
 
     def _split_weight(self, name: str, split: Split) -> None:
-        """A parameter of a name, which is no layer's own."""
+        """Split a named parameter that belongs to no layer."""
         owner_name, _, own_name = name.rpartition(".")
         owner = self._module.get_submodule(owner_name)
         whole, rank = getattr(owner, own_name), self._collectives.rank
@@ -303,7 +321,7 @@ class _Splitter:
         return range(rank * each, (rank + 1) * each)
 
     def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """As many rows for every rank: zeros behind the last."""
+        """Return this rank's rows. All ranks have the same number of rows; the last are padded with zeros."""
         if id(whole) not in self._own_rows:
             count = -(-len(whole) // self._collectives.size)
             first = self._collectives.rank * count
@@ -314,7 +332,7 @@ class _Splitter:
         return self._own_rows[id(whole)][1]
 
     def _split_and_gather(self, layer: torch.nn.Linear) -> range:
-        """The outputs of this rank."""
+        """Split a layer whose outputs are gathered. Returns the outputs of this rank."""
         total = layer.out_features
         layer.weight = self._own_words(layer.weight)
         if layer.bias is not None:
@@ -340,12 +358,12 @@ def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
 
 
 def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> range:
-    """The inputs of this rank. ``whole``: every rank has all of them, and takes its own."""
+    """Split the inputs of a layer, and return those of this rank. ``whole`` means that every rank receives all inputs."""
     each = _even(name, "inputs", layer.in_features, collectives.size)
     first = collectives.rank * each
     layer.weight = _parameter(layer.weight[:, first : first + each])
     layer.in_features = each
-    layer.register_parameter("whole_bias", layer.bias)  # it moves with the layer
+    layer.register_parameter("whole_bias", layer.bias)  # registered, so that it moves with the layer
     layer.bias = None
 
     def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
@@ -362,7 +380,7 @@ def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: boo
 
 
 def _attends(name: str) -> bool:
-    """Whether a layer of this name makes heads."""
+    """Return whether a layer of this name produces attention heads."""
     return name.rpartition(".")[2] in _OF_HEADS
 
 
@@ -375,5 +393,5 @@ def _even(name: str, what: str, count: int, size: int) -> int:
 
 
 def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
-    """Memory of its own: the whole can be freed."""
+    """Copy the part, so that the memory of the whole can be freed."""
     return torch.nn.Parameter(part.clone(), requires_grad=False)

@@ -240,7 +240,7 @@ def test_a_peer_that_proves_itself_and_goes_silent_keeps_the_group_from_forming_
             token, address = said_at_the_store(meeting, rank)
             silent.enter_context(introduced(address, key_of(meeting, rank, token), CLAIM.pack(2)))
         for each in both:
-            with pytest.raises(CollectiveBroken, match="waited in vain for rank|has given up"):
+            with pytest.raises(CollectiveBroken, match="timed out waiting for rank|has given up"):
                 each.result(PATIENCE)
 
 

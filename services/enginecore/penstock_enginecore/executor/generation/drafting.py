@@ -1,4 +1,4 @@
-"""What a runner does with its drafter: it tells it of requests, and has it draft behind a step."""
+"""A runner's use of its drafter: it reports requests to the drafter, and drafts after a step."""
 
 import itertools
 import logging
@@ -17,11 +17,13 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, DraftRequest
 
-# A step that is over, as drafters see it.
+# A completed step, as drafters see it.
 
 
 class BatchDraftStep:
-    """A ``DraftStep`` of a batch whose tokens are taken in. ``wanted``: by request id, how many tokens to draft."""
+    """A ``DraftStep`` of a batch that contains the step's tokens. ``wanted`` is the number of tokens to draft, by
+    request ID.
+    """
 
     def __init__(self, batch: InputBatch, inputs: StepInputs, wanted: dict[str, int]) -> None:
         self._batch = batch
@@ -39,14 +41,14 @@ class BatchDraftStep:
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Tokens of requests, by index, from position ``first`` on."""
+        """Lay out tokens of requests, by index, from position ``first`` on."""
         lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
         laid_out = self._batch.lay_out([self._ids[i] for i in requests], first, lengths, ahead=ahead)
         token_ids = np.concatenate(tokens).astype(np.int64, copy=False)
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Of requests, by index."""
+        """Return the sampling inputs of requests, by index."""
         return self._batch.draws_of([self._ids[i] for i in requests], place)
 
 
@@ -54,7 +56,9 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """A drafter that fails costs drafts, never a request: it is switched off, and every later answer says why."""
+    """Runs a drafter. If the drafter fails, it is switched off, and every later answer has the reason. Requests
+    continue without drafts.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -63,7 +67,7 @@ class Drafting:
         self._step: tuple[StepInputs, dict[str, int]] | None = None
 
     def update(self, step: SchedulerOutput, batch: InputBatch) -> None:
-        """Tell the drafter who comes and goes. Before ``batch`` takes the step in."""
+        """Report new and ended requests to the drafter. Call this before ``batch`` is updated."""
         self._step = None
         try:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
@@ -78,7 +82,7 @@ class Drafting:
             self._fail(e)
 
     def observe(self, inputs: StepInputs, batch: InputBatch, hidden: torch.Tensor | None) -> None:
-        """The hidden states ``[tokens, width]`` of a step that is computed; None where none are kept."""
+        """Give the drafter the hidden states ``[tokens, width]`` of a computed step. None if none are kept."""
         if hidden is None or self.failure:
             return
         starts = inputs.attention[0].query_start_loc
@@ -89,11 +93,11 @@ class Drafting:
             self._fail(e)
 
     def sampled(self, inputs: StepInputs, wanted: dict[str, int]) -> None:
-        """A step whose tokens the batch has taken in. ``wanted``: by request id, how many tokens to draft."""
+        """Record a step whose tokens are in the batch. ``wanted`` is the number of tokens to draft, by request ID."""
         self._step = inputs, wanted
 
     def draft(self, batch: InputBatch) -> DraftTokenIds:
-        """Behind the step that was sampled last."""
+        """Draft after the last sampled step."""
         step, self._step = self._step, None
         if step is None or self.failure:
             return DraftTokenIds(failure=self.failure)
@@ -118,7 +122,7 @@ class Drafting:
         )
 
     def forget(self, batch: InputBatch | None) -> None:
-        """Every request has gone, without more ado."""
+        """End all requests of the drafter."""
         self._step = None
         known, self._known = self._known, set()
         try:
@@ -129,7 +133,7 @@ class Drafting:
             self._fail(e)
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Have the drafter take memory for its keys and values."""
+        """Allocate the drafter's keys and values."""
         if not self.failure:
             self.drafter.allocate(config)
 
@@ -141,7 +145,7 @@ class Drafting:
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
         logger.error(
-            "the drafter %s has failed and is switched off; requests go on without drafts",
+            "the drafter %s has failed and is switched off; requests continue without drafts",
             self.drafter.name,
             exc_info=error,
         )

@@ -1,4 +1,4 @@
-"""Decode steps that are captured as graphs before there are requests: which, and what their graphs take."""
+"""Capture of decode steps as graphs before the first request: their sizes, and the memory of their graphs."""
 
 import logging
 import time
@@ -17,20 +17,22 @@ from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.cuda.buffers import decode_sizes
 from penstock_enginecore.forward.dummy_inputs import blank_decodes
 
-# The tokens that a device has chosen last, which it takes as inputs before the host knows them.
+# Tokens that a device has chosen most recently. The device uses them as inputs before the host knows them.
 
 _INITIAL_ROWS = 1024
-"""More than that move what steps were captured with, which are captured anew."""
+"""If the batch grows beyond this many rows, the memory moves and captured steps are captured again."""
 
 
 class NewestTokens:
-    """By row of the batch, on the device; behind them one that is nobody's."""
+    """Most recent tokens by row of the batch, on the device. One extra element at the end belongs to no row."""
 
     def __init__(self, device: torch.device) -> None:
         self._ids = torch.zeros(_INITIAL_ROWS + 1, dtype=torch.int32, device=device)
 
     def room_for(self, rows: IntArray) -> torch.Tensor:
-        """int32 ``[more than any of rows, and one]``: the same memory, unless it has become too small."""
+        """Return int32 ``[rows]`` memory with space for ``rows`` and one more. The memory stays the same unless it is
+        too small.
+        """
         most = int(rows.max(initial=0))
         if most >= len(self._ids) - 1:
             grown = self._ids.new_zeros((1 << most.bit_length()) + 1)
@@ -39,23 +41,30 @@ class NewestTokens:
         return self._ids
 
     def keep(self, rows: IntArray, token_ids: torch.Tensor) -> None:
-        """Make ``token_ids`` int32 ``[n]`` the newest of ``rows`` int64 ``[n]``, behind the work that chooses them."""
+        """Store ``token_ids`` int32 ``[n]`` as the newest tokens of ``rows`` int64 ``[n]``, after the work that chooses
+        them.
+        """
         self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
 
     def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
-        """The newest tokens of ``rows`` for ``places`` of a flat batch; None for none."""
+        """Return the newest tokens of ``rows`` for ``places`` of a flat batch, or None if there are none."""
         return FedTokens(self._ids, places, rows) if len(places) else None
 
 
 logger = logging.getLogger(__name__)
 
 _SILENCE = 2.0
-"""Seconds after which the log tells how far it is."""
+"""Seconds between two progress lines in the log."""
 
 
 class GraphCapture:
-    """Runs decode steps of no meaning, which ``forward`` captures, as the first of their sizes. ``newest``: what steps with
-    requests are captured with. ``stats``: of ``forward``. ``adapted``: steps with adapters have graphs of their own.
+    """Runs dummy decode steps, which ``forward`` captures because they are the first of their sizes.
+
+    Args:
+        newest: Token memory with which steps are captured.
+        stats: Returns the graph statistics of ``forward``.
+        clock: Returns seconds.
+        adapted: Whether steps with adapters have separate graphs.
     """
 
     def __init__(
@@ -75,15 +84,17 @@ class GraphCapture:
 
     @classmethod
     def of(cls, built: BuiltForward, newest: NewestTokens) -> Self | None:
-        """Of what ``built`` replays, None where it replays nothing."""
+        """Create a capture for ``built``, or return None if it replays no steps."""
         if built.graphs is None:
             return None
         return cls(built.forward, newest, built.graphs, adapted=built.adapted_graphs)
 
     @torch.inference_mode()
     def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
-        """Decode steps of ``sizes`` tokens, on the KV cache that is bound, in which nothing is written. Where one cannot be
-        captured none is, and the log has said so. ``free``: bytes that the device has left.
+        """Run decode steps of ``sizes`` tokens on the bound KV cache, without writing to it.
+
+        If one step cannot be captured, none is, and the log has the reason. ``free`` returns the free bytes of the
+        device.
         """
         before, begun = free(), self._clock()
         told = begun
@@ -101,8 +112,10 @@ class GraphCapture:
 
     @torch.inference_mode()
     def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:
-        """Bytes that graphs of ``sizes`` will take, reckoned from those of the two largest, on a cache of their own: the first of
-        them takes what all share, too. Nothing is left of them, nor of a cache that was bound.
+        """Estimate the bytes that graphs of ``sizes`` will take, from those of the two largest sizes on a temporary
+        cache.
+
+        The first of these also takes the memory that all graphs share. No graph remains, and a bound cache is unbound.
         """
         largest = sorted(sizes, reverse=True)
         taken = []
@@ -122,7 +135,9 @@ class GraphCapture:
 
 
 def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
-    """In tokens, the largest first, so that graphs of smaller ones find memory. Empty where none are to be."""
+    """Return the step sizes to capture in tokens, largest first, so that smaller graphs reuse memory. Empty if capture
+    is off.
+    """
     if not config.kernels.capture_at_start:
         return []
     limits = config.scheduler

@@ -1,4 +1,4 @@
-"""Vectors that stand for prompt tokens (prompt embeds), kept by the worker while their requests are in its batch."""
+"""Vectors in place of prompt tokens (prompt embeds). The worker keeps them while their requests are in its batch."""
 
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -17,8 +17,12 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """``rows`` ``[n, hidden size]`` belong at ``indices`` int64 ``[n]`` of the flat batch, and ``deepstack``
-    ``[layers, n, hidden size]`` is added there behind the first layers.
+    """Vectors for tokens of a flat batch.
+
+    Attributes:
+        indices: int64 ``[n]``: positions in the flat batch.
+        rows: ``[n, hidden size]``: embeddings for these positions.
+        deepstack: ``[layers, n, hidden size]``: added at these positions after the first layers, or None.
     """
 
     indices: torch.Tensor
@@ -26,7 +30,9 @@ class StepVectors:
     deepstack: torch.Tensor | None = None
 
     def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``embedded`` ``[tokens, hidden size]`` with the rows at their places, and ``deepstack`` of all tokens."""
+        """Write the rows into ``embedded`` ``[tokens, hidden size]``. Returns it, with ``deepstack`` extended to all
+        tokens.
+        """
         embedded[self.indices] = self.rows.to(embedded.dtype)
         if self.deepstack is None:
             return embedded, None
@@ -37,7 +43,9 @@ class StepVectors:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Prompt:
-    """``rows`` ``[vectors, hidden size]``; ``row_of`` int32 ``[positions]``: -1 where there is a token."""
+    """Vectors of a prompt: ``rows`` ``[vectors, hidden size]``. ``row_of`` is int32 ``[positions]``, -1 at positions of
+    tokens.
+    """
 
     embeds: PromptEmbeds
     rows: torch.Tensor
@@ -45,17 +53,17 @@ class _Prompt:
 
 
 class PromptVectors:
-    """By request. Costs nothing while no request has any. Requests that share a prompt share its rows."""
+    """Vectors by request. Requests with the same prompt share its rows. There is no cost while no request has vectors."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self._prompts: dict[str, _Prompt] = {}
-        # By identity of the embeds, which the prompts hold: no two of them are the same while these are there.
+        # By identity of the embeds. A prompt holds its embeds, so identities stay unique while the prompt exists.
         self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget requests that are gone, take in those that are new."""
+        """Remove requests that have ended, and add new ones."""
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
                 self._prompts.pop(request_id, None)
@@ -68,7 +76,7 @@ class PromptVectors:
         self._prompts.clear()
 
     def of(self, inputs: StepInputs) -> StepVectors | None:
-        """The vectors among the tokens of a step; None when there are none."""
+        """Return the vectors among the tokens of a step, or None if there are none."""
         if not self._prompts:
             return None
         indices, rows = [], []
@@ -100,11 +108,11 @@ class PromptVectors:
         return prompt
 
 
-# Which positions of a prompt are no tokens.
+# Positions of a prompt that are not tokens.
 
 
 def vector_positions(new: NewRequestData) -> IntArray | None:
-    """Those at which vectors or embeddings of media stand, int64 ``[n]``; None where all are tokens."""
+    """Return the positions of vectors or media embeddings, int64 ``[n]``, or None if all positions are tokens."""
     if new.mm_features:
         return np.concatenate([embed_positions(feature) for feature in new.mm_features])
     embeds = new.prompt_embeds
@@ -115,7 +123,7 @@ def vector_positions(new: NewRequestData) -> IntArray | None:
 
 
 def embed_positions(feature: MultiModalFeature) -> IntArray:
-    """Of a feature's embeddings in the prompt, int64 ``[num_embeds]``."""
+    """Return the positions of a feature's embeddings in the prompt, int64 ``[num_embeds]``."""
     runs = feature.embed_runs or (EmbedRun(0, feature.length),)
     starts = np.array([run.start for run in runs], dtype=np.int64) + feature.offset
     counts = np.array([run.count for run in runs], dtype=np.int64)

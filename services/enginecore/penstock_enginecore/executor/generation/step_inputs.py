@@ -1,4 +1,4 @@
-"""What the persistent batch says of a step."""
+"""Inputs of a step, as the persistent batch prepares them."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,19 @@ from penstock_enginecore.lora.adapter import LoraSegment
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step laid out flat. ``token_ids`` and ``positions`` int64 ``[tokens]``; ``attention``: one entry per KV cache
-    group.
+    """A step in a flat batch.
 
-    ``sampling_requests``: which requests of the step get a token, ``logits_indices``: the last token of each of those.
-    ``drafts``: of each of these the tokens that were drafted behind its final ones, where any has some; each of them has a row of
-    logits for its last final token, and one for each draft.
-    ``unknown``: which of the tokens are not on the host yet, int64 ``[n]``, ``unknown_rows``: the rows of the batch whose newest
-    they are; their ids are 0 here. ``segments``: the tokens that have adapters.
+    Attributes:
+        request_ids: Requests of the step, in batch order.
+        token_ids: int64 ``[tokens]``. Unknown tokens have the ID 0.
+        positions: int64 ``[tokens]``.
+        attention: One entry per KV cache group.
+        sampling_requests: Indices of the requests that get a token.
+        logits_indices: Rows whose logits are needed: the last final token of each sampling request, and each of its drafts.
+        unknown: Indices of tokens that are not on the host yet, int64 ``[n]``.
+        unknown_rows: Rows of the batch whose newest tokens these are.
+        drafts: Drafted tokens of each sampling request, or None if no request has drafts.
+        segments: The tokens that have adapters.
     """
 
     request_ids: list[str]
@@ -33,7 +38,7 @@ class StepInputs:
 
     @property
     def sampling_ids(self) -> list[str]:
-        """The requests that get tokens."""
+        """IDs of the requests that get tokens."""
         return [self.request_ids[i] for i in self.sampling_requests]
 
     @property
@@ -49,7 +54,9 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of logits: of which request each is, and behind how many of its drafts, int64 ``[rows]``; None: behind none."""
+    """Rows of logits: the request of each row, and the number of drafts before it, int64 ``[rows]``. None means no
+    drafts.
+    """
 
     request_ids: list[str]
     offsets: IntArray | None
@@ -57,8 +64,11 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """Prompt tokens of a request that a step can score: ``rows`` of the flat batch, whose logits predict ``token_ids``.
-    ``count``: how many of the likeliest tokens to report beside each.
+    """Prompt tokens of a request that a step can score.
+
+    Attributes:
+        rows: Rows of the flat batch, whose logits predict ``token_ids``.
+        count: Number of most likely tokens to report for each.
     """
 
     request_id: str
@@ -69,8 +79,12 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens that were chosen and are not on the host yet: ``rows`` int64 ``[n]`` of the batch, the ``places`` of the tokens in
-    these, and the ``tenants`` that the rows had.
+    """Tokens that were chosen and are not on the host yet.
+
+    Attributes:
+        rows: Rows of the batch, int64 ``[n]``.
+        places: Positions of the tokens in these rows.
+        tenants: Number of requests that each row had had. It shows whether the row has changed its owner.
     """
 
     rows: IntArray

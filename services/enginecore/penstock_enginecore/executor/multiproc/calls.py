@@ -1,4 +1,4 @@
-"""The calls that workers were given and have not all answered, and those that take too long."""
+"""Calls to workers that are not yet answered by all, and detection of calls that take too long."""
 
 import contextlib
 import os
@@ -19,8 +19,13 @@ from penstock_enginecore.worker.failures import WorkersGone
 
 
 class Oldest(NamedTuple):
-    """The call that workers are at. ``waited``: seconds that they have had for it. ``timed``, ``limit``, ``computes``: see
-    ``Calls.begin``.
+    """The oldest unanswered call.
+
+    Attributes:
+        waited: Seconds since workers could start on it.
+        timed: See ``Calls.begin``.
+        limit: See ``Calls.begin``.
+        computes: See ``Calls.begin``.
     """
 
     waited: float
@@ -41,7 +46,7 @@ class _Call:
 
 
 class Calls:
-    """From any thread. Calls are numbered, and each worker answers in their order."""
+    """Tracks numbered calls, which each worker answers in order. Thread-safe."""
 
     def __init__(self, num_workers: int, clock: Clock = time.monotonic) -> None:
         self._num_workers = num_workers
@@ -57,10 +62,14 @@ class Calls:
     def begin(
         self, *, timed: bool, limit: float | None = None, computes: bool = False
     ) -> "tuple[int, Future[list[Any]]]":
-        """The next number, and what becomes of the call: the answers by worker, or the first error that came. Raises the error
-        of ``fail``. ``timed``: a step, which ends when all have answered; what is not ends with its first error, since others
-        may wait for the worker that had it. ``limit``: seconds for what is no step, None for as long as it takes.
-        ``computes``: of what may take as long as it needs, whether a worker computes all the time until it is over.
+        """Register a call. Returns its number, and a future with the answers by worker or the first error. Raises the
+        error of ``fail``.
+
+        Args:
+            timed: True for a step, which ends when all workers have answered. Other calls end with their first error,
+                because other workers may wait for the one that failed.
+            limit: Timeout in seconds for a call that is not a step, or None for no timeout.
+            computes: For a call without a timeout: whether some worker uses its processor all the time until the call ends.
         """
         with self._lock:
             if self._failed is not None:
@@ -72,7 +81,7 @@ class Calls:
             return self._last, call.future
 
     def answered(self, worker: int, number: int, answer: Any) -> None:
-        """A worker's answer; an Exception: the call failed there. Numbers that are not waited for are ignored."""
+        """Record a worker's answer. An Exception means that the call failed there. Unknown numbers are ignored."""
         with self._lock:
             call = self._calls.get(number)
             if call is None:
@@ -95,7 +104,7 @@ class Calls:
             call.future.set_result(call.answers)
 
     def fail(self, error: Exception) -> None:
-        """Nothing is answered any more: end every call, also those to come, with ``error``. The first one counts."""
+        """End every call, including future ones, with ``error``. The error of the first ``fail`` is used."""
         with self._lock:
             self._failed = self._failed or error
             self._failing.notify_all()
@@ -105,7 +114,7 @@ class Calls:
             call.future.set_exception(error)
 
     def check(self) -> None:
-        """Raise the error of ``fail``, if that was called."""
+        """Raise the error of ``fail`` if that was called."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -117,14 +126,14 @@ class Calls:
             return self._failed is not None
 
     def failed(self) -> Exception:
-        """The error of ``fail``, which was called or is about to be."""
+        """Return the error of ``fail``. Waits if ``fail`` is about to be called."""
         with self._lock:
             while self._failed is None:
                 self._failing.wait()
             return self._failed
 
     def oldest(self) -> Oldest | None:
-        """The oldest call that not all have answered, None when there is none."""
+        """Return the oldest unanswered call, or None if there is none."""
         with self._lock:
             call = next(iter(self._calls.values()), None)
             if call is None:
@@ -133,12 +142,12 @@ class Calls:
 
     @property
     def parted(self) -> bool:
-        """Whether a worker has not answered a call that has failed elsewhere: it may wait for the others."""
+        """Whether a worker has not answered a call that failed on another worker. It may be waiting for the others."""
         with self._lock:
             return bool(self._left_alone)
 
     def missing(self) -> set[int]:
-        """Workers that have not answered the oldest call."""
+        """Return the workers that have not answered the oldest call."""
         with self._lock:
             oldest = next(iter(self._calls.values()), None)
             return set() if oldest is None else set(oldest.missing)
@@ -148,8 +157,9 @@ T = TypeVar("T")
 
 
 def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
-    """The answer of all workers, which are those from ``first_rank`` on. Raises WorkersGone, naming a worker and what differs,
-    where they are not the same.
+    """Return the answer that all workers gave. ``first_rank`` is the rank of the first answer.
+
+    Raises WorkersGone if the answers differ, naming a worker and the difference.
     """
     first = answers[0]
     for rank, other in enumerate(answers, first_rank):
@@ -162,7 +172,7 @@ def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
 
 
 def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
-    """Where two values differ first."""
+    """Return the name of the first difference between two values, and both values there."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             if one.get(key) != other.get(key):
@@ -170,24 +180,26 @@ def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
     return name or "it", one, other
 
 
-# When workers have taken too long for a call, and where their threads are then.
+# Timeouts of calls, and stack traces of workers.
 
 _LOOK = 0.25
-"""Seconds between two looks at the states of workers that may take as long as they need."""
+"""Seconds between two checks of workers whose call has no timeout."""
 _IDLE_AT_LEAST = 60.0
-"""Seconds in which no worker computes, at least, before they are given up: a machine may have much else to do."""
+"""Minimum seconds without any worker computing before they are given up. The machine may be busy with other work."""
 _COMPUTED = 0.05
 """Seconds of processor time that show that workers compute."""
 
 
 class Overdue:
-    """A step has ``timeout`` seconds, a call with a limit has that. Any other may take as long as it needs, as one that loads a
-    model; so it is looked whether one of the workers is stopped, which never ends it. Where one of them should compute all the
-    time, it is also looked whether none does: then they wait for each other.
+    """Detects workers that hang.
+
+    A step has ``timeout`` seconds, and a call with a limit has that limit. Other calls, such as loading a model, have
+    no timeout. During such calls, a worker that is stopped by a signal is detected. If the call should use a processor
+    all the time, it is also detected when no worker does: then the workers wait for each other.
     """
 
     def __init__(self, timeout: float, oldest: Callable[[], Oldest | None], clock: Clock = time.monotonic) -> None:
-        """``oldest``: the call that the workers are at."""
+        """Detect hangs of the call that ``oldest`` returns."""
         self._timeout = timeout
         self._oldest = oldest
         self._clock = clock
@@ -195,7 +207,7 @@ class Overdue:
         self._computed = self._computed_at = 0.0
 
     def look_in(self) -> float:
-        """Seconds until ``reason`` may have one, 0 or less when it has."""
+        """Return the seconds until ``reason`` may have a result; 0 or less means now."""
         call = self._oldest()
         if call is None:
             return self._timeout
@@ -203,7 +215,7 @@ class Overdue:
         return _LOOK if limit is None else limit - call.waited
 
     def reason(self, pids: Sequence[int], first_rank: int = 0) -> str | None:
-        """Why the workers, processes from ``first_rank`` on, are given up; None when they are not."""
+        """Return why the workers, processes from ``first_rank`` on, are given up, or None if they are not."""
         call = self._oldest()
         limit = None if call is None else self._limit(call)
         if call is None or limit is not None:
@@ -218,7 +230,7 @@ class Overdue:
             return None
         if call.timed:
             return f"a step did not end within executor.step_timeout ({limit:g} s)"
-        return f"the workers did not do within {limit:g} s what they were told"
+        return f"the workers did not complete a call within {limit:g} s"
 
     def _limit(self, call: Oldest) -> float | None:
         return self._timeout if call.timed else call.limit
@@ -246,34 +258,35 @@ class Overdue:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal; False for one that has ended."""
+    """Return whether a process is stopped by a signal. False for one that has ended."""
     return _state(pid) == "T"
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has, waited for or not."""
+    """Return whether a process has ended, reaped or not."""
     return _state(pid) in ("", "Z", "X")
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter; empty where there is no such process."""
+    """Return the kernel's state letter, or '' if there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
-# Where the threads of workers are, which the workers write when they are asked to.
+# Stack traces, which workers write on request.
 
 DUMP_STACKS = signal.SIGUSR1
-"""Has a worker write where its threads are."""
+"""Signal on which a worker writes its stack traces."""
 _PATIENT, _QUIET = 1.0, 0.25
-"""Seconds without a word after which nothing more is waited for: until each worker that is not stopped has begun, and then."""
+"""Seconds without output before reading ends: until every running worker has written something, and after that."""
 _MOST = 64 * 1024
 
 
 def read_stacks(pipes: Sequence[int], pids: Sequence[int]) -> list[str]:
-    """Ask all workers, and read what they write. ``pipes``: a descriptor of each. Returns a text of each; one says so where
-    a worker has written nothing.
+    """Ask all workers for stack traces, and return the text of each. ``pipes`` has one descriptor for each worker.
+
+    If a worker writes nothing, its text says so.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

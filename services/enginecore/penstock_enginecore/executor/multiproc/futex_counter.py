@@ -1,8 +1,8 @@
-"""Counters in memory that processes share: advanced by one of them, and waited for by others.
+"""Counters in shared memory: one process advances a counter, and others wait for it.
 
-A counter is a word of 32 bits. Its lowest bit says that it is closed, the others count, round and round. Who waits looks at it
-for a moment and then sleeps on a futex. ``csrc/words.cpp`` does so where the package was built with a compiler; without, the
-same system calls are made from here.
+A counter is a 32-bit word. Its lowest bit means that it is closed; the other bits count modulo 2**31. A waiter spins
+for 50 microseconds, then sleeps on a futex. ``csrc/words.cpp`` implements this if the package was built with a
+compiler. Otherwise this module makes the same system calls.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from typing import NamedTuple, Protocol
 from penstock_common.errors import ConfigError
 
 SPIN = 50e-6
-"""Seconds that a word is looked at before its waiter sleeps."""
+"""Seconds that a waiter spins before it sleeps."""
 CLOSED = 1
 STEP = 2
-"""What a counter grows by."""
+"""Increment of a word when its counter grows by one."""
 
 _LIBRARY = Path(__file__).parents[2] / "native" / "kernels_baseline.so"
 _FUTEX = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-"""Numbers of the system call."""
+"""Numbers of the futex system call."""
 _WAKE, _WAIT_BITSET, _ANY = 1, 9, 0xFFFFFFFF
 _STRONGLY_ORDERED = ("x86_64", "amd64", "s390x")
 
 
 class Sleepers(NamedTuple):
-    """Words in which those who may sleep say that they do: ``number`` of them, ``stride`` bytes apart from ``address`` on."""
+    """Words in which waiters mark that they sleep: ``number`` words, ``stride`` bytes apart, starting at ``address``."""
 
     address: int
     number: int = 1
@@ -41,29 +41,32 @@ class Sleepers(NamedTuple):
 
 
 class Words(Protocol):
-    """Each address is that of a word in memory that is shared and lives as long as the call."""
+    """Operations on words. Each address is that of a word in shared memory that stays mapped during the call."""
 
     def load(self, address: int) -> int:
-        """The word. What its writer wrote before it is seen by whoever has seen the word."""
+        """Return the word. A process that sees a value also sees all that its writer wrote before it."""
 
     def add(self, address: int, count: int, sleepers: Sleepers) -> None:
-        """Advance the counter by ``count``, and wake who sleeps. One process at a time."""
+        """Advance the counter by ``count``, and wake sleeping waiters. Only one process at a time may do this."""
 
     def close(self, address: int, sleepers: Sleepers) -> None:
-        """Close the counter, and wake who sleeps. Its process, or another when that has ended."""
+        """Close the counter, and wake sleeping waiters. Called by its process, or by another one after that process has
+        ended.
+        """
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
-        """Wait until the word is not ``seen``; False when it still is at ``deadline``, in seconds of ``time.monotonic``.
-        ``sleeping``: the word in which this waiter says that it sleeps.
+        """Wait until the word differs from ``seen``. Returns False at ``deadline``, a time of ``time.monotonic``.
+
+        ``sleeping`` is the address of the word in which this waiter marks that it sleeps.
         """
 
 
 class NativeWords:
-    """By the library. A call releases the interpreter's lock, except those that cannot wait."""
+    """Implementation by the C++ library. Calls that can wait release the interpreter lock."""
 
     def __init__(self, path: Path | None = None, spin: float = SPIN) -> None:
-        """``path``: of another library than the package's. Raises OSError where it is not there, AttributeError where it was
-        built from other sources.
+        """Load the library, or another one at ``path``. Raises OSError if it does not exist, AttributeError if it has
+        another version.
         """
         self.path = path = path or _LIBRARY
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -74,7 +77,7 @@ class NativeWords:
             holding.penstock_word_close,
         )
         self._wait = releasing.penstock_word_wait
-        _ = holding.penstock_ring_put  # what is built with it
+        _ = holding.penstock_ring_put  # check that the ring functions exist, too
         self._load.argtypes, self._load.restype = (pointer,), ctypes.c_uint32
         self._add.argtypes, self._add.restype = (pointer, ctypes.c_uint32, pointer, number, number), None
         self._close.argtypes, self._close.restype = (pointer, pointer, number, number), None
@@ -98,18 +101,18 @@ class NativeWords:
                 return False
             if code != errno.EINTR:
                 raise OSError(code, f"a futex cannot be waited for: {os.strerror(code)}")
-            spin = 0  # the signal's handler runs between two calls
+            spin = 0  # Python runs the signal's handler between two calls.
         return True
 
 
 class PlainWords:
-    """By libc's ``syscall``: who waits sleeps at once, and each advance makes a system call."""
+    """Implementation by libc's ``syscall``. Waiters sleep at once, and each advance makes a system call."""
 
     class _Time(ctypes.Structure):
         _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
     def __init__(self) -> None:
-        """Raises ConfigError where the system has no futex."""
+        """Raises ConfigError if the system has no futexes."""
         machine = platform.machine().lower()
         if sys.platform != "linux" or machine not in _FUTEX:
             raise ConfigError(
@@ -118,7 +121,7 @@ class PlainWords:
         self._number = ctypes.c_long(_FUTEX[machine])
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._ordered = machine in _STRONGLY_ORDERED
-        self._lock = threading.Lock()  # of one process' threads, one closes while another adds
+        self._lock = threading.Lock()  # one thread of a process may close while another adds
 
     def load(self, address: int) -> int:
         value = ctypes.c_uint32.from_address(address).value
@@ -140,8 +143,8 @@ class PlainWords:
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
         asleep = ctypes.c_uint32.from_address(sleeping)
-        asleep.value = 1  # for writers that look at it
-        self._libc.getppid()  # it is there before the word is looked at
+        asleep.value = 1  # for writers that read this word
+        self._libc.getppid()  # a fence: the mark must be visible before the word is read
         try:
             return self._sleep(address, seen, deadline)
         finally:
@@ -168,12 +171,14 @@ class PlainWords:
 
     def _fence(self) -> None:
         if not self._ordered:
-            self._libc.getppid()  # gives up the interpreter's lock and takes it again: a release, then an acquire
+            self._libc.getppid()  # releases and acquires the interpreter lock, which acts as a fence
 
 
 @functools.cache
 def shared_words() -> Words:
-    """The library's where there is one. Raises ConfigError where the system has no futexes."""
+    """Return the library's implementation if available, otherwise the plain one. Raises ConfigError if the system has
+    no futexes.
+    """
     plain = PlainWords()
     with contextlib.suppress(OSError, AttributeError):
         return NativeWords()
@@ -181,5 +186,5 @@ def shared_words() -> Words:
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """When ``timeout`` seconds are over; None: never."""
+    """Return the time at which ``timeout`` seconds are over, or None for no timeout."""
     return None if timeout is None else time.monotonic() + timeout

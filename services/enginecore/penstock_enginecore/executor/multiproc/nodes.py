@@ -1,4 +1,4 @@
-"""Workers on several nodes: the engine's side, a node's side, and where they find each other."""
+"""Workers on several nodes: the engine's side, the other nodes' side, and their addresses."""
 
 import asyncio
 import logging
@@ -30,14 +30,16 @@ from penstock_enginecore.rpc.node_listener import NodeListener
 from penstock_enginecore.worker.failures import WorkersGone
 from penstock_enginecore.worker.messages import Node
 
-# Where the workers of several nodes find each other, and at which addresses.
+# Meeting points and addresses of the workers of several nodes.
 
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
 def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
-    """A store at a free port of that IP address, which processes of other hosts that know the secret reach until it is closed.
-    Raises ConfigError where this host has no such address.
+    """Start a store on a free port of an IP address. Processes of other hosts that know the secret can reach it until
+    it is closed.
+
+    Raises ConfigError if this host does not have the address.
     """
     try:
         return MeetingServer(address, secret)
@@ -46,8 +48,10 @@ def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
 
 
 def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
-    """Return the secret by which the stages of all nodes recognize each other. ``address``: where those of this one listen.
-    Raises ConfigError where there is none and others can reach the address, and where its file is wrong.
+    """Return the secret with which the stages of all nodes authenticate each other, or None.
+
+    Raises ConfigError if there is no secret although other hosts can reach ``address``, on which this node's stages
+    listen. Also raises ConfigError if the secret's file is invalid.
     """
     secret = load_secret(config.parallel.secret_file)
     check_internal_port(address, field="executor.nodes.address", has_secret=secret is not None)
@@ -55,7 +59,9 @@ def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
 
 
 def own_address(configured: str, host: str) -> str:
-    """The IP address at which other nodes reach the engine's. ``host``: what its server listens on. Raises ConfigError."""
+    """Return the IP address at which other nodes reach the engine's. ``host`` is its server's listen address. Raises
+    ConfigError.
+    """
     if configured or host not in _ANYWHERE:
         return configured or host
     name = socket.getfqdn()
@@ -69,7 +75,7 @@ def own_address(configured: str, host: str) -> str:
 
 
 def address_towards(leader: str, port: int) -> str:
-    """The IP address from which this host reaches the engine's. Raises ConfigError."""
+    """Return the IP address from which this host reaches the engine's. Raises ConfigError."""
     host, number = addresses.split(addresses.with_default_port(leader, port))
     try:
         family, _, _, _, there = socket.getaddrinfo(host, number, type=socket.SOCK_DGRAM)[0]
@@ -80,13 +86,13 @@ def address_towards(leader: str, port: int) -> str:
         raise ConfigError(f"executor.nodes.leader is {leader!r}, which cannot be reached: {e}") from None
 
 
-# A node from start to end: the host of workers of which the engine is elsewhere.
+# A node from start to end: it hosts workers of an engine on another host.
 
 log = get_logger()
 
 
 def check(config: EngineCoreConfig) -> None:
-    """Raise ConfigError for settings with which a process cannot be a node beside the engine's."""
+    """Raise ConfigError for settings with which a process cannot be a node of an engine on another host."""
     nodes = config.executor.nodes
     if nodes.size == 1:
         raise ConfigError(
@@ -101,8 +107,12 @@ def check(config: EngineCoreConfig) -> None:
 
 
 def run(config: EngineCoreConfig, module: str = MODULE) -> None:
-    """Serve until the engine ends. ``module``: what worker processes run. Raises ConfigError, RequestFailed with what the engine
-    has against this node or ended with, and WorkersGone.
+    """Serve until the engine ends. ``module`` is the program of the worker processes.
+
+    Raises:
+        ConfigError: The settings do not fit.
+        RequestFailed: The engine refused this node, or ended with an error.
+        WorkersGone: The workers of this node have ended.
     """
     check(config)
     configure(config.log, service="enginecore-node")
@@ -113,11 +123,11 @@ def run(config: EngineCoreConfig, module: str = MODULE) -> None:
 async def _serve(config: EngineCoreConfig, module: str) -> None:
     nodes = config.executor.nodes
     address = nodes.address or address_towards(nodes.leader, nodes.port)
-    secret_of(config, address)  # refused here, and not when its workers have started
+    secret_of(config, address)  # check the secret before any worker starts
     client = NodeClient(config)
     attached = await client.attach()
     log.info("attached", engine=attached.engine_id, node=nodes.index)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the engine drains, for which it needs this node
+    for number in (signal.SIGTERM, signal.SIGINT):  # The engine drains before it stops, and needs this node meanwhile.
         asyncio.get_running_loop().add_signal_handler(number, _leave_it_to_the_engine)
     count = config.executor.num_workers // nodes.size
     node = Node(nodes.index * count, count, attached.meeting, address)
@@ -141,13 +151,13 @@ def _leave_it_to_the_engine() -> None:
 
 
 class NodeWorkers:
-    """The workers of this node, as the engine's session with it says. ``error``: why they have ended."""
+    """The workers of this node, controlled by the engine's session. ``error`` is the reason why they have ended."""
 
     def __init__(self, config: EngineCoreConfig, node: Node, client: NodeClient, module: str) -> None:
         self._client = client
         self._timeout = config.executor.step_timeout
         self.error: WorkersGone | None = None
-        # Which calls run is the engine's to know: it is only looked whether a worker is stopped.
+        # Only the engine knows which calls run. Here, only stopped workers are detected.
         overdue = Overdue(self._timeout, lambda: Oldest(0.0, timed=False, limit=None))
         self._workers = Workers(config, client.answer, self._fail, overdue, module, node=node)
 
@@ -155,9 +165,9 @@ class NodeWorkers:
         try:
             self._workers.write(message, self._timeout)
         except RingTimeout as e:
-            self._fail(WorkersGone(f"the workers do not read what they are told: {e}"))
+            self._fail(WorkersGone(f"the workers do not read their messages: {e}"))
         except RingClosed:
-            return  # one has ended, which is told of
+            return  # a worker has ended, which is reported separately
 
     def expect_ends(self) -> None:
         self._workers.expect_ends()
@@ -180,13 +190,13 @@ class NodeWorkers:
 logger = logging.getLogger(__name__)
 
 _STACKS_WITHIN = 3.0
-"""Seconds that nodes have to say where their workers are."""
+"""Timeout in seconds for stack traces from other nodes."""
 
 
 class SpreadWorkers:
-    """``Workers`` of this node and of others, which attach to it. The end of one ends all of them.
+    """``Workers`` of this node and of other nodes, which attach to it. If one worker ends, all are ended.
 
-    A node's answers are heard on a thread of its own, so that one that waits holds up no other and not what comes over the net.
+    Each node's answers are handled on a separate thread, so that a slow one delays neither other nodes nor the network.
     """
 
     def __init__(
@@ -197,7 +207,10 @@ class SpreadWorkers:
         overdue: Overdue,
         module: str = MODULE,
     ) -> None:
-        """See ``Workers``. Raises ConfigError when the port for nodes is taken, no node could reach this one, or all could."""
+        """Start to listen for nodes, and start the workers of this node. See ``Workers``.
+
+        Raises ConfigError if the port for nodes is in use, if no node could reach this one, or if any host could.
+        """
         self._nodes = nodes = config.executor.nodes
         self._hear, self._failed = hear, failed
         self._changed = threading.Condition()
@@ -233,11 +246,11 @@ class SpreadWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Of this node's."""
+        """Process IDs of this node's workers."""
         return self._local.pids
 
     def wait(self, progress: Progress) -> None:
-        """Until all nodes have attached. Raises WorkersGone where they have not within ``executor.nodes.timeout``."""
+        """Wait until all nodes have attached. Raises WorkersGone if one has not after ``executor.nodes.timeout``."""
         if self._missing():
             progress(f"waiting for {self._missing()} of {self._nodes.size}")
         with self._changed:
@@ -254,7 +267,7 @@ class SpreadWorkers:
             raise self._error
 
     def write(self, message: bytes, timeout: float) -> None:
-        """Tell all workers. See ``Workers``."""
+        """Send a call to all workers. See ``Workers``."""
         self._listener.call(message)
         self._local.write(message, timeout)
 
@@ -263,11 +276,11 @@ class SpreadWorkers:
         self._local.expect_ends()
 
     def look_again(self) -> None:
-        """Look when the call that has just begun will be overdue."""
+        """Recompute the deadline, because a call has begun."""
         self._local.look_again()
 
     def has_ended(self, within: float) -> bool:
-        """Return if a worker has ended, or ends within so many seconds."""
+        """Return whether a worker has ended, or ends ``within`` so many seconds."""
         return self._local.has_ended(within, self._gone)
 
     def end(self, *, told: bool) -> None:
@@ -281,7 +294,7 @@ class SpreadWorkers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # What nodes say, on the listener's thread.
+    # Messages from nodes, on the listener's thread.
 
     def attached(self, index: int) -> None:
         with self._changed:
@@ -311,9 +324,9 @@ class SpreadWorkers:
                 continue
             try:
                 self._hear(*said)
-            except Exception as e:  # whoever waits for its answers must not wait on
+            except Exception as e:  # Callers that wait for answers must not wait forever.
                 logger.exception("node %d cannot be heard", index)
-                self._fail_here(WorkersGone(f"what node {index} says cannot be read: {e}"))
+                self._fail_here(WorkersGone(f"answers of node {index} cannot be read: {e}"))
                 self._local.end(told=False)
 
     def _fail_here(self, error: WorkersGone) -> None:

@@ -1,4 +1,4 @@
-"""A worker process' side of what is between it and the engine, and when it reports what it does."""
+"""A worker process's channel to the engine, and the timing of its reports."""
 
 import faulthandler
 import os
@@ -19,8 +19,10 @@ from penstock_enginecore.worker.messages import Start, decode_call
 
 
 def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
-    """What the worker was told, where its calls come from and where its answers go. From here on the process ends with the
-    engine, leaves signals to it, and says where its threads are when it is asked. ``descriptor``: of a file with a ``Start``.
+    """Read the worker's ``Start`` message from a file, and open its channels: the messages from and to the engine.
+
+    After this call, the process ends with the engine, ignores signals that the engine handles, and dumps stack traces
+    on request. ``descriptor`` is that of the file.
     """
     with os.fdopen(descriptor, "rb") as file:
         start = msgspec.msgpack.decode(file.read(), type=Start)
@@ -37,20 +39,20 @@ def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
 
 
 def _end_with(engine: int) -> None:
-    """Wait for the end of who holds the other end of the pipe, and end at once."""
+    """Wait until the process at the other end of the pipe has ended, and exit at once."""
     os.read(engine, 1)
     os._exit(1)
 
 
-# When a worker says what it does, and how long steps take to reach it.
+# Reports of a worker, and the time that steps take to reach it.
 
 _INTERVAL = 1.0
-"""Seconds between two reports, at least."""
+"""Minimum seconds between two reports."""
 _SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
 class WorkerReports:
-    """Reports are due while something has changed since the last: a worker that waits for calls is not woken for nothing."""
+    """Decides when reports are due. A report is due only if something has changed, so an idle worker is not woken."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,12 +65,13 @@ class WorkerReports:
         self._last_ended = self._computed = 0.0
 
     def waits(self) -> None:
-        """The worker is ready for a call."""
+        """Record that the worker is ready for a call."""
         self._waiting_since = self._clock()
 
     def received(self, sent: float) -> float:
-        """A step is there that was ``sent`` at that time. What the worker still had to do before is not the step's way. When that
-        was.
+        """Record that a step arrived that was sent at ``sent``. Returns the current time.
+
+        The measured latency starts when the worker was ready, so it excludes the worker's earlier work.
         """
         now = self._clock()
         self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
@@ -76,22 +79,22 @@ class WorkerReports:
         return now
 
     def computed(self, began: float) -> None:
-        """A part of a step that began then is over."""
+        """Record that a part of a step, which began at ``began``, is complete."""
         if self._first_began is None:
             self._first_began = began
         self._last_ended = self._clock()
         self._computed += self._last_ended - began
 
     def changed(self) -> None:
-        """There is something to tell."""
+        """Record that there is something to report."""
         self._changed = True
 
     def due_in(self) -> float | None:
-        """Seconds until the next report; 0 for one that is due, None when there is nothing to tell."""
+        """Return the seconds until the next report, 0 if it is due, or None if there is nothing to report."""
         return max(self._next - self._clock(), 0.0) if self._changed else None
 
     def report(self, stats: WorkerStats) -> WorkerStats:
-        """``stats`` with what is known here. The next report is due an interval later."""
+        """Return ``stats`` with the values known here. The next report is due after the interval."""
         self._next = self._clock() + _INTERVAL
         self._changed = False
         return msgspec.structs.replace(
@@ -99,7 +102,7 @@ class WorkerReports:
         )
 
     def _stage_idle(self, waited: float | None) -> float | None:
-        """Since the report before: of the time from the first step's begin to the last one's end."""
+        """Return the idle fraction since the last report, from the first step's begin to the last step's end."""
         began, self._first_began = self._first_began, None
         computed, self._computed = self._computed, 0.0
         if waited is None:

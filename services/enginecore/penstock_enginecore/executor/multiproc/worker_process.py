@@ -1,6 +1,8 @@
-"""A worker as a process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited descriptor.
+"""A worker as a process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited
+descriptor.
 
-Its main thread does what the ring says, one call after the other. It ends with the engine, however that ends.
+Its main thread executes the calls from the ring, one after the other. The process ends when the engine ends, for any
+reason.
 """
 
 import os
@@ -49,18 +51,18 @@ _FAILED_BEFORE = RuntimeError("a step before this one failed")
 
 
 class WorkerLoop:
-    """Does the calls of an engine, and answers them."""
+    """Executes the calls of an engine, and answers them."""
 
     def __init__(
         self, config: WorkerConfig, calls: RingReader, answers: RingWriter, make_reader: MakeReader | None = peft_reader
     ) -> None:
-        """``make_reader``: of LoRA adapters; None: none are read."""
+        """Set up without loading the model. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
         self._config = config
         self._make_reader = make_reader
         self._loads = LoadsUnderWay()
         self._copies = CopiesUnderWay()
         self._part_starts = 0
-        """Bytes of a block that are those of the workers before this one."""
+        """Offset of this worker's part of a block, in bytes: the size of the parts of lower ranks."""
         self._calls = calls
         self._answers = answers
         self._worker: Worker | None = None
@@ -70,7 +72,7 @@ class WorkerLoop:
         self._stopped = False
 
     def run(self) -> None:
-        """Until ``shutdown`` is called. Raises RingClosed when the engine has gone."""
+        """Run until ``shutdown`` is called. Raises RingClosed if the engine has ended."""
         while not self._stopped:
             self._reports.waits()
             self._take_loras()
@@ -105,7 +107,7 @@ class WorkerLoop:
                     self._made().loras.remove(digest)
 
     def _patience(self) -> float | None:
-        """Seconds until there is something to do without a call."""
+        """Return the seconds until there is work without a call, or None."""
         times = (
             self._reports.due_in(),
             self._loads.LOOK if self._loads else None,
@@ -125,7 +127,8 @@ class WorkerLoop:
     def _answer(self, answer: Answer) -> None:
         self._answers.write(encode(answer))
 
-    # Steps. None follows a failed one: the requests' rows may be half written, and their blocks another's.
+    # Steps. After a failed step, later steps are refused: the requests' rows may be half written, and their blocks may
+    # belong to others.
 
     def _execute(self, step: SchedulerOutput) -> None:
         try:
@@ -150,7 +153,7 @@ class WorkerLoop:
                 return Sampled(number, digest, output if self._config.tells_tokens else None)
         return Raised(number, Failure.of(error))
 
-    # Everything else.
+    # Other calls.
 
     def _invoked(self, call: Invoke) -> Answer:
         methods: dict[str, Callable[[bytes], Any]] = {
@@ -186,7 +189,9 @@ class WorkerLoop:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
 
     def _block_facts(self, argument: bytes) -> BlockFacts:
-        """``argument``: bytes of the parts of all workers, once they are known."""
+        """Describe this worker's part of a block. ``argument`` has the sizes of all workers' parts, once they are
+        known.
+        """
         if argument:
             self._part_starts = sum(msgspec.msgpack.decode(argument, type=list[int])[: self._config.rank])
         return self._made().block_facts()
@@ -212,7 +217,12 @@ class WorkerLoop:
 
 
 def main(descriptor: int, make_reader: MakeReader | None = peft_reader) -> NoReturn:
-    """Ends the process. ``descriptor``: of a file with a ``Start``. ``make_reader``: of LoRA adapters; None: none are read."""
+    """Run a worker, and exit the process.
+
+    Args:
+        descriptor: Descriptor of a file with a ``Start`` message.
+        make_reader: Creates the reader of LoRA adapters, or None to disable them.
+    """
     start, calls, answers = open_channel(descriptor)
     config = start.config
     configure(config.engine.log, service=f"enginecore-worker-{config.rank}")
@@ -223,11 +233,9 @@ def main(descriptor: int, make_reader: MakeReader | None = peft_reader) -> NoRet
     try:
         loop.run()
     except RingClosed:
-        code = 1  # the engine has gone, or has given this worker up
+        code = 1  # the engine has ended, or has given up this worker
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # native libraries may have threads that do not end, and what the loop holds is not to be taken apart
+    os._exit(code)  # Native libraries may have threads that do not end, so skip the interpreter's shutdown.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The worker processes of an engine: started, heard, watched and ended."""
+"""The worker processes of an engine: starting, receiving answers, watching and ending."""
 
 import logging
 import os
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 MODULE = "penstock_enginecore.executor.multiproc.worker_process"
 LAST_MOMENT = 10.0
-"""Seconds that workers have to end by themselves."""
+"""Seconds that workers have to stop by themselves."""
 
 Hear = Callable[[int, bytes], None]
-"""Called with a worker's rank and what it says, an ``Answer``, on a thread of that worker's."""
+"""Called with a worker's rank and its ``Answer``, encoded, on a thread of that worker."""
 Stacks = Callable[[], Mapping[int, str]]
-"""Where the threads of workers are, by rank."""
+"""Returns stack traces of workers' threads, by rank."""
 
 
 def _nobody() -> dict[int, str]:
@@ -39,7 +39,7 @@ def _nobody() -> dict[int, str]:
 
 
 class _Process:
-    """One worker: its process, a pidfd of it, and the engine's ends of what is between them."""
+    """One worker: its process, a pidfd of the process, and the engine's ends of their channels."""
 
     def __init__(self, module: str, config: WorkerConfig, calls: int) -> None:
         answers = ANSWERS.create(1)
@@ -58,13 +58,14 @@ class _Process:
         self.pidfd = os.pidfd_open(self.popen.pid)
         self.answers = RingReader(self.memory)
         for descriptor in (self.engine, self.stacks, self.pidfd):
-            # Not at the interpreter's exit: the workers end with the engine whatever it closes.
+            # Do not close at the interpreter's exit: the workers end with the engine whatever it closes.
             weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class Workers:
-    """The worker processes of this node, which all read the same calls. A thread of theirs starts them and lives as long as they
-    do: they die with it.
+    """The worker processes of this node, which all read the same calls.
+
+    A thread of this class starts them. They die with that thread.
     """
 
     def __init__(
@@ -78,9 +79,17 @@ class Workers:
         node: Node | None = None,
         elsewhere: Stacks = _nobody,
     ) -> None:
-        """``failed`` is called once, when a worker has ended that was not told to, or ``overdue`` says that a call takes too
-        long: all workers have been killed, or are about to. ``node``: this one, where there are several, whose workers say
-        ``elsewhere`` where they are. Raises OSError when a process cannot be started.
+        """Start the processes. Raises OSError if a process cannot be started.
+
+        Args:
+            config: Config of the engine.
+            hear: Receives the workers' answers.
+            failed: Called once, when a worker has ended unexpectedly or ``overdue`` reports a call. All workers were killed,
+                or are about to be.
+            overdue: Detects calls that take too long.
+            module: Program of the worker processes.
+            node: This node, if there are several.
+            elsewhere: Returns stack traces of workers on other nodes.
         """
         self._hear, self._failed, self._overdue, self._elsewhere = hear, failed, overdue, elsewhere
         self._first_rank, num_workers = (
@@ -107,26 +116,35 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """By rank, from the node's first on."""
+        """Process IDs by rank, starting with the node's first rank."""
         return [each.popen.pid for each in self._processes]
 
     def wait(self, progress: Progress) -> None:
-        """Until the workers of all nodes can be told something."""
+        """Wait until the workers of all nodes accept calls."""
 
     def write(self, message: bytes, timeout: float) -> None:
-        """Tell all of them. Raises RingTimeout where one does not read for ``timeout`` seconds, RingClosed when one has ended."""
+        """Send a call to all workers.
+
+        Raises:
+            RingTimeout: A worker does not read for ``timeout`` seconds.
+            RingClosed: A worker has ended.
+        """
         self._calls.write(message, timeout)
 
     def expect_ends(self) -> None:
-        """Workers are about to be told to stop: the first may have ended while others still do so."""
+        """Expect workers to end, because they are about to be stopped. The first may end while others are still
+        stopping.
+        """
         self._told = True
 
     def look_again(self) -> None:
-        """A call has begun that is no step: see when it will be overdue."""
+        """Recompute the deadline, because a call other than a step has begun."""
         os.eventfd_write(self._wake, 1)
 
     def has_ended(self, within: float, *others: int) -> bool:
-        """Whether a worker has ended, or does ``within`` so many seconds. ``others``: descriptors that say so of other nodes."""
+        """Return whether a worker has ended, or ends ``within`` so many seconds. ``others`` are descriptors that signal
+        this on other nodes.
+        """
         poll = select.poll()
         for other in others:
             poll.register(other, select.POLLIN)
@@ -135,7 +153,7 @@ class Workers:
         return bool(poll.poll(1000 * within))
 
     def end(self, *, told: bool) -> None:
-        """End the workers; those that have been told to stop have a moment for it. Idempotent."""
+        """End the workers. Workers that were told to stop get some time for it. Idempotent."""
         self._told = told
         self._ending.set()
         os.eventfd_write(self._wake, 1)
@@ -187,12 +205,12 @@ class Workers:
                 self._hear(rank, bytes(process.answers.read()))
         except RingClosed:
             return
-        except Exception as e:  # whoever waits for its answers must not wait on
+        except Exception as e:  # Callers that wait for answers must not wait forever.
             logger.exception("worker %d cannot be heard", rank)
-            self._failed(WorkersGone(f"what worker {rank} says cannot be read: {e}"))
+            self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:
-        """What ended the workers; None when they were told to end."""
+        """Wait until the workers end. Returns the reason, or None if they were told to end."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for process in self._processes:
@@ -211,14 +229,14 @@ class Workers:
                     poll.unregister(process.pidfd)
             if reason := self._overdue.reason(self.pids, self._first_rank):
                 for rank, text in {**self.stacks(), **self._elsewhere()}.items():
-                    logger.error("worker %d is here:\n%s", rank, text)
+                    logger.error("stack traces of worker %d:\n%s", rank, text)
                 return WorkersGone(reason)
         if self._told:
             self._wait_for_ends()
         return None
 
     def stacks(self) -> dict[int, str]:
-        """Where the threads of the workers are, by rank."""
+        """Return stack traces of the workers' threads, by rank."""
         texts = read_stacks([each.stacks for each in self._processes], self.pids)
         return dict(enumerate(texts, self._first_rank))
 
@@ -233,7 +251,7 @@ class Workers:
                 )
 
     def _kill(self) -> None:
-        """End all processes. Whoever waits for one of them is told."""
+        """End all processes, and wake the threads that wait for them."""
         for process in self._processes:
             process.popen.kill()
         self._memory.close_writer()
@@ -244,7 +262,7 @@ class Workers:
 
 
 def _exchanges(config: EngineCoreConfig, num_stages: int) -> list[int]:
-    """Descriptors of the memory in which the workers of a stage exchange what they computed; none where that goes over gloo."""
+    """Return descriptors of the shared memory in which the workers of a stage exchange results. Empty if they use gloo."""
     executor = config.executor
     if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
         return []

@@ -139,7 +139,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     ("timed", "limit", "seconds", "text"),
     [
         (True, None, TIMEOUT, r"a step did not end within executor.step_timeout \(30 s\)"),
-        (False, 10.0, 10.0, "did not do within 10 s"),
+        (False, 10.0, 10.0, "did not complete a call within 10 s"),
     ],
 )
 def test_a_call_is_overdue_at_its_limit(

@@ -220,7 +220,7 @@ def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_
         executor.execute_model(step(2))
         with pytest.raises(WorkersGone, match=r"a step did not end within executor.step_timeout \(1 s\)"):
             executor.sample_tokens().result(PATIENCE)
-    stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
+    stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
     assert told in stacks[1]
     assert "in read" in stacks[0]  # it waits for what comes next
 
@@ -234,7 +234,7 @@ def test_workers_that_wait_for_ever_before_the_first_step_end_all_and_the_log_sa
         monkeypatch.setattr(overdue, "_IDLE_AT_LEAST", 1.0)  # not before: on a busy machine workers take long to start
         with pytest.raises(WorkersGone, match="no worker has computed anything for 1 s, while the model was loaded"):
             getattr(executor, method)()
-    stacks = {record.args[0]: record.args[1] for record in caplog.records if "is here" in record.getMessage()}
+    stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
     assert "in in_a_collective" in stacks[1]
 
 
@@ -280,7 +280,7 @@ def test_workers_that_wait_for_one_that_failed_are_not_waited_for() -> None:
 def test_a_worker_that_cannot_be_understood_ends_all() -> None:
     with executor_of(Misdeed(rank=1, when="sample", does="babble")) as executor:
         executor.execute_model(step(1))
-        with pytest.raises(WorkersGone, match="what worker 1 says cannot be read"):
+        with pytest.raises(WorkersGone, match="answers of worker 1 cannot be read"):
             executor.sample_tokens().result(PATIENCE)
 
 
