@@ -211,7 +211,7 @@ async def test_an_engine_that_skips_tokens_is_treated_as_lost(
     await b.until(lambda e: len(e.running) == 2)
     b.step()
     assert all(await asyncio.gather(*readers))
-    assert "goes on at token 1, not 0" in capsys.readouterr().out
+    assert "continues at token 1, expected 0" in capsys.readouterr().out
 
 
 async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(model: Path) -> None:
@@ -664,7 +664,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         frontend.frontend._engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
-    assert "the coordinator does not list the engine; its connection holds" in said
+    assert "the coordinator does not list the engine; its connection is open" in said
     assert "the coordinator does not list it, and it does not answer within 1 s" in said
 
 

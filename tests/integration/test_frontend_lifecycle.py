@@ -106,7 +106,7 @@ async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(manua
         error = await reader
         assert isinstance(error, Unavailable)
         assert error.reason == "SHUTTING_DOWN"
-        assert error.message == "this frontend is shutting down: drain_timeout of 0.05 s is over"
+        assert error.message == "this frontend is shutting down: the drain_timeout of 0.05 s has passed"
         await frontend.running
         await manual.until(lambda e: not e.running)
 
@@ -118,7 +118,7 @@ async def test_a_second_signal_ends_what_runs(manual: FakeEngine, model: Path) -
         frontend.frontend.stop()
         frontend.frontend.stop()
         error = await reader
-        assert error.message == "this frontend is shutting down: it was told to stop twice"
+        assert error.message == "this frontend is shutting down: the process was told to stop twice"
         await frontend.running
 
 
@@ -128,7 +128,7 @@ async def test_a_drain_that_is_too_short_to_move_connections_is_warned_of(
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=60.0)
     async with FrontendServer(model, engines=["127.0.0.1:1"], server=server, drain_timeout=60.0):
         pass
-    assert "drain_timeout is too short for clients to have left" in capsys.readouterr().out
+    assert "drain_timeout is too short for all clients to move" in capsys.readouterr().out
 
 
 async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:

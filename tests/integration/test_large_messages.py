@@ -220,7 +220,7 @@ async def test_a_mixed_prompt_that_would_grow_beyond_a_message_is_refused() -> N
             pair.session.add(asked("r", embeds=embeds))
             (refused,) = await pair.until_ended("r")
     assert refused.error is not None
-    assert refused.error.message == f"the vectors of the prompt have 4000000 bytes; engines take up to {LIMIT}"
+    assert refused.error.message == f"the embeddings of the prompt have 4000000 bytes; engines take up to {LIMIT}"
 
 
 async def test_a_frontend_that_does_not_say_what_it_takes_gets_vectors_inline(serve: Serve) -> None:

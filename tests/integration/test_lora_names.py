@@ -92,14 +92,14 @@ async def test_engines_are_told_which_adapter_a_request_names(rig: Rig, fields: 
 async def test_two_names_are_refused(rig: Rig) -> None:
     error = await failure(rig.frontend.generate(model="pirate", lora="poet"))
     assert isinstance(error, InvalidArgument)
-    assert error.message == "lora is 'poet' and model is 'pirate': both name an adapter, and not the same"
+    assert error.message == "lora is 'poet' and model is 'pirate': they name two different adapters"
     assert error.field == "lora"
 
 
 async def test_what_there_is_not_is_answered_with_the_nearest_name(rig: Rig) -> None:
     error = await failure(rig.frontend.generate(lora="priate"))
     assert isinstance(error, NotFound)
-    assert error.message == "lora is 'priate', which is no LoRA adapter; there are 2; did you mean 'pirate'?"
+    assert error.message == "lora is 'priate', which is not a LoRA adapter; there are 2; did you mean 'pirate'?"
     error = await failure(rig.frontend.generate(model="poeta"))
     assert isinstance(error, NotFound)
     assert error.message == "model is 'poeta'; known: model and 2 LoRA adapters; did you mean 'poet'?"
@@ -319,7 +319,7 @@ async def test_names_are_bounded(rig: Rig) -> None:
 async def test_what_the_configuration_names_is_not_unloaded(rig: Rig) -> None:
     error = await failure(rig.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="poet")))
     assert isinstance(error, FailedPrecondition)
-    assert error.message == "name is 'poet', which the configuration gives: remove it there"
+    assert error.message == "name is 'poet', which is defined in the configuration; remove it there"
 
 
 @pytest.mark.parametrize("name", ["poet", "new"])

@@ -1,1 +1,1 @@
-"""The process: how the frontend is assembled, listens, drains and stops."""
+"""The frontend process: assembly, servers, drain and shutdown."""

@@ -1,4 +1,4 @@
-"""The frontend process: what it is made of, and how it starts and stops."""
+"""Lifecycle of the frontend process."""
 
 import asyncio
 import signal
@@ -25,20 +25,21 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
-"""Seconds that calls have to deliver their last status when the servers stop."""
+"""Seconds for calls to deliver their last status when the servers stop."""
 _LOOK_INTERVAL = 0.25
-"""Seconds between two looks at what a draining frontend still has."""
+"""Seconds between two checks whether a draining frontend is done."""
 
 
 class Frontend:
-    """Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, ``shutdown``.
+    """A frontend process. Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, then ``shutdown``.
 
-    What its health says is told in ``readiness.py``. The first ``stop`` drains: the frontend serves on, its clients are moved to
-    others, and when nothing can come any more, or after ``drain_timeout``, it ends. A second ``stop`` ends the draining.
+    ``Readiness`` decides about its health status. The first ``stop`` starts a drain: the frontend keeps serving while
+    its clients move to other frontends. It ends when no more calls can arrive, or after ``drain_timeout``. A second
+    ``stop`` ends the drain at once.
     """
 
     def __init__(self, config: FrontendConfig) -> None:
-        """Reads the model's files, which may take long. Raises ConfigError."""
+        """Read the model's files, which may take long. Raises ConfigError."""
         self._config = config
         self._changed = asyncio.Event()
         self._stopping = False
@@ -127,7 +128,7 @@ class Frontend:
         return self._servers.http.port
 
     async def startup(self) -> None:
-        """Listen, and begin to look for engines. Raises ConfigError when a port is taken."""
+        """Start to listen and to connect to engines. Raises ConfigError if a port is in use."""
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
         if self._directory is not None:
@@ -149,18 +150,18 @@ class Frontend:
         )
 
     def _essential(self) -> list[asyncio.Task[None]]:
-        """The tasks without which the frontend is no use, whatever its health says."""
+        """Return the tasks without which the frontend cannot work. The liveness check watches them."""
         tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
         return [task for task in tasks if task is not None]
 
     def apply(self, config: FrontendConfig) -> None:
-        """Take from ``config`` what is read anew. Requests in flight go on, whatever the limits are now."""
+        """Apply the reloadable settings of ``config``. Requests in flight continue, even if they exceed the new limits."""
         settings = self._assembly.settings
         settings.limits.now, settings.fairness.now, settings.log.now = config.limits, config.fairness, config.log
         self._llm.limits_changed()
 
     async def main_loop(self) -> None:
-        """Keep the health service true until ``stop``."""
+        """Update the health service until ``stop`` is called."""
         told = False
         while True:
             await self._changed.wait()
@@ -173,14 +174,14 @@ class Frontend:
             await self._servers.tell_health()
 
     def stop(self) -> None:
-        """End ``main_loop``; called again, cut the draining short."""
+        """Stop ``main_loop``. A second call ends the drain at once."""
         if self._stopping:
             self._cut_short.set()
         self._stopping = True
         self._changed.set()
 
     async def shutdown(self) -> None:
-        """Drain, end what is left, close the ports. Idempotent, also after a ``startup`` that failed."""
+        """Drain, end the remaining requests, and close the ports. Idempotent. May be called after a failed ``startup``."""
         self._readiness.drain(moves_clients=self._config.server.max_connection_age > 0)
         await self._servers.tell_health()
         ended_by = await self._drain()
@@ -210,8 +211,10 @@ class Frontend:
         get_logger().info("frontend stopped")
 
     async def _drain(self) -> str:
-        """Serve on until nothing can come any more. Returns what ended that before; empty: nothing did."""
-        if self._living is None:  # it did not start: nobody has been served
+        """Keep serving until no more calls can arrive. Return the reason if the drain ended early, else an empty
+        string.
+        """
+        if self._living is None:  # startup failed, so there are no clients
             return ""
         timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
         get_logger().info("draining", timeout=timeout)
@@ -219,11 +222,11 @@ class Frontend:
         self._servers.drain()
         while not self._servers.drained(draining, now := clock()):
             if (left := draining.deadline - now) <= 0.0:
-                return f"drain_timeout of {timeout:g} s is over"
-            try:  # nothing tells of connections that end
+                return f"the drain_timeout of {timeout:g} s has passed"
+            try:  # poll, because there is no event for closed connections
                 async with asyncio.timeout(min(left, _LOOK_INTERVAL)):
                     await self._cut_short.wait()
-                return "it was told to stop twice"
+                return "the process was told to stop twice"
             except TimeoutError:
                 continue
         return ""
@@ -233,7 +236,7 @@ class Frontend:
         needed = Draining(0.0, timeout=0.0, max_age=server.max_connection_age).moved_after + QUIET
         if server.max_connection_age and self._config.drain_timeout < needed:
             get_logger().warning(
-                "drain_timeout is too short for clients to have left: server.max_connection_age moves them",
+                "drain_timeout is too short for all clients to move; server.max_connection_age decides when they do",
                 drain_timeout=self._config.drain_timeout,
                 max_connection_age=server.max_connection_age,
                 needed=round(needed, 1),
@@ -257,7 +260,9 @@ class Frontend:
 
     def _on_change(self) -> None:
         for load in self._engines.view.for_metrics():
-            self._metrics.engine(load.engine)  # its series show as 0 before its first request
+            self._metrics.engine(
+                load.engine
+            )  # creates the engine's series, so that they show 0 before its first request
         self._llm.adapters.engines_changed()
         self._metrics.series("penstock:requests_held").set(self._engines.num_held)
         self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))

@@ -1,4 +1,4 @@
-"""The object graph of a frontend, built in one place for the service and for ``LLM``: processing, engines, and the calls."""
+"""Object graph of a frontend, for the service and for ``LLM``."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -45,7 +45,7 @@ E = TypeVar("E", bound=EngineClient)
 
 
 class LiveSettings(NamedTuple):
-    """What may be read anew while requests are served."""
+    """Settings that can be reloaded while requests are served."""
 
     limits: Reread[LimitsConfig]
     fairness: Reread[FairnessConfig]
@@ -53,31 +53,29 @@ class LiveSettings(NamedTuple):
 
 
 class Assembly(NamedTuple, Generic[E]):
-    """What serves requests, whatever protocol they come by."""
+    """Components that serve requests, for all protocols."""
 
     tokenizer: Tokenizer
-    """To be closed after the last request."""
+    """Tokenizer; must be closed after the last request."""
     generation_config: dict[str, Any]
-    """The model's own generation_config.json, empty without one."""
+    """Content of the model's generation_config.json; empty if there is none."""
     metrics: FrontendMetrics
     engines: E
     llm: AsyncLLM
-    """Prompts in, outputs and vectors out."""
+    """Serves prompts: generation and pooling."""
     chat: ChatCalls
-    """Conversations in, answers out. Its renderer is to be closed after the last request."""
+    """Serves conversations. Its renderer must be closed after the last request."""
     settings: LiveSettings
     labels: list[str]
     """Names of the model's classes, in order."""
     media: MediaService | None
-    """To be closed after the last request; None for a model that reads text alone."""
+    """Media processing; must be closed after the last request. None for a text-only model."""
     warnings: WarningLog
-    """Of the calls of all protocols."""
+    """Warnings for the calls of all protocols."""
 
 
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a frontend that say how it serves requests, whoever they come from. ``frontend_id``: under which it
-    registers adapters.
-    """
+    """Settings of a frontend that do not depend on protocols. ``frontend_id``: its name in adapter registrations."""
 
     model: ModelConfig
     tokenizer_threads: int
@@ -98,11 +96,14 @@ def assemble(
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
-    """Read the model's files, which may take long, and put everything together. Raises ConfigError.
+    """Read the model's files, which may take long, and build the components. Raises ConfigError.
 
-    ``engines`` makes the client of the engines, whose outputs go to the handler; it is called when the model's files are read.
-    ``tokenizer_path``: of the tokenizer and the chat template, where they are not the model's. ``on_full``: called whenever
-    ``llm.full`` has changed.
+    Args:
+        config: the settings.
+        engines: makes the engine client, which sends outputs to the handler. Called after the model's files are read.
+        tokenizer_path: path of tokenizer and chat template if they are not the model's.
+        tracer: the tracer, or None.
+        on_full: called whenever ``llm.full`` has changed.
     """
     model = config.model
     settings = LiveSettings(Reread(config.limits), Reread(config.fairness), Reread(config.log))
@@ -128,7 +129,7 @@ def assemble(
     client = engines(SplitOutputs(outputs, pooled), metrics)
     adapter_calls = AdapterCalls(adapters, config.lora, client)
     limits = settings.limits
-    answers = BytesInFlight(  # counted in bytes while they are in flight
+    answers = BytesInFlight(
         lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
     )
     llm = AsyncLLM(
@@ -175,7 +176,7 @@ def assemble(
 
 
 class _Files(NamedTuple):
-    """What is read of a model."""
+    """Files of a model."""
 
     tokenizer: Tokenizer
     generation_config: dict[str, Any]
@@ -185,17 +186,21 @@ class _Files(NamedTuple):
 
 
 def check_chat_template(path: str, *, setting: str) -> None:
-    """Read the template of a file as ``model.chat_template`` is read. ``setting``: what errors call it. Raises ConfigError."""
+    """Check a chat template file as for ``model.chat_template``. ``setting``: its name in errors. Raises ConfigError."""
     given_template(path, {}, setting=setting)
 
 
 def check_parsers(*, tool: str, reasoning: str) -> None:
-    """Check the names of parsers as ``model.tool_parser`` and ``model.reasoning_parser``. Raises ConfigError for unknown ones."""
+    """Check parser names as for ``model.tool_parser`` and ``model.reasoning_parser``. Raises ConfigError for unknown
+    ones.
+    """
     registry.pick(tool=tool, reasoning=reasoning, template="")
 
 
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
-    """Tokenizer and chat template are of ``tokenizer_path``, unless it is empty; all else is the model's. Raises ConfigError."""
+    """Read the model's files; tokenizer and chat template come from ``tokenizer_path`` if it is set. Raises
+    ConfigError.
+    """
     texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
     tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)
     if tokenizer_path:

@@ -1,4 +1,4 @@
-"""The OpenAI API for callers in the same process: what its routes answer, without a listener."""
+"""The OpenAI API for callers in the same process, without a listener."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 
 
 class HttpAnswer(NamedTuple):
-    """``request_id``: as the header says it."""
+    """Answer of a route. ``request_id``: value of the x-request-id header."""
 
     status: int
     body: bytes
@@ -22,12 +22,14 @@ class HttpAnswer(NamedTuple):
 
 
 class OpenAICalls:
-    """Bodies in, answers out, errors included. Belongs to the event loop's thread."""
+    """Passes request bodies to the routes of the OpenAI API, and returns their answers. Must be used on the event
+    loop's thread.
+    """
 
     def __init__(self, assembly: Assembly[Any], model: ModelConfig, http: HttpConfig) -> None:
         config = FrontendConfig(
             model=model, http=http, engines=("localhost:1",)
-        )  # the routes do not look at the engines
+        )  # the routes do not use the engines' addresses
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
         gate = Gate(http, assembly.settings.fairness, llm.refused)
         bodies = Bodies(http, warnings=assembly.warnings)
@@ -38,11 +40,13 @@ class OpenAICalls:
 
     @property
     def paths(self) -> Sequence[str]:
-        """What bodies can be posted to."""
+        """Paths that bodies can be posted to."""
         return list(self._apps)
 
     async def post(self, path: str, body: bytes) -> HttpAnswer:
-        """What the route at ``path``, one of ``paths``, answers. Cancelling this ends what engines compute for it."""
+        """Return the answer of the route at ``path``, which must be in ``paths``. Cancelling this aborts the request on
+        the engine.
+        """
         call = _Call(body)
         scope = {"type": "http", "headers": [], "path_params": {}, "path": path}
         try:
@@ -63,7 +67,7 @@ class _Call:
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
-        """The body; then nothing until the call is over."""
+        """Return the body first. Later calls wait until the call is over."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -71,7 +75,7 @@ class _Call:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Take a part of the answer."""
+        """Record a part of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.request_id = dict(message["headers"]).get(b"x-request-id", b"").decode("latin-1")

@@ -1,4 +1,4 @@
-"""What a frontend listens with: the public gRPC server, the operators' and the HTTP listener, and who may call them."""
+"""Listeners of a frontend: public gRPC server, operators' gRPC server, HTTP server, and their access control."""
 
 import asyncio
 from collections.abc import Iterable
@@ -34,34 +34,41 @@ from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_car
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 JITTER = 0.1
-"""Part of its age by which a connection may live longer, or shorter."""
+"""Fraction of its maximum age by which a connection's lifetime varies."""
 QUIET = 2.0
-"""Seconds without a call, or a connection on which one may come, after which none is expected: more than a round trip, in which a
-client that was asked to open another connection still begins calls on the old one, or finds that there is no other frontend."""
+"""Seconds without calls and without connections on which calls may arrive, after which a drain is done. It must exceed
+a round trip: during one, a client that was asked to reconnect may still start calls on the old connection.
+"""
 
 
 class Draining:
-    """A frontend serves on while calls run, and while connections are open on which more may come.
+    """Decides when a draining frontend is done: no calls run, and no connection is open on which calls may arrive.
 
-    gRPC connections are moved by their age: their clients begin no more calls on those that are older. They may stay open for
-    calls that never end by themselves, as watches of the health service. ``now``: monotonic seconds, here and below; ``max_age``:
-    of gRPC connections, in seconds; 0: they are not moved, and not waited for.
+    gRPC connections are moved by their age: clients start no calls on connections that are older. Old connections may
+    stay open for endless calls, such as watches of the health service. Times are monotonic seconds. ``max_age`` is the
+    maximum age of gRPC connections in seconds. 0 means that they are not moved, and the drain does not wait for them.
     """
 
     def __init__(self, now: float, *, timeout: float, max_age: float) -> None:
         self.deadline = now + timeout
-        """When to end what is left."""
+        """Time at which the remaining calls are ended."""
         self._max_age = max_age
         self._first_seen: dict[int, float] = {}
         self._quiet_since: float | None = None
 
     @property
     def moved_after(self) -> float:
-        """Seconds after which every client has been asked to open another connection."""
+        """Seconds after which every client has been asked to reconnect."""
         return self._max_age * (1.0 + JITTER)
 
     def done(self, now: float, *, calls: int, connections: Iterable[int]) -> bool:
-        """Whether nothing runs and nothing can come. ``calls``: those that run; ``connections``: of gRPC, by number."""
+        """Return True if no calls run and none can arrive.
+
+        Args:
+            now: monotonic seconds.
+            calls: number of running calls.
+            connections: numbers of the open gRPC connections.
+        """
         if not self._max_age:
             return not calls
         self._first_seen = {number: self._first_seen.get(number, now) for number in connections}
@@ -74,12 +81,14 @@ class Draining:
 
 PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
 EVERYTHING = ""
-"""The health name of the server itself, which clients' channels watch."""
+"""Health service name of the server itself, which clients' channels watch."""
 
 
 class Servers:
-    """``start`` them, ``drain`` and ``stop`` them. What gRPC's health says is told by ``tell_health``; what the other protocols
-    say of it they ask ``readiness``.
+    """The listeners of a frontend: ``start``, ``drain`` and ``stop`` them. ``tell_health`` updates gRPC's health
+    service.
+
+    The other protocols query ``readiness`` directly.
     """
 
     def __init__(
@@ -93,7 +102,7 @@ class Servers:
         readiness: Readiness,
         certificates: Certificates,
     ) -> None:
-        """``certificates``: told when those of these listeners end. Raises ConfigError."""
+        """``certificates``: learns when these listeners' certificates expire. Raises ConfigError."""
         self._config = config
         self._readiness = readiness
         self._certificates = certificates
@@ -107,7 +116,7 @@ class Servers:
         self.http = self._http_server(authenticator)
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when a port is taken."""
+        """Start to listen. Raises ConfigError if a port is in use."""
         await self.public.start()
         await self.admin.start()
         await self.admin.set_serving(True)
@@ -115,23 +124,27 @@ class Servers:
         await self.http.start()
 
     async def tell_health(self) -> None:
-        """Tell watchers what ``readiness`` says: services' names whether to route here, the empty one whether to begin calls."""
-        # Operators' tools ask the operators' port for it, so that they need one address.
+        """Update gRPC's health service: services' names by ``ready`` (routing), the empty name by ``answers`` (new
+        calls).
+        """
+        # The operators' port reports it as well, so that operators' tools need only one address.
         await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
 
     def drain(self) -> None:
-        """Serve on, and let clients go elsewhere. gRPC connections go by their age, which cannot be set anew."""
+        """Keep serving while clients move to other frontends. gRPC connections end by their age, which cannot be
+        changed later.
+        """
         self.http.drain()
 
     def drained(self, draining: Draining, now: float) -> bool:
-        """Whether nothing runs any more and nothing can come: the servers may stop. ``now``: monotonic seconds."""
+        """Return True if no calls run and none can arrive. ``now``: monotonic seconds."""
         calls = self.public.num_calls + self.http.num_left
         return draining.done(now, calls=calls, connections=self.public.connections())
 
     async def stop(self, grace: float) -> None:
-        """Give running calls ``grace`` seconds to deliver their last status, and close the ports. Idempotent."""
+        """Give running calls ``grace`` seconds to deliver their last status, then close the ports. Idempotent."""
         await self.public.hang_up(grace)
         await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
 
@@ -238,7 +251,7 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
     if authenticator is None:
         return [pages]
-    # The page itself is the same for everybody; what it shows is at /cluster.
+    # The page itself is public; the data it shows is at /cluster.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [

@@ -1,1 +1,1 @@
-"""One file for each kind of call, whatever its protocol: generation, chat, pooling, scoring, adapters, admission, readiness."""
+"""Calls, one file per kind, independent of the protocol: generation, chat, pooling, scoring, adapters, and admission."""

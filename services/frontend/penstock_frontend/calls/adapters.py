@@ -1,4 +1,4 @@
-"""Calls about LoRA adapters: which one a request names, loading and unloading, and the directory of adapters."""
+"""LoRA adapter calls: resolution for requests, loading, unloading, pinning, and the watched directory."""
 
 import asyncio
 import hashlib
@@ -34,13 +34,16 @@ from penstock_frontend.interfaces import EngineClient
 P = ParamSpec("P")
 T = TypeVar("T")
 _HEARD_AFTER = 2.0
-"""Seconds in which other frontends hear of a name's new content. Engines keep the old one, which is not where they read it."""
+"""Seconds until other frontends have learned a name's new content. Until then engines keep the old content in memory.
+"""
 CHANGED = "LORA_CHANGED"
-"""The reason for which an engine refuses an adapter whose content is not what its digest says."""
+"""Reason with which an engine refuses an adapter whose content does not match its digest."""
 
 
 class HeldAdapter(msgspec.Struct, frozen=True):
-    """What an engine says of an adapter that it has in memory: the answer of ``add_lora``, an entry of that of ``list_loras``."""
+    """Report of an engine about an adapter in its memory: the result of ``add_lora``, and an entry in the result of
+    ``list_loras``.
+    """
 
     digest: bytes
     rank: int = 0
@@ -50,21 +53,23 @@ class HeldAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an adapter."""
+    """State of an adapter, for operators."""
 
     adapter: LoraAdapter
     source: LoraSource
     pinned: bool
     held: HeldAdapter | None = None
-    """As one of the engines says that have it in memory; None where none has."""
+    """Report of one of the engines that have it in memory; None if there is none."""
     engine_ids: Sequence[str] = ()
-    """Those engines."""
+    """Ids of these engines."""
 
 
 def _to_its_end(
     change: Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
-    """A change goes on when its caller has gone: engines would hold, or have pinned, what no name means."""
+    """Decorate a change so that it completes even if its caller is cancelled. Otherwise engines would keep adapters
+    without a name.
+    """
 
     async def changed(self: "AdapterCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(self._do_beside(change(self, *args, **kwargs)))
@@ -73,15 +78,17 @@ def _to_its_end(
 
 
 class AdapterCalls:
-    """Engines are told of adapters by these utility calls:
+    """Loads, unloads and pins LoRA adapters on engines, and resolves adapters for requests.
 
-    - ``add_lora(name, path, digest, pinned)``: read the adapter, hold it, and say what it is (a HeldAdapter). ``digest`` is empty
-      where nobody knows it yet; other content is refused.
-    - ``remove_lora(digest)``: let go of it when no request uses it any more.
-    - ``pin_lora(digest, pinned)``: let it stay, or not.
-    - ``list_loras()``: what is held.
+    Engines offer these utility calls:
 
-    Calls that change names go one after the other.
+    - ``add_lora(name, path, digest, pinned)``: loads the adapter into memory and returns a HeldAdapter. ``digest`` is empty if
+      it is not known yet. If the content does not match the digest, the call fails.
+    - ``remove_lora(digest)``: frees the adapter once no request uses it.
+    - ``pin_lora(digest, pinned)``: pins or unpins the adapter in memory.
+    - ``list_loras()``: returns all adapters in memory.
+
+    Changes of names run one at a time.
     """
 
     def __init__(self, adapters: Adapters, config: LoraConfig, engines: EngineClient) -> None:
@@ -94,9 +101,9 @@ class AdapterCalls:
         self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
 
     async def of_request(self, context: RequestContext) -> LoraAdapter | None:
-        """The adapter that a request names, with its digest; None: it names none. To be called when an engine is usable.
+        """Return the adapter of a request with its digest, or None if the request names none. An engine must be usable.
 
-        An adapter that no engine has read yet is read by one. Raises RequestFailed.
+        If the digest is not known yet, an engine reads the adapter. Raises RequestFailed.
         """
         name = self.adapters.asked_for(context.model, context.lora)
         if not name:
@@ -106,15 +113,17 @@ class AdapterCalls:
         return adapter if adapter.digest else await self._read(adapter)
 
     def refused(self, adapter: LoraAdapter | None, error: RequestFailed) -> None:
-        """An engine has refused a request with an adapter. One whose content has changed is read anew for the next request, but
-        for those of run time: what has their names an operator has to say.
+        """Handle an engine's refusal of a request with an adapter.
+
+        If the adapter's content has changed, it is read again for the next request. Adapters registered at run time are
+        not read again: an operator must load them again.
         """
         if adapter is not None and error.reason == CHANGED:
             self.adapters.forget(adapter)
 
     @_to_its_end
     async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
-        """Have every engine read an adapter, and give it a name. Raises RequestFailed; then nothing has changed."""
+        """Load an adapter on every engine and register its name. Raises RequestFailed; nothing has changed then."""
         self._check_enabled()
         self._check_path(path)
         async with self._changing:
@@ -125,8 +134,8 @@ class AdapterCalls:
             if before is not None and before.adapter.digest != digest and not load_inplace:
                 await self._remove(digest)
                 raise AlreadyExists(
-                    f"name is {quoted(name)}, which an adapter with other content has, of {before.adapter.path}; set "
-                    "load_inplace to have this one take its place",
+                    f"name is {quoted(name)}, which an adapter with other content already has, loaded from "
+                    f"{before.adapter.path}; set load_inplace to replace it",
                     field="name",
                     reason="LORA_NAME_TAKEN",
                 )
@@ -138,7 +147,7 @@ class AdapterCalls:
 
     @_to_its_end
     async def unload(self, name: str) -> AdapterInfo:
-        """Take a name away; engines let go of what no name means any more. Raises RequestFailed."""
+        """Remove a name. Engines free the adapter if no other name refers to it. Raises RequestFailed."""
         self._check_enabled()
         async with self._changing:
             named = self.adapters.unregister(name)
@@ -147,7 +156,9 @@ class AdapterCalls:
             return _info(named, {})
 
     async def list(self) -> list[AdapterInfo]:
-        """All that requests can name, by name. Raises the error of an engine that does not say what it holds."""
+        """Return all adapters that requests can name, sorted by name. Raises the error of an engine that does not list
+        its adapters.
+        """
         self._check_enabled()
         named = self.adapters.all()
         held = await self._held() if named else {}
@@ -161,7 +172,7 @@ class AdapterCalls:
 
     @_to_its_end
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
-        """Have every engine keep an adapter in memory, or not any longer. Raises RequestFailed."""
+        """Pin an adapter in the memory of every engine, or unpin it. Raises RequestFailed."""
         self._check_enabled()
         async with self._changing:
             named = self.adapters.named(name)
@@ -176,7 +187,7 @@ class AdapterCalls:
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
     def engines_changed(self) -> None:
-        """Have engines that have come hold what is pinned."""
+        """Load pinned adapters on engines that have joined."""
         serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
         come, self._serving = serving - self._serving, serving
         for named in self.adapters.all() if come else ():
@@ -189,9 +200,11 @@ class AdapterCalls:
             raise Unimplemented("LoRA adapters are not served: lora.enabled is false")
 
     def _check_served(self, field: str) -> None:
-        """Raise Unimplemented where engines are connected, and none applies adapters."""
+        """Check that engines apply adapters. Raises Unimplemented if engines are connected and none of them does."""
         if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
-            raise Unimplemented(f"{field} names a LoRA adapter, which the engines do not apply", field=field)
+            raise Unimplemented(
+                f"{field} names a LoRA adapter, but the connected engines do not apply adapters", field=field
+            )
 
     def _check_path(self, path: str) -> None:
         if not path or len(path) > MAX_PATH_LENGTH:
@@ -207,7 +220,7 @@ class AdapterCalls:
             )
 
     async def _read(self, adapter: LoraAdapter) -> LoraAdapter:
-        """The same with its digest, which an engine says that reads it. Who asks at the same time waits for the same answer."""
+        """Return the adapter with its digest, as read by an engine. Concurrent callers share one answer."""
         task = self._reading.get(adapter)
         if task is None:
             task = self._reading[adapter] = asyncio.create_task(self._read_once(adapter))
@@ -217,20 +230,20 @@ class AdapterCalls:
     def _has_read(self, adapter: LoraAdapter, task: asyncio.Task[LoraAdapter]) -> None:
         self._reading.pop(adapter, None)
         if not task.cancelled():
-            task.exception()  # those who still waited have it
+            task.exception()  # callers that still wait get the exception
 
     async def _read_once(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Ask one engine after the other. Raises the first one's error where none can read it."""
+        """Ask one engine after the other to read the adapter. Raises the first engine's error if none can read it."""
         failed: RequestFailed | None = None
         for engine in _in_turn(adapter.name, self._engines.view.serving(LORA)):
             arguments = [adapter.name, adapter.path, b"", False]
             answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
-            if answer is None:  # it has just gone
+            if answer is None:  # the engine has just disconnected
                 continue
             if not isinstance(answer, RequestFailed):
                 return self._learned(adapter, _held_of(engine, answer).digest)
             failed = failed or error_of_engine(engine, answer)
-        raise failed or Unavailable("no engine is there to read the adapter", retry_after=1.0)
+        raise failed or Unavailable("no engine is connected that can read the adapter", retry_after=1.0)
 
     def _learned(self, adapter: LoraAdapter, digest: bytes) -> LoraAdapter:
         known = LoraAdapter(adapter.name, adapter.path, digest)
@@ -238,8 +251,10 @@ class AdapterCalls:
         return known
 
     async def _add_everywhere(self, adapter: LoraAdapter, *, pinned: bool) -> dict[str, HeldAdapter]:
-        """What each engine says of the adapter. Raises the first error, and FailedPrecondition where they find other content
-        each; those that could read it have let go of it then.
+        """Load the adapter on every engine. Return the engines' reports.
+
+        Raises the first error, and FailedPrecondition if engines find different content. In both cases the adapter is
+        removed again.
         """
         self._check_served("name")
         answers = await self._call("add_lora", adapter.name, adapter.path, adapter.digest, pinned)
@@ -251,7 +266,7 @@ class AdapterCalls:
             (error_of_engine(e, answer) for e, answer in answers.items() if isinstance(answer, RequestFailed)), None
         )
         if failed is not None:
-            failed.field = ""  # theirs is one of requests
+            failed.field = ""  # the engine's error names a field of a request
         elif len(digests) > 1:
             failed = FailedPrecondition(
                 f"path is {quoted(adapter.path, LONGEST_PATH)}, where engines find different adapters: "
@@ -266,7 +281,7 @@ class AdapterCalls:
         return held
 
     async def _held(self) -> dict[str, dict[bytes, HeldAdapter]]:
-        """By engine and digest, what engines hold."""
+        """Return the adapters that engines hold, by engine and digest."""
         held: dict[str, dict[bytes, HeldAdapter]] = {}
         for engine, answer in (await self._call("list_loras")).items():
             if isinstance(answer, RequestFailed):
@@ -285,29 +300,32 @@ class AdapterCalls:
         return task
 
     async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
-        """Have an engine that has just come keep an adapter. What it fails with is logged: requests load what they need."""
+        """Load a pinned adapter on an engine that has joined. Failures are only logged, because requests load the
+        adapter on demand.
+        """
         adapter = named.adapter
         arguments = [adapter.name, adapter.path, adapter.digest, True]
         answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
         if isinstance(answer, RequestFailed):
             get_logger().warning(
-                "an engine does not hold a pinned LoRA adapter", engine=engine, name=named.name, error=answer.message
+                "engine failed to load a pinned LoRA adapter", engine=engine, name=named.name, error=answer.message
             )
 
     def _is_pinned(self, digest: bytes, *, but: str = "") -> bool:
-        """Whether a name that is pinned, another one than ``but``, means this content."""
+        """Return True if a pinned name other than ``but`` refers to this content."""
         pinned = (each for each in self.adapters.all() if each.pinned and each.name != but)
         return any(each.adapter.digest == digest for each in pinned)
 
     async def _unpin(self, digest: bytes) -> None:
-        """Have engines keep an adapter no longer; those that do not hold it need not. Raises the first other error."""
+        """Unpin an adapter on all engines that hold it. Raises the first error other than NotFound."""
         for engine, answer in (await self._call("pin_lora", digest, False)).items():
             if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
                 raise error_of_engine(engine, answer)
 
     async def _remove(self, digest: bytes) -> None:
-        """Have engines let go of what no name means, and keep no longer what none that is pinned does. An engine that fails to is
-        logged: others can have the memory anyway.
+        """Free content on engines if no name refers to it, or unpin it if no pinned name does.
+
+        A failure is only logged: an unpinned adapter can still be evicted.
         """
         if not digest or self._is_pinned(digest):
             return
@@ -317,10 +335,10 @@ class AdapterCalls:
             answers = await self._call("remove_lora", digest)
         for engine, answer in answers.items():
             if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
-                get_logger().warning("an engine does not let go of a LoRA adapter", engine=engine, error=answer.message)
+                get_logger().warning("engine failed to free a LoRA adapter", engine=engine, error=answer.message)
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
-        """By id of the engines that apply adapters, what they answer, or the RequestFailed that the call ended with."""
+        """Call a method on the engines that apply adapters. Return, by engine id, the result or its RequestFailed."""
         engines = self._engines.view.serving(LORA)
         calls = (self._engines.call_utility(method, list(arguments), engine=engine) for engine in engines)
         answers: dict[str, Any] = {}
@@ -330,16 +348,16 @@ class AdapterCalls:
 
 
 def _held_of(engine: str, answer: object) -> HeldAdapter:
-    """Raises Internal for an answer that is none."""
+    """Decode an engine's report. Raises Internal if it is not valid."""
     try:
         held = msgspec.convert(answer, HeldAdapter)
     except msgspec.ValidationError as e:
-        raise Internal(f"engine {engine} says of a LoRA adapter what cannot be read: {e}") from None
+        raise Internal(f"engine {engine} sent an invalid report about a LoRA adapter: {e}") from None
     return held
 
 
 def _in_turn(name: str, engines: Sequence[str]) -> list[str]:
-    """The engines in an order that is the same everywhere, and another one for each name."""
+    """Return the engines in a fixed pseudo-random order that depends on the name."""
     return sorted(engines, key=lambda engine: hashlib.blake2b(f"{name}\0{engine}".encode(), digest_size=8).digest())
 
 
@@ -353,25 +371,27 @@ def _info(named: NamedAdapter, held: Mapping[str, HeldAdapter]) -> AdapterInfo:
     )
 
 
-# The directory each of whose subdirectories is a LoRA adapter of that name.
+# The watched directory, whose subdirectories are LoRA adapters.
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SHOWN = 8
-"""Names that a log line has."""
+"""Maximum number of names in a log line."""
 
 Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
-"""What tells whether files were replaced: inode, size and time of the last change of each; None for one that is missing."""
+"""Identity of an adapter's files, to detect replacement: inode, size and modification time of each; None if it is
+missing.
+"""
 
 
 class AdapterDirectory:
-    """Gives an adapter's name to each subdirectory. ``begin`` before requests are served, then ``run``.
+    """Registers each subdirectory as an adapter. Call ``begin`` before requests are served, then ``run``.
 
-    If the directory cannot be read, all names stay as they are. If a subdirectory cannot be looked into, its name stays or stays
-    away, and the others are followed.
+    If the directory cannot be read, all names stay unchanged. If a subdirectory cannot be read, the state of its name
+    stays unchanged, and the others are updated.
     """
 
     def __init__(self, path: str, interval: float, adapters: Adapters) -> None:
-        """``interval``: seconds between two looks."""
+        """``interval``: seconds between two scans."""
         self._path = Path(path)
         self._interval = interval
         self._adapters = adapters
@@ -380,13 +400,13 @@ class AdapterDirectory:
         self._problems: Mapping[str, str] = {}
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Scan the directory repeatedly."""
         while True:
             await asyncio.sleep(self._interval)
             await self.look()
 
     async def begin(self) -> None:
-        """Look for the first time. Raises ConfigError if an adapter has a name of ``model.aliases``."""
+        """Scan the directory for the first time. Raises ConfigError if an adapter has a name in ``model.aliases``."""
         await self.look()
         for name, target in self._adapters.aliases.items():
             if name in self._found:
@@ -395,12 +415,12 @@ class AdapterDirectory:
                 )
 
     async def look(self) -> None:
-        """Follow what is there now."""
+        """Scan the directory, and apply changes."""
         try:
             found, problems = await asyncio.to_thread(adapters_in, self._path)
         except OSError as e:
             if not self._unreadable:
-                self._warn(f"cannot be read, and the names stay as they are: {e.strerror or e}")
+                self._warn(f"cannot be read, so the names stay unchanged: {e.strerror or e}")
             self._unreadable = True
             return
         self._unreadable = False
@@ -420,7 +440,7 @@ class AdapterDirectory:
         )
         get_logger().info("LoRA adapters in lora.directory", come=come, gone=gone, changed=sorted(changed))
         if left_out:
-            self._warn(f"has names that are too many, taken, or cannot be names: {', '.join(left_out[:_SHOWN])}")
+            self._warn(f"has names that are too many, taken, or not valid: {', '.join(left_out[:_SHOWN])}")
 
     def _at(self, name: str) -> str:
         return str(self._path / name)
@@ -428,16 +448,16 @@ class AdapterDirectory:
     def _warn_of(self, problems: Mapping[str, str]) -> None:
         if problems:
             shown = "; ".join(f"{name}: {problems[name]}" for name in sorted(problems)[:_SHOWN])
-            self._warn(f"has {len(problems)} subdirectories that cannot be looked into: {shown}")
+            self._warn(f"has {len(problems)} subdirectories that cannot be read: {shown}")
 
     def _warn(self, problem: str) -> None:
         get_logger().warning(f"lora.directory {problem}", directory=str(self._path))
 
 
 def adapters_in(path: Path) -> tuple[dict[str, Stamp], dict[str, str]]:
-    """Return the adapters in ``path``, and the problems of subdirectories that cannot be looked into, both by name.
+    """Return the adapters in ``path``, and the errors of subdirectories that cannot be read, both by name.
 
-    Names that begin with a dot are neither. Raises OSError if ``path`` itself cannot be read.
+    Names that begin with a dot are ignored. Raises OSError if ``path`` itself cannot be read.
     """
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]

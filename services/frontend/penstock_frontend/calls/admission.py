@@ -1,4 +1,4 @@
-"""Admission: how much a frontend has in flight, what is too much, and whether it is ready for requests."""
+"""Admission of requests: limits on the requests in flight, and readiness of the frontend."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,28 +22,29 @@ from penstock_frontend.config import FairnessConfig, LimitsConfig
 Clock = Callable[[], float]
 
 _COMPUTED_BYTES = 4
-"""Of a number of a vector in an engine, at most."""
+"""Maximum bytes per number of an embedding in an engine."""
 _ROOM = 0.9
-"""Part of the limits to which what is in flight must have sunk before a full frontend counts as having room again: who asks for
-its health is not told of every request that comes and goes."""
+"""Fraction of the limits to which the load must fall before a full frontend counts as having room again. The gap keeps
+readiness from changing with every request.
+"""
 _UNMEASURED = 1.0
-"""Seconds that clients are told to wait before any request has ended, so that there is no rate to go by."""
+"""Retry delay before any request has ended, in seconds, while the rate is unknown."""
 
 
 class Demand(NamedTuple):
-    """What a request takes up."""
+    """Resources that a request takes up."""
 
     tenant: str = ""
     length: int = 0
-    """Of its prompt and prediction, in characters, token ids, bytes of vectors, as engines hold these, and bytes of media as the
-    client sent them.
+    """Size of its prompt and prediction: characters, token ids, bytes of embeddings as engines store them, and bytes of
+    media as the client sent them.
     """
     sequences: int = 1
-    """What engines see of it: n of one prompt, or one for each of its inputs."""
+    """Number of sequences on engines: n for one prompt, or one for each input."""
 
 
 class InFlight:
-    """Counts requests in flight and the lengths of their prompts, and measures how fast they leave."""
+    """Counts requests in flight and the lengths of their prompts, and measures the rate at which they end."""
 
     __slots__ = ("_clock", "_rate", "count", "length")
 
@@ -54,31 +55,39 @@ class InFlight:
         self.length = 0
 
     def enter(self, length: int = 0, count: int = 1) -> None:
-        """One more, or ``count`` at once."""
+        """Add ``count`` requests with prompts of ``length`` in total."""
         if not self.count:
             self._rate.begin(self._clock())
         self.count += count
         self.length += length
 
     def leave(self, length: int = 0, count: int = 1, *, served: bool = True) -> None:
-        """One less, or ``count`` at once. What was not ``served`` says nothing about the speed."""
+        """Remove ``count`` requests. Those that were not ``served`` do not count for the rate."""
         self.count -= count
         self.length -= length
         if served:
             self._rate.left(self._clock(), length, count)
 
     def retry_after(self, requests: int, length: int = 0) -> float:
-        """Seconds until so many requests of that length together have left, within the bounds of what clients are told."""
+        """Return the retry delay in seconds until this many requests with this total length have ended, within fixed
+        bounds.
+        """
         seconds = self._rate.time_for(self._clock(), requests, length)
         return retry_after(_UNMEASURED if seconds is None else seconds)
 
 
 class Admission:
-    """Bounds requests and the lengths of their prompts, of all tenants and of each. Limits are those of the LimitsConfig.
+    """Limits the number of requests in flight and the lengths of their prompts, in total and per tenant.
 
-    Any one request is let in where there is no other. Requests without a tenant are of one tenant, the nameless. What is
-    kept of a tenant is forgotten when it has no requests. At the limits of all tenants, those above their fair share are
-    refused, as ``TenantRoom`` says. ``fairness``: the tenants' weights. ``on_full``: called whenever ``full`` has changed.
+    A single request is always admitted if there are no others. Requests without a tenant belong to one nameless tenant.
+    A tenant is forgotten once it has no requests. At the total limits, tenants above their fair share are refused; see
+    ``TenantRoom``.
+
+    Args:
+        limits: the limits.
+        clock: monotonic seconds.
+        fairness: weights of the tenants.
+        on_full: called whenever ``full`` has changed.
     """
 
     def __init__(
@@ -94,13 +103,13 @@ class Admission:
         self._room = TenantRoom()
         self._on_full = on_full
         self.full = False
-        """Whether all requests, or the lengths of their prompts, have reached their limit, and have not left yet."""
+        """True if a total limit has been reached and the load has not fallen far enough below it since."""
         self._clock = clock
         self._all = InFlight(clock)
         self._tenants: dict[str, InFlight] = {}
 
     def check(self, demands: Sequence[Demand]) -> None:
-        """Raise ResourceExhausted, with the time until there is room, unless these requests of one tenant may come in."""
+        """Check that these requests of one tenant may be admitted. Raises ResourceExhausted with a retry delay if not."""
         limits, here, tenant = self._limits.now, self._all, demands[0].tenant if demands else ""
         weight = self._fairness.now.weight_of(tenant)
         count = here.count + len(demands)
@@ -121,7 +130,7 @@ class Admission:
             self._check_tenant(demands)
 
     def enter(self, demand: Demand) -> None:
-        """Let a request in. Raises ResourceExhausted."""
+        """Admit a request. Raises ResourceExhausted."""
         self.check([demand])
         self._all.enter(demand.length)
         self._room.enter(demand.tenant, self._fairness.now.weight_of(demand.tenant), demand.length)
@@ -131,7 +140,7 @@ class Admission:
         self.look()
 
     def leave(self, demand: Demand, *, served: bool) -> None:
-        """A request that was let in is over. ``served``: it was begun."""
+        """Release an admitted request. ``served``: it was started."""
         self._all.leave(demand.length, served=served)
         self._room.leave(demand.tenant, demand.length)
         if (there := self._tenants.get(demand.tenant)) is not None:
@@ -141,10 +150,10 @@ class Admission:
         self.look()
 
     def look(self) -> None:
-        """See whether it is full now: for when the limits have changed, which ends nothing that is in flight.
+        """Update ``full``. Called after changes of the load or of the limits; requests in flight continue.
 
-        While tenants are named, a frontend is full when its reserve is used up, too: one tenant's flood must not take the
-        frontend away from the others.
+        While several tenants have requests, part of the limits is reserved for other tenants. The frontend counts as
+        full once the rest is used up, so that one tenant cannot take the frontend away from the others.
         """
         limits, here = self._limits.now, self._all
         max_requests = self._room.most(limits.max_requests)
@@ -156,11 +165,11 @@ class Admission:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants that something is kept of."""
+        """Number of tenants with requests in flight."""
         return len(self._tenants)
 
     def _of(self, tenant: str) -> str:
-        """How many requests a tenant has, for a refusal; empty where there are no others."""
+        """Return the part of a refusal that says how many requests a tenant has; empty if there are no other tenants."""
         if len(self._room) <= (tenant in self._room):
             return ""
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
@@ -169,7 +178,7 @@ class Admission:
     def _check_tenant(self, demands: Sequence[Demand]) -> None:
         limit, tenant = self._limits.now.max_tenant_requests, demands[0].tenant
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
-        if (most := max(demand.sequences for demand in demands)) > limit:  # there will never be room
+        if (most := max(demand.sequences for demand in demands)) > limit:  # can never be admitted
             raise InvalidArgument(
                 f"the request {whose} has {most} sequences (sampling_params.n, or inputs); limits.max_tenant_requests is "
                 f"{limit}",
@@ -189,7 +198,7 @@ class Admission:
 
 
 def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand:
-    """What a request takes up, without looking at its text."""
+    """Return the resources that a request takes up, without tokenizing its text."""
     parts: Sequence[Part]
     if isinstance(request, GenerateRequest):
         parts = _parts(request.prompt)
@@ -204,7 +213,9 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
 
 
 def check_deadline(deadline: float | None) -> None:
-    """Raise DeadlineExceeded for a request that is worth nothing any more. ``deadline``: seconds since the Unix epoch."""
+    """Check that a request's deadline has not passed. Raises DeadlineExceeded. ``deadline``: seconds since the Unix
+    epoch.
+    """
     if deadline is not None and (late := time.time() - deadline) >= 0.0:
         raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request was begun")
 
@@ -225,15 +236,17 @@ def _conversation(request: ChatRequest) -> list[Part]:
 
 
 def _length(part: Part) -> int:
-    """Vectors count as what engines compute with, however few bits they came with, and their places as tokens do. Of media counts
-    what the client sent: a request keeps it until it ends.
+    """Return the length of a part. Embeddings count with the bytes that engines compute with, plus one token per
+    position.
+
+    Media count with the bytes that the client sent, because a request keeps them until it ends.
     """
     if isinstance(part, MediaPart):
         return part.num_bytes
     return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)
 
 
-# Whether a frontend is to be sent requests.
+# Readiness: whether requests should be sent to a frontend.
 
 SEEN = "no engine has been seen yet"
 FULL = "as many requests are in flight or held as may be"
@@ -241,9 +254,11 @@ DRAINING = "draining"
 
 
 class Readiness:
-    """Ready once an engine has taken requests, or, ``without_engines``, once there was a view of the cluster. From then on
-    engines come and go and it stays ready, because requests are held meanwhile; not while it is full, and not from when it
-    drains.
+    """Readiness of a frontend for requests.
+
+    It becomes ready once an engine has accepted requests or, with ``without_engines``, once the cluster's state is
+    known. From then on it stays ready while engines come and go, because it holds requests. It is not ready while it is
+    full, and after a drain has begun.
     """
 
     def __init__(self, *, without_engines: bool) -> None:
@@ -255,20 +270,22 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """Whether to send requests here."""
+        """True if requests should be sent to this frontend."""
         return not self.why
 
     @property
     def answers(self) -> bool:
-        """Whether to begin calls here, for clients that choose among the frontends they know: also while it is full, because a
-        refusal says when to try again, and while it drains and moves its clients. Those that leave all frontends that they know
-        learn of no others, and their calls fail.
+        """True if clients that choose among known frontends may start calls here.
+
+        This stays true while the frontend is full, because a refusal has a retry delay. It stays true while the
+        frontend drains and moves its clients. A client that has no usable frontend left would not look for new ones,
+        and its calls would fail.
         """
         return self._seen and not self._left
 
     @property
     def why(self) -> str:
-        """Why not; empty where it is ready."""
+        """Reason for not being ready; empty if it is ready."""
         if self._draining:
             return DRAINING
         if not self._seen:
@@ -276,8 +293,9 @@ class Readiness:
         return FULL if self._full else ""
 
     def update(self, *, engine: bool, view: bool, full: bool) -> bool:
-        """What is so now: an engine takes requests, the coordinator has told of the cluster, no more requests may come in.
-        Returns whether that changed ``ready`` or ``answers``.
+        """Update the state: an engine accepts requests, the cluster's state is known, no more requests can be admitted.
+
+        Return True if ``ready`` or ``answers`` changed.
         """
         before = self.ready, self.answers
         self._seen = self._seen or engine or (view and self._without_engines)
@@ -285,10 +303,10 @@ class Readiness:
         return (self.ready, self.answers) != before
 
     def drain(self, *, moves_clients: bool) -> None:
-        """It is to stop. ``moves_clients``: and asks them meanwhile to connect anew, for which they look up who else there is."""
+        """Start a drain. ``moves_clients``: clients are asked to reconnect, and then look up the other frontends."""
         self._draining = True
         self._left = not moves_clients
 
     def close(self) -> None:
-        """It has drained, and refuses from now on."""
+        """End the drain. From now on calls are refused."""
         self._left = True

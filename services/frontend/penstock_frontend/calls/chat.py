@@ -1,4 +1,4 @@
-"""Conversations as the public APIs see them: messages in, streams of answers out."""
+"""Chat calls: conversations in, streams of answers out."""
 
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -28,9 +28,9 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class ChatCalls:
-    """Renders conversations, has the AsyncLLM continue them, and reads what comes with the model's parsers.
+    """Renders conversations, generates with ``AsyncLLM``, and parses the output with the model's parsers.
 
-    Tool calls are looked for when there are tools that may be called, reasoning always.
+    Tool calls are parsed if the request has tools that may be called. Reasoning is always parsed.
     """
 
     def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
@@ -41,11 +41,11 @@ class ChatCalls:
 
     @property
     def reasons(self) -> bool:
-        """Whether reasoning is looked for in the model's answers."""
+        """True if the model's answers are parsed for reasoning."""
         return self._parsers.reasoning is not None
 
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
-        """The outputs of an accepted request (``AsyncLLM.accept``), as its output kind says. Raises RequestFailed."""
+        """Yield the outputs of an accepted request (``AsyncLLM.accept``) in its output kind. Raises RequestFailed."""
         check_deadline(request.context.deadline)
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         check_choice(request.tools, request.tool_choice, request.named_tool)
@@ -76,7 +76,7 @@ class ChatCalls:
             raise blamed_on_tools(e, request.tools, request.named_tool) from e
 
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
-        """Return what makes the count of a sequence's reasoning tokens, None for a model that does not reason."""
+        """Return a factory for the reasoning token counter of a sequence; None for a model without reasoning."""
         parser, known = self._parsers.reasoning, self._llm.inputs.reasoning
         if parser is None:
             return None
@@ -91,7 +91,9 @@ class ChatCalls:
         return by_parser
 
     def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
-        """The request with what its tools ask of the output: a constraint, and tags that must not be left out."""
+        """Return the request with the output constraint of its tools, and with special tokens kept if a parser needs
+        them.
+        """
         sampling: dict[str, Any] = dict(rendered.sampling)
         constraint = tool_constraint(
             request.tools,
@@ -105,7 +107,8 @@ class ChatCalls:
             given: StructuredOutput = sampling.get("structured_output", StructuredOutput())
             if given.constrains:
                 raise InvalidArgument(
-                    "sampling_params.structured_output is set; a tool that must be called is a constraint, too",
+                    "sampling_params.structured_output is set, and a required tool call also constrains the "
+                    "output; use one of them",
                     field="sampling_params.structured_output",
                 )
             sampling["structured_output"] = msgspec.structs.replace(constraint, json_whitespace=given.json_whitespace)
@@ -116,5 +119,5 @@ class ChatCalls:
 
 
 def text_of(rendered: GenerateRequest) -> str:
-    """What a rendered conversation says, without its media."""
+    """Return the text of a rendered conversation, without its media."""
     return rendered.prompt.text if isinstance(rendered.prompt, MixedPrompt) else str(rendered.prompt)

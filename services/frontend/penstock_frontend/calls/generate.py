@@ -1,4 +1,4 @@
-"""The model as the public APIs see it: prompts in, streams of output out."""
+"""Generation calls: prompts in, streams of output out."""
 
 import asyncio
 import time
@@ -29,11 +29,11 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 class AsyncLLM:
-    """Puts input processing, engines and output processing together.
+    """Runs requests: input processing, engines, and output processing.
 
-    ``accept`` a request, read its outputs from ``generate``, ``release`` it however that ended: what the engine still
-    computes for it is aborted then. The sequences of a request (``n``) run on one engine, which shares the prompt's blocks
-    between them, and end together when one of them fails.
+    Call ``accept``, read the outputs from ``generate``, then always call ``release``, which aborts unfinished work on
+    the engine. The ``n`` sequences of a request run on one engine, which shares the prompt's blocks between them. They
+    end together if one of them fails.
     """
 
     def __init__(
@@ -66,45 +66,51 @@ class AsyncLLM:
         self._live: set[LiveRequest] = set()
         self._by_name: dict[tuple[str, str], LiveRequest] = {}
         self.last_accepted = 0.0
-        """When the last request came, in seconds since the Unix epoch; 0 before the first."""
+        """Time of the last accepted request, in seconds since the Unix epoch; 0 before the first."""
         self._ending = ""
 
     @property
     def serving(self) -> bool:
-        """Whether a request would be served now, without waiting for an engine."""
+        """True if a request would be served now, without waiting for an engine."""
         return self.engines.usable and not self._ending
 
     @property
     def full(self) -> bool:
-        """Whether this frontend has as many requests in flight as it may."""
+        """True if this frontend has as many requests in flight as the limits allow."""
         return self._admission.full
 
     @property
     def tenants(self) -> TenantRefusals:
-        """Which tenants are refused."""
+        """Refusals by tenant."""
         return self._observer.tenants
 
     def limits_changed(self) -> None:
-        """Tell ``on_full`` where there is room now, or none any more."""
+        """Recompute ``full`` after a change of the limits."""
         self._admission.look()
 
     @property
     def num_live(self) -> int:
-        """Requests between acceptance and release."""
+        """Number of requests between acceptance and release."""
         return len(self._live)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids: the engines', or the tokenizer's while none is up."""
+        """Number of token ids: the engines', or the tokenizer's while no engine is connected."""
         limits = self.engines.view.limits
         return limits.vocab_size if limits else self.tokenizer.vocab_size
 
     def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
-        """Take responsibility for a request, which takes up ``demand`` until it is released.
+        """Accept a request, which takes up ``demand`` until it is released.
 
-        ``given_id`` is its client's label. ``abortable``: ``abort_ids`` finds it by that, so it must be the tenant's only
-        abortable one that runs under it. Raises InvalidArgument for such an id that is in use, ResourceExhausted at a limit,
-        Unavailable after ``end_all``.
+        Args:
+            given_id: the client's id for the request.
+            demand: the resources that it takes up.
+            abortable: let ``abort_ids`` find the request by ``given_id``, which must then be unique in the tenant.
+
+        Raises:
+            InvalidArgument: the id of an abortable request is in use.
+            ResourceExhausted: a limit is reached.
+            Unavailable: ``end_all`` was called.
         """
         name = (demand.tenant, given_id) if abortable and given_id else None
         try:
@@ -126,11 +132,11 @@ class AsyncLLM:
         return live
 
     def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
-        """Count and log a request that its protocol refused before ``accept``. ``given_id``: its client's label."""
+        """Count and log a request that its protocol refused before ``accept``. ``given_id``: the client's id."""
         self._observer.refused(error, tenant, given_id)
 
     def check_room(self, demands: Sequence[Demand]) -> None:
-        """Raise ResourceExhausted unless requests of one tenant would be accepted now: for what is to be done before that."""
+        """Check that requests of one tenant would be accepted now, before preparing them. Raises ResourceExhausted."""
         try:
             self._admission.check(demands)
         except RequestFailed as e:
@@ -138,13 +144,13 @@ class AsyncLLM:
             raise
 
     def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
-        """The id of a request that may come in. Raises what ``accept`` says."""
+        """Admit a request and return its id. Raises the errors of ``accept``."""
         request_id = self.inputs.request_id(given_id)
         if self._ending:
             raise _shutting_down(self._ending)
         if name is not None and name in self._by_name:
             raise InvalidArgument(
-                f"request_id is {quoted(request_id)}, which a running request has",
+                f"request_id is {quoted(request_id)}, which a running request already has",
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
@@ -153,10 +159,10 @@ class AsyncLLM:
         return request_id
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
-        """The outputs of an accepted request, as its output kind says; the last one of each sequence has ``finish``.
+        """Yield the outputs of an accepted request in its output kind. The last output of each sequence has ``finish``.
 
-        The request is released before its last output is handed out: what it took up is free when its client reads that.
-        Raises RequestFailed.
+        The request is released before its last output is yielded, so its resources are free when the client reads that
+        output. Raises RequestFailed.
         """
         try:
             request = live.request = live.observed.begin(request)
@@ -179,9 +185,9 @@ class AsyncLLM:
             raise
 
     def abort(self, live: LiveRequest) -> bool:
-        """End a request with what there is of its outputs. Returns False when it is not on its way to an engine yet.
+        """Abort a request, which keeps the output it has so far. Return False if it has not been sent to an engine yet.
 
-        The last output of each sequence that has not ended comes out of ``generate``, with finish reason ABORT.
+        For each unfinished sequence, ``generate`` yields a last output with finish reason ABORT.
         """
         running = [state for state in live.states if self._outputs.abort(state)]
         if running:
@@ -189,7 +195,9 @@ class AsyncLLM:
         return bool(live.states)
 
     async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
-        """The vectors of a pooling request's inputs, and its id. ``abortable``: see ``accept``. Raises RequestFailed."""
+        """Return the results of a pooling request's inputs, and its request id. ``abortable``: see ``accept``. Raises
+        RequestFailed.
+        """
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
             "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
@@ -208,19 +216,19 @@ class AsyncLLM:
             self.release(live)
 
     async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
-        """The longest prompt that so many tokens may follow, in tokens. Waits for engines as ``reads_pairs`` does."""
+        """Return the maximum prompt length, in tokens, that leaves room for ``max_tokens``. Waits for an engine."""
         limits = await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return max(limits.max_model_len - max_tokens, 1)
 
     async def reads_pairs(self, context: RequestContext) -> bool:
-        """Whether the model scores pairs itself. Waits for an engine that can tell, until its deadline at most."""
+        """Return True if the model is a cross-encoder. Waits for an engine, at most until the deadline."""
         await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
-        """End a tenant's abortable requests by the ids their clients gave. Those that do not run are passed over.
+        """Abort a tenant's abortable requests by the ids that their clients gave. Unknown ids are ignored.
 
-        A client gets the output there is so far and the finish reason ABORT, or Cancelled if its request has not begun.
+        The client gets the output so far with finish reason ABORT, or Cancelled if its request has not started.
         """
         for request_id in request_ids:
             if (live := self._by_name.get((tenant, request_id))) is None:
@@ -229,7 +237,7 @@ class AsyncLLM:
             self.abort(live)
 
     def release(self, live: LiveRequest) -> None:
-        """The request is over for its client. Idempotent."""
+        """Release a request and abort its unfinished sequences. Idempotent."""
         if live.released:
             return
         self._live.discard(live)
@@ -243,18 +251,20 @@ class AsyncLLM:
         self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         try:
             live.observed.end(live.request, live.states, done=live.done)
-        except Exception as e:  # it has its answer: who only looks on does not take it away
-            incident(e, request=live.request_id, doing="telling of the request's end")
+        except Exception as e:  # the answer is complete: a telemetry failure must not spoil it
+            incident(e, request=live.request_id, doing="recording the request's end")
 
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
-        """Token ids of a text, and the tokens if asked for. Raises InvalidArgument when it is too long."""
+        """Return the token ids of a text, and the tokens if ``with_tokens``. Raises InvalidArgument if the text is too
+        long.
+        """
         self.inputs.check_length(text, field="text")
         if (limits := self.engines.view.limits) is not None:
             check_size(text, limits.max_model_len, field="text")
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def prompt_ids(self, request: GenerateRequest) -> list[int]:
-        """Token ids of a rendered conversation, whose media are prepared for that. Raises what becomes of its prompt."""
+        """Return the token ids of a rendered conversation, after processing its media. Raises RequestFailed."""
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
             limits, add = self.engines.view.limits, request.add_special_tokens
@@ -264,13 +274,13 @@ class AsyncLLM:
         return (await self.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids. Raises InvalidArgument for too many, or one that does not exist."""
+        """Return the text of token ids. Raises InvalidArgument if there are too many, or if one does not exist."""
         self.inputs.check_length(token_ids, field="token_ids")
         check_token_ids(token_ids, self.vocab_size, field="token_ids")
         return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
 
     def end_all(self, why: str = "") -> None:
-        """Refuse new requests, and end those that are still running, as Unavailable. ``why``: what the error says beside that."""
+        """Refuse new requests, and end running ones with Unavailable. ``why``: addition to the error message."""
         self._ending = f"this frontend is shutting down{why and ': '}{why}"
         self.engines.refuse()
         error = _shutting_down(self._ending)

@@ -1,4 +1,4 @@
-"""A client's request from when it is accepted until it is over, and its telemetry then: a count, a log line, a span."""
+"""Requests between acceptance and release, and their telemetry at the end: a count, a log line, and a trace span."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
 from penstock_frontend.tenants import TenantRefusals
 
-# Telemetry of a request when it is over: a count, a line in the log, a span.
+# Telemetry at the end of a request.
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 
 _SHOWN = 256
-"""Characters of a name that a line of the log quotes."""
+"""Maximum characters of a name in a log line."""
 _SAMPLING_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -50,7 +50,7 @@ _SAMPLING_ATTRIBUTES = {
 
 
 class RequestObserver:
-    """Watches the requests of this frontend, whatever protocol they come by."""
+    """Observes the requests of this frontend, for all protocols."""
 
     def __init__(self, metrics: FrontendMetrics, log: Reread[LogConfig], tracer: Tracer | None = None) -> None:
         self.metrics = metrics
@@ -59,7 +59,7 @@ class RequestObserver:
         self.tracer = tracer
 
     def refused(self, error: RequestFailed, tenant: str, request_id: str = "") -> None:
-        """A request was not accepted. ``request_id``: what its client calls it."""
+        """Count and log a request that was not accepted. ``request_id``: the client's id."""
         self.metrics.series("penstock:requests_failed", error.code).inc()
         self.metrics.series("penstock:requests_refused", error.reason).inc()
         self.tenants.refused(tenant, error)
@@ -68,15 +68,17 @@ class RequestObserver:
             get_logger().info("request refused", **fields, **_whose(tenant), code=error.code, **_reason(error))
 
     def accepted(self, request_id: str, tenant: str) -> "ObservedRequest":
-        """A request was accepted, in the task that will serve it: the task's lines in the log have its id from now on."""
+        """Start to observe an accepted request. Must run in the task that serves it: the task's log lines get the
+        request id.
+        """
         structlog.contextvars.bind_contextvars(request=request_id)
         self.tenants.accepted(tenant)
         return ObservedRequest(self, request_id, tenant)
 
 
 class ObservedRequest:
-    """One request from acceptance to its end. ``begin`` it when it can be read, tell of what it ``failed`` with if it did,
-    ``end`` it however it came to its end.
+    """Observes one request from acceptance to its end. Call ``begin`` once it is parsed, ``failed`` if it failed, and
+    ``end`` in any case.
     """
 
     __slots__ = (
@@ -96,7 +98,7 @@ class ObservedRequest:
     def __init__(self, observer: RequestObserver, request_id: str, tenant: str) -> None:
         self._observer = observer
         self._tenant = tenant
-        # Its end may come in another task than that of its call.
+        # The end may come in another task than the call's.
         self._whose = _whose(tenant) if observer.log.now.requests else {}
         self._request_id = request_id
         self._started = time.monotonic()
@@ -108,7 +110,7 @@ class ObservedRequest:
         self._ended = False
 
     def begin(self, request: R) -> R:
-        """Returns the request as engines should get it: with the trace context of its own span, when there are traces."""
+        """Start the request's span. Return the request with the trace context of that span, if tracing is on."""
         self._deadline = request.context.deadline
         if self._observer.log.now.prompts:
             self._texts = {"prompt": _prompt(request)}
@@ -122,18 +124,18 @@ class ObservedRequest:
 
     @property
     def headers(self) -> Headers:
-        """The context of its span, for what is to be its child."""
+        """Trace context of its span, for child spans."""
         return self._span.headers if self._span is not None else {}
 
     def output(self, output: RequestOutput, *, cumulative: bool) -> None:
-        """A piece of output is on its way to the client; kept for the log if that is wanted."""
+        """Record a piece of output for the log, if prompts and outputs are logged."""
         if not self._texts:
             return
         outputs: dict[int, str] = self._texts.setdefault("outputs", {})
         outputs[output.index] = output.text if cumulative else outputs.get(output.index, "") + output.text
 
     def failed(self, error: Exception) -> None:
-        """It ends with an error. The first one counts."""
+        """Record the error that ends the request. Only the first one counts."""
         if not self._code:
             self._error = error if isinstance(error, RequestFailed) else None
             self._code = self._error.code if self._error is not None else "INTERNAL"
@@ -141,7 +143,11 @@ class ObservedRequest:
     def end(
         self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool
     ) -> None:
-        """It is over; ``done``: every output was made. What neither is done nor failed was given up by its client. Idempotent."""
+        """End the observation. Idempotent.
+
+        ``done``: all output was produced. A request that is neither done nor failed was cancelled by its client or
+        reached its deadline.
+        """
         if self._ended:
             return
         self._ended = True
@@ -173,7 +179,8 @@ class ObservedRequest:
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
-        # Where that was switched on meanwhile, the beginning is missing; where it was switched off, nobody wants them any more.
+        # If prompt logging was switched off meanwhile, the texts are dropped. If it was switched on, the beginning is
+        # missing.
         texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
@@ -184,7 +191,7 @@ class ObservedRequest:
 
 
 def _whose(tenant: str) -> dict[str, str]:
-    """Tenant, route and client of the request that the current task serves: the name of the client's key, or its address."""
+    """Return tenant, route and client of the current task's request. The client is the name of its key, or its address."""
     caller, principal = current_caller.get(), current_principal.get()
     client = caller.address if principal is None else principal.name
     return {"tenant": tenant[:_SHOWN], "route": caller.route[:_SHOWN], "client": client}
@@ -197,7 +204,9 @@ def _reason(error: RequestFailed) -> dict[str, str]:
 def _attributes(
     request_id: str, model: str, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState]
 ) -> dict[str, Any]:
-    """By OpenTelemetry's conventions for generative AI; what those do not name, as vLLM calls it."""
+    """Return span attributes by OpenTelemetry's conventions for generative AI, and vLLM's names for what those do not
+    cover.
+    """
     generates = isinstance(request, GenerateRequest)
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if generates or request is None else "embeddings",
@@ -218,7 +227,7 @@ def _attributes(
 
 
 def _prompt(request: GenerateRequest | PoolingRequest) -> object:
-    """The text or the token ids, of pooling requests and mixed prompts a list of them, as plain data."""
+    """Return the text or token ids as plain data; a list of them for pooling requests and mixed prompts."""
     if isinstance(request, PoolingRequest):
         return [_whole(each) for each in request.inputs]
     return _whole(request.prompt)
@@ -230,7 +239,7 @@ def _whole(prompt: PoolingPrompt) -> object:
 
 def _plain(part: Part) -> object:
     if isinstance(part, MediaPart):
-        return f"{part.modality} at {part.field}"  # never what it shows, nor where it is
+        return f"{part.modality} at {part.field}"  # never the content or the URL
     if isinstance(part, PromptEmbeds):
         return f"{part.num_tokens} vectors"
     return part if isinstance(part, str) else list(part)
@@ -270,29 +279,29 @@ class LiveRequest:
         self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
     ) -> None:
         self.request_id = request_id
-        """What its client calls it, a label that others may have, too."""
+        """Request id from the client, which need not be unique."""
         self.name = name
-        """Tenant and id under which it can be aborted from outside; None where it cannot."""
+        """Tenant and id by which it can be aborted; None if it cannot."""
         self.demand = demand
         self.observed = observed
         self.lora: LoraAdapter | None = None
-        """What it has applied to the model; None until that is known, too."""
+        """LoRA adapter of the request; None while unknown, or if it has none."""
         self.request: GenerateRequest | PoolingRequest | None = None
-        """None until it is begun."""
+        """None until the request is started."""
         self.prompt_token_ids: Sequence[int] = ()
-        """Empty until it is on its way to an engine, like ``states``."""
+        """Token ids of the prompt; empty until the request is sent to an engine, like ``states``."""
         self.states: Sequence[RequestState] = ()
-        """Its sequences."""
+        """States of its sequences."""
         self.done = False
-        """Whether all of its output was made."""
+        """True if all of its output was produced."""
         self.released = False
-        """Whether it is over."""
+        """True if the request is over."""
         self._aborted = False
         self._wait: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
     async def until_aborted(self) -> AsyncIterator[None]:
-        """What is waited for inside ends with Cancelled when the request is aborted."""
+        """Raise Cancelled inside the block when the request is aborted."""
         try:
             async with asyncio.timeout(0 if self._aborted else None) as self._wait:
                 yield
@@ -304,7 +313,7 @@ class LiveRequest:
             self._wait = None
 
     def abort(self) -> None:
-        """End what is waited for. Idempotent."""
+        """Cancel the block in ``until_aborted``. Idempotent."""
         if self._wait is not None and not self._aborted:
             self._wait.reschedule(0)
         self._aborted = True

@@ -1,4 +1,4 @@
-"""Pooling calls from their requests to their results: send every input, wait for all, leave nothing behind."""
+"""Pooling calls: send every input to an engine, wait for all results, and clean up."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from penstock_frontend.processing.prompts.pooling import AS_MANY_AS_FIT, Pooling
 
 
 class PoolingCalls:
-    """Puts input processing, engines and answers together for requests that produce vectors."""
+    """Runs requests that produce embeddings, classes or scores: input processing, engines, and results."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class PoolingCalls:
         adapters: AdapterCalls,
         answers: BytesInFlight,
     ) -> None:
-        """``answers`` bounds the bytes of vectors of all calls at once."""
+        """``answers`` limits the bytes of embeddings of all calls in flight."""
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
@@ -40,9 +40,10 @@ class PoolingCalls:
         self._pace = Pace(SEQUENCES_PER_TURN)
 
     async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
-        """The results of all inputs, in order. However this ends, what engines still compute is aborted.
+        """Return the results of all inputs, in order. Inputs that engines still compute at the end of the call are
+        aborted.
 
-        Raises RequestFailed: the first failure is that of the call.
+        Raises RequestFailed: the error of the first input that fails.
         """
         request = self.inputs.with_truncation(request)
         if request.truncate_prompt_tokens == AS_MANY_AS_FIT:
@@ -77,7 +78,7 @@ class PoolingCalls:
     ) -> list[EngineCoreOutput]:
         states: list[PooledState] = []
         try:
-            for core_request in core_requests:  # those that were sent stay in the list if one fails
+            for core_request in core_requests:  # on failure the list has those already sent
                 await self._pace.take()
                 states.append(self._send(core_request))
             return await _before(request.context.deadline, states)
@@ -94,7 +95,7 @@ class PoolingCalls:
         return state
 
     def _forget(self, states: Sequence[PooledState]) -> None:
-        """End what has not ended, and collect failures nobody waits for any more."""
+        """Abort unfinished inputs, and retrieve exceptions that no task awaits any more."""
         self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
         for state in states:
             if not state.answer.cancel() and not state.answer.cancelled():

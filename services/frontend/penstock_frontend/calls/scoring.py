@@ -1,4 +1,4 @@
-"""Calls for scores: by a model that reads pairs, else by the vectors of one that embeds."""
+"""Scoring calls: scores from a cross-encoder, or cosine similarities of embeddings."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,16 @@ from penstock_frontend.processing.prompts.pooling import check_scores
 
 
 class ScoringCalls:
-    """Makes a ScoreRequest one for vectors, and its vectors scores."""
+    """Runs a ScoreRequest as a pooling request, and turns its results into scores."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def run(self, request: ScoreRequest) -> ScoreResult:
-        """Scores of the pairs: the model's own where it reads pairs, else cosines. Raises RequestFailed."""
+        """Return the scores of the pairs: the model's own if it is a cross-encoder, otherwise cosines. Raises
+        RequestFailed.
+        """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):
             result, request_id = await self._llm.run_pooling(_pairs(request))
@@ -37,9 +39,7 @@ class ScoringCalls:
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
-        """Cosines of the vectors, which have length one; those of the queries come first. Numbers are multiplied over as many
-        turns of the event loop as it takes.
-        """
+        """Return cosines of unit vectors; the queries' vectors come first. Long computations yield to the event loop."""
         queries, cosines = result.outputs[:num_queries], []
         query = parts.floats(vectors_of(queries[0]))
         for index, output in enumerate(result.outputs[num_queries:]):
@@ -77,7 +77,7 @@ def _similarity(request: ScoreRequest) -> PoolingRequest:
 
 
 def _texts(prompts: Sequence[Prompt], fields: Sequence[str]) -> list[str]:
-    """The prompts of a model that reads pairs. Raises InvalidArgument for one that is no text, or empty."""
+    """Return the prompts as texts for a cross-encoder. Raises InvalidArgument if one is empty or not a text."""
     texts = []
     for prompt, field in zip(prompts, fields, strict=True):
         if not isinstance(prompt, str):

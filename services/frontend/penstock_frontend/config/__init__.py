@@ -1,4 +1,4 @@
-"""Configuration of a frontend process: a struct per section, all of them in ``FrontendConfig``."""
+"""Configuration of a frontend process: one struct per section, all of them combined in ``FrontendConfig``."""
 
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,

@@ -1,8 +1,8 @@
 """Configuration of a frontend process.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. Each field
-carries the description and the range of its setting; ``--help``, docs/reference/settings.md and the chart take them from
-there. Flags and environment names derive from the field names: ``limits.max_requests`` is ``--limits.max-requests`` and
+The structs validate every value when they are built. ``penstock_common.config.loader`` refuses unknown keys. The
+description of a field is the source of its ``--help`` text, of docs/reference/settings.md and of the chart. Field names give the
+flags and environment variables: ``limits.max_requests`` is ``--limits.max-requests`` and
 ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
 
@@ -34,46 +34,56 @@ from penstock_frontend.config.limits import AuthConfig, LimitsConfig
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig
 
-# LoRA adapters, and other names of a model and of its adapters.
+# LoRA adapters and aliases.
 
 MAX_NAME_LENGTH = 256
-"""Of an adapter's name, in characters."""
+"""Maximum length of an adapter's name, in characters."""
 MAX_PATH_LENGTH = 4096
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters that requests may name. Paths are those on the engines' machines."""
+    """LoRA adapters that requests may name. All paths are paths on the engines' machines."""
 
     enabled: Annotated[
-        bool, Meta(description="Serve LoRA adapters; lora.adapters and lora.directory mean that, too.")
+        bool, Meta(description="Serve LoRA adapters. Setting lora.adapters or lora.directory also enables this.")
     ] = False
     adapters: Annotated[
-        dict[str, str], Meta(description="Directories of adapters by the names that requests use.")
+        dict[str, str],
+        Meta(description=("LoRA adapters to serve: a map from the name that requests use to the adapter's directory.")),
     ] = {}
     directory: Annotated[
         str,
         Meta(
-            description="A directory that the frontend and all engines have at this path, and each of whose subdirectories is an "
-            "adapter of that name, as they come and go; empty: none."
+            description=(
+                "Directory with one subdirectory per LoRA adapter; the subdirectory's name is the adapter's name. "
+                "The path must be the same on the frontend and on all engines. Adapters may be added and removed "
+                "while requests are served. Empty: no such directory."
+            )
         ),
     ] = ""
     scan_interval: Annotated[
-        float, Meta(ge=0.05, le=3600, description="Seconds between two looks at lora.directory.")
+        float, Meta(ge=0.05, le=3600, description="Seconds between two scans of lora.directory.")
     ] = 2.0
     roots: Annotated[
         tuple[str, ...],
         Meta(
-            description="Directories below which adapters lie that may be loaded while requests are served; empty: none may."
+            description=(
+                "Directories from which adapters may be loaded at run time, including all their subdirectories. "
+                "Empty: adapters cannot be loaded at run time."
+            )
         ),
     ] = ()
     max_registered: Annotated[
-        int, Meta(ge=1, le=16_384, description="Adapters that can have a name at once, wherever the names come from.")
+        int,
+        Meta(ge=1, le=16_384, description=("Maximum number of registered LoRA adapters, from all sources together.")),
     ] = 1024
     http_loading: Annotated[
         bool,
         Meta(
-            description="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter on the HTTP listener, for callers with the "
-            "scope admin, or for everybody where nobody is asked who they are."
+            description=(
+                "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter on the HTTP listener. Callers need the "
+                "scope admin; if authentication is off, every caller may use them."
+            )
         ),
     ] = False
 
@@ -96,12 +106,13 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def serves(self) -> bool:
-        """Whether requests may name adapters."""
+        """True if requests may name adapters."""
         return self.enabled or bool(self.adapters) or bool(self.directory)
 
     def allows(self, path: str) -> bool:
-        """Whether an adapter may be loaded from ``path`` at run time: it lies below a root. Links are not looked at: they are on
-        the engines' machines.
+        """Return True if an adapter may be loaded from ``path`` at run time: ``path`` is below one of the roots.
+
+        Symbolic links are not resolved, because they are on the engines' machines.
         """
         normal = posixpath.normpath(path)
         return posixpath.isabs(path) and any(
@@ -110,7 +121,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def name_refusal(name: str) -> str:
-    """Why this cannot be an adapter's name; empty where it can."""
+    """Return the reason why ``name`` cannot name an adapter, or an empty string if it can."""
     if not name:
         return "is empty"
     if len(name) > MAX_NAME_LENGTH:
@@ -122,12 +133,12 @@ def check_aliases(aliases: Mapping[str, str], model: str, lora: LoraConfig) -> N
     """Check the names in ``model.aliases`` against all other names.
 
     Args:
-        aliases: the name that each of them stands for; empty: ``model``.
+        aliases: map from each alias to the name it stands for; an empty value means ``model``.
         model: the model's own name.
-        lora: the adapters, some of which may get their names later.
+        lora: the LoRA settings; some adapters may get their names later.
 
     Raises:
-        ConfigError: one cannot be a name, is the name of something else, or stands for nothing that is served.
+        ConfigError: an alias is not a valid name, is already taken, or refers to a name that is not served.
     """
     for name, target in aliases.items():
         if refusal := name_refusal(name):
@@ -216,62 +227,78 @@ Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose tokenizer and generation config are used, and how the model's answers are read."""
+    """The model's tokenizer, generation config, chat template and output parsers."""
 
     path: Annotated[
         str,
         Meta(
             min_length=1,
-            description="Directory of a Hugging Face checkpoint, or its id on the hub, whose tokenizer and generation config are "
-            "used.",
+            description=(
+                "Hugging Face checkpoint directory or hub id. The frontend reads its tokenizer and generation config."
+            ),
         ),
     ]
     served_model_name: Annotated[
-        str, Meta(description="Name that clients use; empty: the last part of the path or id.")
+        str, Meta(description="Model name that clients use. Empty: the last part of the path or hub id.")
     ] = ""
     aliases: Annotated[
         dict[str, str],
         Meta(
-            description="Other names that requests may use, each with the name that it stands for: the model's, or that of a "
-            "LoRA adapter; empty: the model's."
+            description=(
+                "Additional model names for requests: a map from each alias to the model's name or to the name of a "
+                "LoRA adapter. An empty value means the model."
+            )
         ),
     ] = {}
-    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub; empty: the default branch.")] = ""
+    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub. Empty: the default branch.")] = ""
     tool_parser: Annotated[
         str,
         Meta(
             min_length=1,
-            description="What finds tool calls in the answers of a chat: deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
-            "granite, hermes, kimi_k2, llama3_json, llama4_pythonic, mistral, phi4, qwen3_coder, none, or one that a plugin "
-            "brings; auto goes by the model's chat template.",
+            description=(
+                "Parser for tool calls in chat outputs. One of deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
+                "granite, hermes, kimi_k2, llama3_json, llama4_pythonic, mistral, phi4, qwen3_coder, none, or the "
+                "name of a plugin's parser. auto chooses by the model's chat template."
+            ),
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
         Meta(
             min_length=1,
-            description="What finds reasoning in the answers of a chat: deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
-            "or one that a plugin brings; auto goes by the model's chat template.",
+            description=(
+                "Parser for reasoning in chat outputs. One of deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
+                "or the name of a plugin's parser. auto chooses by the model's chat template."
+            ),
         ),
     ] = "auto"
     chat_template: Annotated[
         str,
         Meta(
-            description="File with a chat template in jinja2, used instead of the model's own ones; empty: the model's own ones."
+            description=(
+                "File with a jinja2 chat template that replaces the model's own templates. Empty: the model's own "
+                "templates."
+            )
         ),
     ] = ""
     request_chat_templates: Annotated[
         bool,
         Meta(
-            description="Requests may bring a chat template of their own (chat_template of chat completions and of "
-            "tokenization), which runs in a sandbox in a process of its own, within 2 seconds; false: such requests are refused."
+            description=(
+                "Allow requests to bring their own chat template (chat_template of chat completions and of "
+                "tokenization). It runs in a sandbox in a separate process for at most 2 seconds. false: such "
+                "requests are refused."
+            )
         ),
     ] = False
     special_tokens_in_content: Annotated[
         SpecialTokensInContent,
         Meta(
-            description="How to read the text of a special token, as <|im_end|>, in the messages and tools of a chat. parse: as "
-            "the token, so that a message can end its turn and begin another one. text: as the characters that it is made of."
+            description=(
+                "Handling of special tokens, such as <|im_end|>, in the text of chat messages and tools. parse: text "
+                "becomes the special token, so a message can end its turn and begin another. text: it is tokenized "
+                "as ordinary characters."
+            )
         ),
     ] = "parse"
 
@@ -280,26 +307,35 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """The name clients use."""
+        """Name of the model that clients use."""
         return model_name(self.path, self.served_model_name)
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection to the coordinator, which knows the engines."""
+    """The connection to the coordinator, from which the frontend learns the engines."""
 
     address: Annotated[
-        str, Meta(description="The coordinator's host:port; empty: the engines are those of the static list.")
+        str,
+        Meta(
+            description=(
+                "Address (host:port) of the coordinator. Empty: no coordinator; the frontend uses the engines listed in "
+                "engines."
+            )
+        ),
     ] = ""
     pools: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
-        Meta(max_length=64, description="Pools whose engines this frontend uses; empty: those of every pool."),
+        Meta(max_length=64, description="Pools whose engines this frontend uses. Empty: all pools."),
     ] = ()
     max_engines: Annotated[
         int,
         Meta(
             ge=1,
             le=65_536,
-            description="Engines that this frontend connects to; of more it keeps to so many, each frontend to others.",
+            description=(
+                "Maximum number of engines this frontend connects to. In larger clusters each frontend uses a "
+                "different subset."
+            ),
         ),
     ] = 1024
     reconnect_max: ReconnectMax = 2.0
@@ -310,33 +346,39 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tenants share engines whose queues are not empty."""
+    """The weights by which tenants share busy engines."""
 
     default_weight: Annotated[
         Weight,
         Meta(
-            description="Weight of a tenant that has none of its own; one of weight 2 gets twice the tokens of one of weight 1."
+            description=(
+                "Weight of tenants that fairness.weights does not list. A tenant of weight 2 gets twice the tokens "
+                "of a tenant of weight 1."
+            )
         ),
     ] = 1.0
-    weights: Annotated[dict[str, Weight], Meta(description="Weights of tenants by name.")] = {}
+    weights: Annotated[dict[str, Weight], Meta(description="Weights of tenants, by tenant name.")] = {}
 
     def __post_init__(self) -> None:
         check_fields("fairness", self)
 
     def weight_of(self, tenant: str) -> float:
-        """The tenant's weight."""
+        """Return the tenant's weight."""
         return self.weights.get(tenant, self.default_weight)
 
 
 class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request may survive."""
+    """The number of engine losses a request survives."""
 
     max_moves: Annotated[
         int,
         Meta(
             ge=0,
             le=10_000,
-            description="Engines that a request may leave, lost or drained, before it ends as UNAVAILABLE.",
+            description=(
+                "Maximum number of engines that a request may leave because they were lost or drained. After one "
+                "more the request fails with UNAVAILABLE."
+            ),
         ),
     ] = 20
     max_strikes: Annotated[
@@ -344,8 +386,10 @@ class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=1,
             le=100,
-            description="Engines in a row that may be lost before they brought anything for a request; one that reaches that is "
-            "taken for what they died of, and ends.",
+            description=(
+                "Number of consecutive engines lost before they produced any output for a request. A request that "
+                "reaches it is assumed to crash engines and fails."
+            ),
         ),
     ] = 3
 
@@ -354,7 +398,7 @@ class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine is found out that is not dead enough to break its connection."""
+    """Detection of engines that do not work although their connection is still open."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
@@ -363,8 +407,10 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0.05,
             le=3600,
-            description="Seconds without a message from an engine that has work of this frontend, after which it is asked how it "
-            "is.",
+            description=(
+                "Seconds without a message after which the frontend sends a health probe to an engine. Applies only "
+                "while the engine has requests of this frontend."
+            ),
         ),
     ] = 2.0
     probe_timeout: Annotated[
@@ -372,8 +418,10 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0.05,
             le=3600,
-            description="Seconds within which an engine has to answer that; it is lost otherwise, or when it answers that it is "
-            "wedged (its own wedged_after).",
+            description=(
+                "Seconds an engine has to answer a health probe. The frontend treats the engine as lost if it does "
+                "not answer, or answers that it is wedged (see the engine's wedged_after)."
+            ),
         ),
     ] = 5.0
 
@@ -382,15 +430,16 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a frontend process needs to know."""
+    """All settings of a frontend process."""
 
     NEEDS: ClassVar[Needs] = NEEDS
 
     model: ModelConfig
-    frontend_id: Annotated[str, Meta(description="Name of the frontend in its cluster; empty: the host's.")] = ""
+    frontend_id: Annotated[str, Meta(description="Name of the frontend in its cluster. Empty: the host name.")] = ""
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     engines: Annotated[
-        tuple[str, ...], Meta(description="Addresses (host:port) of the engines where there is no coordinator.")
+        tuple[str, ...],
+        Meta(description=("Addresses (host:port) of the engines, for a frontend without a coordinator.")),
     ] = ()
     server: Annotated[ServerConfig, Meta(description="The gRPC listener of the public API.")] = ServerConfig(
         port=50051, max_connection_age=120.0
@@ -403,7 +452,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics: Annotated[
         MetricsConfig,
         Meta(
-            description="A port for ``/metrics`` alone, beside the HTTP listener's, where other frontends share that one."
+            description=(
+                "An additional listener that serves only ``/metrics``, for frontends that share the HTTP listener's "
+                "port."
+            )
         ),
     ] = MetricsConfig()
     engine_tls: Annotated[
@@ -412,12 +464,14 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     peers: Annotated[
         PeersConfig,
         Meta(
-            description="Who may use the operators' API, where it asks for certificates: by the DNS names and URIs of their "
-            "subjects (SAN)."
+            description=(
+                "Clients that may use the operators' API if it requires client certificates, by the DNS names and "
+                "URIs in their subject alternative names (SAN)."
+            )
         ),
     ] = PeersConfig()
     auth: AuthConfig = AuthConfig()
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenize.")] = 2
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Number of tokenizer threads.")] = 2
     limits: Annotated[LimitsConfig, REREAD] = LimitsConfig()
     fairness: Annotated[FairnessConfig, REREAD] = FairnessConfig()
     lora: LoraConfig = LoraConfig()
@@ -431,17 +485,23 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds that a request waits for an engine, its first or another one, before it ends as UNAVAILABLE.",
+            description=(
+                "Seconds that a request waits for an engine, for its first one or after a loss, before it fails with "
+                "UNAVAILABLE."
+            ),
         ),
     ] = 30.0
-    max_held_requests: Annotated[int, Meta(ge=0, description="New requests that may wait for an engine at once.")] = (
-        10_000
-    )
+    max_held_requests: Annotated[
+        int, Meta(ge=0, description=("Maximum number of new requests that wait for an engine at the same time."))
+    ] = 10_000
     ready_without_engines: Annotated[
         bool,
         Meta(
-            description="Ready as soon as the coordinator has told of the cluster, for engines that scale to zero; false: as "
-            "soon as an engine takes requests. From then on it stays ready while engines come and go: it holds requests."
+            description=(
+                "Report ready as soon as the coordinator has sent the state of the cluster, for engines that scale "
+                "to zero. false: report ready when the first engine accepts requests. Once ready, the frontend stays "
+                "ready while engines come and go, and holds requests."
+            )
         ),
     ] = False
     drain_timeout: Annotated[
@@ -449,8 +509,10 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds after a stop signal in which requests are still taken and served, until all clients have gone "
-            "to other frontends; what runs then ends as UNAVAILABLE.",
+            description=(
+                "Seconds after a stop signal during which the frontend still accepts and serves requests, until all "
+                "clients have moved to other frontends. Requests still running at the end fail with UNAVAILABLE."
+            ),
         ),
     ] = 300.0
     log: Annotated[LogConfig, REREAD] = LogConfig()
@@ -474,9 +536,12 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"lora.adapters: {self.model.name!r} is the model's own name")
         check_aliases(self.model.aliases, self.model.name, self.lora)
         if self.ready_without_engines and not self.coordinator.address:
-            raise ConfigError("ready_without_engines is true; it needs coordinator.address, which tells of new engines")
+            raise ConfigError(
+                "ready_without_engines is true; it needs coordinator.address, because the coordinator reports new "
+                "engines"
+            )
 
     @property
     def name(self) -> str:
-        """The stable name of this frontend: the given one, or the host's."""
+        """Stable name of this frontend: ``frontend_id``, or the host name if that is empty."""
         return self.frontend_id or socket.gethostname()

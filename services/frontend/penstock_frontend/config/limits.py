@@ -1,4 +1,4 @@
-"""Who may call, what one request may ask for, and how many requests there may be at once."""
+"""Authentication, limits on a single request, and limits on the number of requests in flight."""
 
 from typing import Annotated, Literal
 
@@ -12,136 +12,206 @@ from penstock_common.types.media import Modality
 
 
 class MaxMediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many media one request may have, for models that take them."""
+    """Limits on the media of one request, for models that take media."""
 
-    image: Annotated[int, Meta(ge=0, description="Images of one request; 0: none are taken.")] = 16
-    audio: Annotated[int, Meta(ge=0, description="Sounds of one request; 0: none are taken.")] = 4
-    video: Annotated[int, Meta(ge=0, description="Videos of one request; 0: none are taken.")] = 2
+    image: Annotated[int, Meta(ge=0, description="Maximum number of images per request. 0: images are refused.")] = 16
+    audio: Annotated[int, Meta(ge=0, description="Maximum number of audio items per request. 0: audio is refused.")] = 4
+    video: Annotated[int, Meta(ge=0, description="Maximum number of videos per request. 0: videos are refused.")] = 2
 
     def __post_init__(self) -> None:
         check_fields("limits.max_media", self)
 
     def of(self, modality: Modality) -> int:
-        """Items of that modality."""
+        """Return the maximum number of items of a modality."""
         return {"image": self.image, "audio": self.audio, "video": self.video}[modality]
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one request may ask for, and how many requests one frontend takes at once. What exceeds a limit is refused."""
+    """Limits on a single request, and on the requests in flight in one frontend. Requests over a limit are refused."""
 
     max_requests: Annotated[
-        int, Meta(ge=1, description="Calls that one frontend serves at once; each has limits.max_n sequences at most.")
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Maximum number of calls that one frontend serves at the same time. Each call has at most limits.max_n "
+                "sequences."
+            ),
+        ),
     ] = 20_000
     max_message_bytes_in_flight: Annotated[
         ByteSize,
         Meta(
             ge=1,
-            description="Bytes of the gRPC messages over 64 KiB of all calls at once, from when they have come until their calls "
-            "end; they take about three times as much memory.",
+            description=(
+                "Maximum bytes of received gRPC messages over 64 KiB, for all calls in flight together. They use "
+                "about three times as much memory."
+            ),
         ),
     ] = 512 * 1024 * 1024
     max_answer_bytes_in_flight: Annotated[
         ByteSize,
         Meta(
             ge=1,
-            description="Bytes of the vectors of all pooling calls at once, from when their inputs are sent to engines until "
-            "their answers are encoded; they take about three times as much memory.",
+            description=(
+                "Maximum bytes of embeddings and scores of all pooling calls in flight together. They count from "
+                "sending the inputs to engines until the answer is encoded, and use about three times as much memory."
+            ),
         ),
     ] = 512 * 1024 * 1024
     max_media_bytes_in_flight: Annotated[
         ByteSize,
         Meta(
             ge=1,
-            description="Bytes of the encoded images, sounds and videos of all requests at once, from when they are there until "
-            "they are processed.",
+            description=(
+                "Maximum bytes of encoded images, audio and video of all requests together. They count from arrival "
+                "until they are processed."
+            ),
         ),
     ] = 512 * 1024 * 1024
     max_media: MaxMediaConfig = MaxMediaConfig()
     max_prompt_length_in_flight: Annotated[
-        int, Meta(ge=1, description="Characters, token ids and bytes of vectors and media of all prompts at once.")
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Maximum total size of all prompts in flight: characters, token ids, and bytes of embeddings and media."
+            ),
+        ),
     ] = 256 * 1024 * 1024
-    max_tenant_requests: Annotated[int, Meta(ge=0, description="Sequences of one tenant at once; 0: no limit.")] = 0
-    max_session_requests: Annotated[int, Meta(ge=1, description="Requests of one GenerateSession at once.")] = 1024
+    max_tenant_requests: Annotated[
+        int, Meta(ge=0, description=("Maximum number of sequences of one tenant in flight. 0: no limit."))
+    ] = 0
+    max_session_requests: Annotated[
+        int, Meta(ge=1, description=("Maximum number of requests in flight in one GenerateSession."))
+    ] = 1024
     max_prompt_length: Annotated[
         int,
         Meta(
             ge=1,
-            description="Characters of a text, or ids of a list of token ids, before the engines' own limit is applied.",
+            description=(
+                "Maximum length of a prompt, in characters of a text or in token ids of a list. The engines' own "
+                "limit applies as well."
+            ),
         ),
     ] = 4 * 1024 * 1024
     max_pooling_inputs: Annotated[
-        int, Meta(ge=1, description="Inputs of one Embed or Classify, or documents of one Score.")
+        int,
+        Meta(
+            ge=1,
+            description=("Maximum number of inputs of one Embed or Classify call, or of documents of one Score call."),
+        ),
     ] = 2048
     pooling_truncation: Annotated[
         Literal["none", "end", "start"],
         Meta(
-            description="Where inputs of Embed, Classify and Score with more tokens than the model reads are cut: at the end or "
-            "the start; none: they are refused. Fields of a request win. Inputs with media are never cut."
+            description=(
+                "Truncation of inputs of Embed, Classify and Score that are longer than the model's context: cut the "
+                "end or the start. none: such inputs are refused. Fields of a request override this setting. Inputs "
+                "with media are never truncated."
+            )
         ),
     ] = "none"
-    max_prompts: Annotated[int, Meta(ge=1, description="Prompts of one completion call over HTTP, each a request.")] = (
-        1024
-    )
+    max_prompts: Annotated[
+        int,
+        Meta(
+            ge=1, description=("Maximum number of prompts of one completion call over HTTP. Each prompt is a request.")
+        ),
+    ] = 1024
     max_sequences_per_call: Annotated[
-        int, Meta(ge=1, description="Sequences of one completion call over HTTP: its prompts times n.")
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Maximum number of sequences of one completion call over HTTP: the number of its prompts times n."
+            ),
+        ),
     ] = 4096
-    max_prompt_parts: Annotated[int, Meta(ge=1, description="Parts of one mixed prompt.")] = 1024
-    max_messages: Annotated[int, Meta(ge=1, description="Messages of one conversation.")] = 4096
-    max_content_parts: Annotated[int, Meta(ge=1, description="Parts of the content of one message.")] = 1024
-    max_tools: Annotated[int, Meta(ge=1, description="Tools of one conversation.")] = 1024
-    max_tool_calls: Annotated[int, Meta(ge=1, description="Tool calls of one message.")] = 1024
+    max_prompt_parts: Annotated[int, Meta(ge=1, description="Maximum number of parts of one mixed prompt.")] = 1024
+    max_messages: Annotated[int, Meta(ge=1, description="Maximum number of messages of one conversation.")] = 4096
+    max_content_parts: Annotated[int, Meta(ge=1, description="Maximum number of content parts of one message.")] = 1024
+    max_tools: Annotated[int, Meta(ge=1, description="Maximum number of tools of one conversation.")] = 1024
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Maximum number of tool calls of one message.")] = 1024
     max_trace_context_bytes: Annotated[
-        int, Meta(ge=1, description="Bytes of the names and values of routing.trace_context.")
+        int, Meta(ge=1, description="Maximum bytes of the names and values in routing.trace_context.")
     ] = 8192
-    max_request_id_bytes: Annotated[int, Meta(ge=1, description="Bytes of a request id.")] = 256
-    max_cache_salt_bytes: Annotated[int, Meta(ge=1, description="Bytes of a cache salt.")] = 256
-    max_tenant_bytes: Annotated[int, Meta(ge=1, description="Bytes of a tenant's name.")] = 256
-    max_stop_strings: Annotated[int, Meta(ge=1, description="Stop strings of a request.")] = 64
-    max_stop_string_chars: Annotated[int, Meta(ge=1, description="Characters of a stop string.")] = 256
-    max_stop_token_ids: Annotated[int, Meta(ge=1, description="Stop token ids of a request.")] = 1024
-    max_n: Annotated[int, Meta(ge=1, description="Sequences of a request.")] = 128
-    max_logit_biases: Annotated[int, Meta(ge=1, description="Token ids with a logit bias of a request.")] = 1024
-    max_allowed_token_ids: Annotated[int, Meta(ge=1, description="Allowed token ids of a request.")] = 65_536
-    max_bad_words: Annotated[int, Meta(ge=1, description="Bad words of a request.")] = 256
-    max_bad_word_chars: Annotated[
-        int, Meta(ge=1, description="Characters of a bad word, or ids of one that is given as token ids.")
-    ] = 256
-    max_structured_output_bytes: Annotated[int, Meta(ge=1, description="Bytes of a constraint on the output.")] = (
-        256 * 1024
+    max_request_id_bytes: Annotated[int, Meta(ge=1, description="Maximum bytes of a request id.")] = 256
+    max_cache_salt_bytes: Annotated[int, Meta(ge=1, description="Maximum bytes of a cache salt.")] = 256
+    max_tenant_bytes: Annotated[int, Meta(ge=1, description="Maximum bytes of a tenant's name.")] = 256
+    max_stop_strings: Annotated[int, Meta(ge=1, description="Maximum number of stop strings per request.")] = 64
+    max_stop_string_chars: Annotated[int, Meta(ge=1, description="Maximum length of a stop string, in characters.")] = (
+        256
     )
+    max_stop_token_ids: Annotated[int, Meta(ge=1, description="Maximum number of stop token ids per request.")] = 1024
+    max_n: Annotated[int, Meta(ge=1, description="Maximum number of sequences per request (n).")] = 128
+    max_logit_biases: Annotated[
+        int, Meta(ge=1, description=("Maximum number of token ids with a logit bias per request."))
+    ] = 1024
+    max_allowed_token_ids: Annotated[
+        int, Meta(ge=1, description="Maximum number of allowed token ids per request.")
+    ] = 65_536
+    max_bad_words: Annotated[int, Meta(ge=1, description="Maximum number of bad words per request.")] = 256
+    max_bad_word_chars: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description=("Maximum length of a bad word, in characters, or in token ids if it is given as token ids."),
+        ),
+    ] = 256
+    max_structured_output_bytes: Annotated[
+        int, Meta(ge=1, description=("Maximum bytes of a structured output constraint."))
+    ] = 256 * 1024
 
     def __post_init__(self) -> None:
         check_fields("limits", self)
 
 
-# Who may call.
+# Authentication.
 
-# Symmetric ones are missing on purpose: with them, whoever can check a token can make one.
+# No symmetric algorithms: with them, every party that can verify a token can also create one.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """JSON Web Tokens that callers may show; off while ``jwks`` is empty."""
+    """JSON Web Tokens as credentials of callers; off while ``jwks`` is empty."""
 
     jwks: Annotated[
         str,
         Meta(
-            description="Path of the issuer's public keys, a JSON Web Key Set that is read anew when it changes; empty: no "
-            "tokens."
+            description=(
+                "File with the issuer's public keys, a JSON Web Key Set. The frontend reloads it when it changes. "
+                "Empty: tokens are not accepted."
+            )
         ),
     ] = ""
-    issuer: Annotated[str, Meta(description="What the claim iss must say; required with tokens.")] = ""
-    audience: Annotated[str, Meta(description="What the claim aud must say; required with tokens.")] = ""
+    issuer: Annotated[
+        str, Meta(description=("Required value of a token's claim iss. Must be set if auth.jwt.jwks is set."))
+    ] = ""
+    audience: Annotated[
+        str, Meta(description=("Required value of a token's claim aud. Must be set if auth.jwt.jwks is set."))
+    ] = ""
     algorithms: Annotated[
-        tuple[JwtAlgorithm, ...], Meta(description="Signature algorithms that are taken; at least one with tokens.")
+        tuple[JwtAlgorithm, ...],
+        Meta(description=("Accepted signature algorithms. At least one if auth.jwt.jwks is set.")),
     ] = ("RS256", "ES256", "EdDSA")
-    leeway: Annotated[float, Meta(ge=0, le=600, description="Seconds by which clocks may differ.")] = 30.0
-    tenant_claim: Annotated[str, Meta(description="Claim that names the caller's tenant; required with tokens.")] = (
-        "tenant"
-    )
-    scope: Annotated[str, Meta(description="What the claim scope must have for inference; empty: nothing.")] = ""
+    leeway: Annotated[
+        float, Meta(ge=0, le=600, description="Tolerated clock difference to the issuer, in seconds.")
+    ] = 30.0
+    tenant_claim: Annotated[
+        str, Meta(description=("Claim that names the caller's tenant. Must be set if auth.jwt.jwks is set."))
+    ] = "tenant"
+    scope: Annotated[
+        str,
+        Meta(description=("Scope that a token's claim scope must contain for inference. Empty: no scope is required.")),
+    ] = ""
     admin_scope: Annotated[
-        str, Meta(description="What the claim scope must have for the operators' API; required with tokens.")
+        str,
+        Meta(
+            description=(
+                "Scope that a token's claim scope must contain for the operators' API. Must be set if auth.jwt.jwks is "
+                "set."
+            )
+        ),
     ] = "penstock-admin"
 
     def __post_init__(self) -> None:
@@ -157,21 +227,23 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may call. Callers are asked for credentials as soon as ``api_keys`` or ``jwt.jwks`` is set; ``/health``, ``/ping`` and
-    gRPC's health service are always open.
+    """Authentication of callers. Setting ``api_keys`` or ``jwt.jwks`` enables it. ``/health``, ``/ping`` and gRPC's
+    health service never require credentials.
     """
 
     api_keys: Annotated[
         str,
         Meta(
-            description="Path of a file with a key per line, read again when it changes "
-            "(docs/guides/security.md describes its format). Empty: no keys."
+            description=(
+                "File with one API key per line; docs/guides/security.md describes the format. The frontend reloads it when "
+                "it changes. Empty: API keys are not accepted."
+            )
         ),
     ] = ""
     jwt: JwtConfig = JwtConfig()
-    admin: Annotated[bool, Meta(description="The operators' API asks for credentials.")] = False
-    metrics: Annotated[bool, Meta(description="/metrics asks for credentials.")] = False
-    cluster: Annotated[bool, Meta(description="/cluster, which the page reads, asks for credentials.")] = True
+    admin: Annotated[bool, Meta(description="Require credentials for the operators' API.")] = False
+    metrics: Annotated[bool, Meta(description="Require credentials for /metrics.")] = False
+    cluster: Annotated[bool, Meta(description="Require credentials for /cluster, which the web page reads.")] = True
 
     def __post_init__(self) -> None:
         for name in ("admin", "metrics"):
@@ -180,5 +252,5 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def enabled(self) -> bool:
-        """Whether callers are asked for credentials."""
+        """True if callers must present credentials."""
         return bool(self.api_keys or self.jwt.jwks)

@@ -1,4 +1,4 @@
-"""Images, sound and video: where from, how large, and what processes them."""
+"""Settings for images, audio and video: allowed sources, size limits, and media workers."""
 
 import ipaddress
 import re
@@ -15,69 +15,96 @@ from penstock_common.process import usable_cores
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 ANY_DOMAIN = "*"
-"""Stands for every host whose addresses are public."""
+"""Domain pattern that allows every host with public addresses."""
 _DOMAIN = re.compile(
     r"(\*|(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*|\[[0-9a-f:.]+\])(?P<port>:[0-9]{1,5})?"
 )
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images, sound and video of requests, for models that take them."""
+    """Images, audio and video in requests, for models that take them."""
 
     enabled: Annotated[
         bool,
         Meta(
-            description="Take media where the model does; false: it is served for text alone, as by engines with "
-            "multimodal.enabled: false."
+            description=(
+                "Accept media if the model takes them. false: the model is served for text only, as on engines with "
+                "multimodal.enabled: false."
+            )
         ),
     ] = True
     allowed_domains: Annotated[
         tuple[str, ...],
         Meta(
-            description="Hosts that URLs of media may name: images.example.org means that host, *.example.org every host "
-            "below it, * every host. :PORT behind one means that port, else 443 of https and 80 of http. Addresses "
-            "must be public. Empty: only data: URLs are taken."
+            description=(
+                "Hosts that media URLs may name: images.example.org allows that host, *.example.org every host below "
+                "it, * every host. A suffix :PORT allows that port; without it, 443 for https and 80 for http. The "
+                "host's addresses must be public. Empty: only data: URLs are accepted."
+            )
         ),
     ] = ()
     allowed_private_networks: Annotated[
         tuple[str, ...],
         Meta(
-            description="Networks, as 10.1.2.0/24, in which hosts of media.allowed_domains may be though their addresses are not "
-            "public."
+            description=(
+                "Networks, such as 10.1.2.0/24, in which hosts of media.allowed_domains may have private addresses."
+            )
         ),
     ] = ()
     ca: Annotated[
         str,
-        Meta(description="Path of the authorities' certificates by which https hosts are known; empty: the system's."),
+        Meta(description="File with the CA certificates for https media hosts. Empty: the system's CA certificates."),
     ] = ""
     fetch_timeout: Annotated[
-        float, Meta(gt=0, le=600, description="Seconds that one URL may take, its redirects included.")
+        float, Meta(gt=0, le=600, description="Seconds for fetching one URL, including its redirects.")
     ] = 10.0
     max_redirects: Annotated[
-        int, Meta(ge=0, le=20, description="Redirects of one URL; each is checked as the URL is.")
+        int,
+        Meta(
+            ge=0,
+            le=20,
+            description=("Maximum number of redirects of one URL. Each redirect is checked like the URL itself."),
+        ),
     ] = 3
     max_fetches: Annotated[
-        int, Meta(ge=1, le=4096, description="URLs that are fetched at once; media.max_queued more may wait.")
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description=("Maximum number of URLs fetched at the same time. Up to media.max_queued more may wait."),
+        ),
     ] = 64
     max_bytes: Annotated[
-        ByteSize, Meta(ge=1, description="Bytes of one item: of a file, of all frames of a video, or of tensors.")
+        ByteSize,
+        Meta(
+            ge=1, description=("Maximum bytes of one media item: of a file, of all frames of a video, or of tensors.")
+        ),
     ] = 32 * 1024 * 1024
-    max_pixels: Annotated[int, Meta(ge=1, description="Pixels of an image, or of one frame of a video.")] = 64_000_000
-    max_frames: Annotated[int, Meta(ge=1, le=65_536, description="Frames of a video.")] = 128
-    max_audio_seconds: Annotated[float, Meta(gt=0, le=86_400, description="Seconds of sound of one item.")] = 600.0
+    max_pixels: Annotated[
+        int, Meta(ge=1, description=("Maximum number of pixels of an image, or of one frame of a video."))
+    ] = 64_000_000
+    max_frames: Annotated[int, Meta(ge=1, le=65_536, description="Maximum number of frames of a video.")] = 128
+    max_audio_seconds: Annotated[
+        float, Meta(gt=0, le=86_400, description=("Maximum length of one audio item, in seconds."))
+    ] = 600.0
     workers: Annotated[
         int,
         Meta(
             ge=0,
             le=256,
-            description="Processes that decode media and prepare them for the model; 0: half as many as cores, one at least.",
+            description=(
+                "Number of processes that decode and preprocess media. 0: half the number of cores, but at least one."
+            ),
         ),
     ] = 0
     worker_memory: Annotated[
         ByteSize,
         Meta(
             ge=64 * 1024 * 1024,
-            description="Bytes that a media worker may ask for beyond what it has at its start. What needs more is refused.",
+            description=(
+                "Maximum bytes that a media worker may allocate in addition to its memory at start. Items that need "
+                "more are refused."
+            ),
         ),
     ] = 2 * 1024 * 1024 * 1024
     worker_timeout: Annotated[
@@ -85,7 +112,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             gt=0,
             le=3600,
-            description="Seconds that a media worker may take for one item. What takes longer is refused.",
+            description="Seconds that a media worker may take for one item. Items that take longer are refused.",
         ),
     ] = 30.0
     max_queued: Annotated[
@@ -93,23 +120,29 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=1,
             le=1_000_000,
-            description="Items that may wait for a media worker. Tenants take turns; in a full queue one that has fewer waiting "
-            "takes the place of the last of the one that has most.",
+            description=(
+                "Maximum number of items that wait for a media worker. Tenants take turns. If the queue is full, a "
+                "tenant with fewer waiting items displaces the last item of the tenant with the most."
+            ),
         ),
     ] = 512
     store_bytes: Annotated[
         ByteSize,
         Meta(
             ge=0,
-            description="Bytes of processed items that are kept for requests to come, which have the same media; those of "
-            "running requests are found beside these. 0: none are kept.",
+            description=(
+                "Maximum bytes of processed items that are cached for later requests with the same media. Items of "
+                "running requests do not count. 0: no items are cached."
+            ),
         ),
     ] = 1024 * 1024 * 1024
     allow_features: Annotated[
         bool,
         Meta(
-            description="Take tensors that clients have processed, and embeddings. Whoever may send them can make the model see "
-            "anything, in any quality."
+            description=(
+                "Accept preprocessed tensors and embeddings from clients. Clients that may send them can make the "
+                "model see arbitrary content in any quality."
+            )
         ),
     ] = False
 
@@ -119,14 +152,14 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             match = _DOMAIN.fullmatch(domain)
             if match is None or not 0 < int((match["port"] or ":1")[1:]) <= 65_535:
                 raise ConfigError(
-                    f"media.allowed_domains: {domain!r} must be a host in lower case, *.HOST or *, with :PORT behind it or "
-                    "without"
+                    f"media.allowed_domains: {domain!r} must be a host in lower case, *.HOST or *, with or "
+                    "without :PORT"
                 )
         self.private_networks  # noqa: B018 - it looks at each
 
     @property
     def private_networks(self) -> tuple[Network, ...]:
-        """Those of ``allowed_private_networks``. Raises ConfigError."""
+        """Parsed ``allowed_private_networks``. Raises ConfigError."""
         try:
             return tuple(ipaddress.ip_network(network) for network in self.allowed_private_networks)
         except ValueError as e:
@@ -134,5 +167,5 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_workers(self) -> int:
-        """Media workers of this frontend."""
+        """Number of media workers of this frontend."""
         return self.workers or max(1, usable_cores() // 2)

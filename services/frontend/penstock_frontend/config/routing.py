@@ -1,4 +1,4 @@
-"""Which engine a request goes to; prompts and outputs may be computed on different engines."""
+"""Routing of requests to engines, and disaggregated prefill."""
 
 from typing import Annotated, Literal
 
@@ -13,13 +13,15 @@ RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which engine a request goes to that names none."""
+    """The choice of an engine for requests that do not name one."""
 
     policy: Annotated[
         RoutingPolicy,
         Meta(
-            description="prefix_aware: the least loaded engine, less what it has cached of the prompt; least_loaded: whatever is "
-            "cached; round_robin: in turn."
+            description=(
+                "Choice of the engine for a request. prefix_aware: the engine with the lowest load, minus the prompt "
+                "tokens it has cached. least_loaded: the engine with the lowest load. round_robin: engines in turn."
+            )
         ),
     ] = "prefix_aware"
     max_cached_blocks: Annotated[
@@ -27,8 +29,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=0,
             le=100_000_000,
-            description="Cached blocks that are remembered under prefix_aware, each counted for every engine that has it; up to "
-            "250 bytes each.",
+            description=(
+                "Maximum number of cached blocks that the frontend tracks for prefix_aware. A block counts once for "
+                "each engine that has it, and takes up to 250 bytes of memory. 0: none are tracked."
+            ),
         ),
     ] = 2_000_000
 
@@ -37,43 +41,54 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests in two legs, where some engines are preferred for prompts (role: prefill)."""
+    """Disaggregated prefill: prefill engines (role: prefill) compute prompts, and decode engines generate the outputs."""
 
     min_prefill_tokens: Annotated[
         int,
         Meta(
             ge=1,
             le=100_000_000,
-            description="Tokens that the engine of the output would have to compute at least, for an engine of prompts to "
-            "compute them.",
+            description=(
+                "Minimum number of prompt tokens, beyond those the decode engine has cached, for which a request "
+                "uses a prefill engine."
+            ),
         ),
     ] = 512
     overflow: Annotated[
         bool,
         Meta(
-            description="Have the engine of the output compute a long prompt where the engines of prompts have more to do than "
-            "that one; false: they compute all long ones, however many wait."
+            description=(
+                "Let the decode engine compute a long prompt if the prefill engines have more queued work than it "
+                "has. false: prefill engines compute all long prompts, however many wait."
+            )
         ),
     ] = True
     gateway: Annotated[
         bool,
         Meta(
-            description="Serve kv_transfer_params of requests, in NIXL's words, for gateways that have prompts and outputs "
-            "computed by different servers."
+            description=(
+                "Accept and return kv_transfer_params, in the format of vLLM's NIXL connector. External gateways use "
+                "them to run prefill and decode on different servers."
+            )
         ),
     ] = False
     connector: Annotated[
         str,
         Meta(
-            description="Name, told to gateways, of the connector that a plugin adds to engines (their kv_transfer.connector): "
-            "kv_transfer_params go to it as they are. Empty: they are in NIXL's words, for the engines' own transfers."
+            description=(
+                "Name of the KV connector that a plugin adds to engines (their kv_transfer.connector), as reported "
+                "to gateways. The connector gets kv_transfer_params unchanged. Empty: kv_transfer_params are in "
+                "NIXL's format, for the engines' own transfers."
+            )
         ),
     ] = ""
     allowed_addresses: Annotated[
         tuple[str, ...],
         Meta(
-            description="Hosts, or host:port, that these may name beside the engines that the frontend knows; others are not "
-            "asked for keys and values, which are computed then."
+            description=(
+                "Additional hosts, or host:port, that kv_transfer_params may name. Engines that the frontend knows "
+                "are always allowed. For other addresses the KV blocks are recomputed instead of fetched."
+            )
         ),
     ] = ()
 

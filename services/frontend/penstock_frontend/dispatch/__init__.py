@@ -1,1 +1,1 @@
-"""Sends requests to engines: connections, placement, the journal that resumes requests elsewhere, drains, KV transfer."""
+"""Dispatch of requests to engines: connections, routing, the journal for resuming requests, drains, and KV transfer."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests can name here, wherever their names come from. Does no I/O."""
+"""LoRA adapters that requests can name, and the engines that hold them. Does no I/O."""
 
 import enum
 import hashlib
@@ -24,7 +24,7 @@ from penstock_frontend.config.frontend import LoraConfig, name_refusal
 
 
 class LoraSource(enum.IntEnum):
-    """Where a name comes from; of several, the first counts. Values equal ``penstock.admin.v1.LoraSource``."""
+    """Source of an adapter's name. The first source in this order wins. Values equal ``penstock.admin.v1.LoraSource``."""
 
     CONFIG = 1
     DIRECTORY = 2
@@ -32,7 +32,7 @@ class LoraSource(enum.IntEnum):
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """What a name means."""
+    """An adapter with the source of its name."""
 
     adapter: LoraAdapter
     source: LoraSource
@@ -40,15 +40,17 @@ class NamedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name."""
+        """Name of the adapter."""
         return self.adapter.name
 
 
 class Adapters:
-    """Names of the configuration, of the watched directory and of run time, in this order of precedence. The last are kept in
-    step with other frontends: whoever does that merges into ``registry``, and is told by ``on_change`` of what was said here.
+    """Resolves adapter names from the configuration, the watched directory and run-time registration, in this order of
+    precedence.
 
-    What engines say of the content of adapters that are not of run time is kept here, for as long as they lie where they do.
+    Run-time names are shared with other frontends: the code that exchanges them merges into ``registry``, and
+    ``on_change`` reports registrations made here. For all other adapters this class keeps the content digests that
+    engines report, while the adapters' paths stay.
     """
 
     def __init__(
@@ -60,8 +62,12 @@ class Adapters:
         aliases: Mapping[str, str] = MappingProxyType({}),
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``model``: the base model's name, which means no adapter. ``aliases``: other names, and those that they stand for.
-        ``on_change``: called when something was registered here.
+        """Args:
+        config: the LoRA settings.
+        model: the base model's name, which means no adapter.
+        frontend_id: name of this frontend in registrations.
+        aliases: further names, each with its target.
+        on_change: called when a name was registered or removed here.
         """
         self._aliases = {name: target or model for name, target in aliases.items()}
         self.registry = LoraRegistry()
@@ -74,37 +80,37 @@ class Adapters:
             LoraSource.DIRECTORY: {},
         }
         self._digests: dict[tuple[str, str], bytes] = {}
-        """By name and path, what an engine said of adapters that are not of run time."""
+        """Digest that an engine reported for adapters not registered at run time, by name and path."""
         self._pinned: set[tuple[str, str]] = set()
-        """Of those, what is pinned."""
+        """Pinned adapters among those not registered at run time, by name and path."""
 
     @property
     def serves(self) -> bool:
-        """Whether requests may name adapters."""
+        """True if requests may name adapters."""
         return self._config.serves
 
     def count(self) -> dict[str, int]:
-        """How many names there are, by the words for where they come from."""
+        """Return the number of names by source."""
         counts = Counter(named.source for named in self.all())
         return {source.name.lower(): counts[source] for source in LoraSource}
 
     @property
     def names(self) -> list[str]:
-        """All names, in order."""
+        """All names, sorted."""
         known = {each.name for each in self.registry.loaded()}.union(*self._paths.values())
         return sorted(known - {self._model, *self._aliases})
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Other names, in order, with those that they stand for: the model's or an adapter's, which there may be not (yet)."""
+        """Aliases with their targets, sorted. A target may be an adapter that does not exist (yet)."""
         return dict(sorted(self._aliases.items()))
 
     def all(self) -> list[NamedAdapter]:
-        """What all names mean, by name."""
+        """Return all adapters, sorted by name."""
         return [named for name in self.names if (named := self.get(name)) is not None]
 
     def get(self, name: str) -> NamedAdapter | None:
-        """The adapter that a name means; None where it means none."""
+        """Return the adapter of a name or alias, or None."""
         name = self._aliases.get(name, name)
         if name == self._model:
             return None
@@ -119,20 +125,23 @@ class Adapters:
         return NamedAdapter(registered.adapter, LoraSource.RUN_TIME, registered.pinned)
 
     def named(self, name: str, *, field: str = "name") -> NamedAdapter:
-        """What a name means. Raises NotFound."""
+        """Return the adapter of a name. Raises NotFound."""
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
-                f"{field} is {quoted(name)}, which is no LoRA adapter; {_some_of(name, names)}",
+                f"{field} is {quoted(name)}, which is not a LoRA adapter; {_some_of(name, names)}",
                 field=field,
                 reason="LORA_NOT_FOUND",
             )
         return named
 
     def asked_for(self, model: str, lora: str, *, field: str = "model") -> str:
-        """The adapter that a request names, by ``model`` or by ``lora``; empty: none. The base model's name means none.
+        """Return the name of the adapter that a request names by ``model`` or ``lora``; empty for the base model.
 
-        Raises NotFound for what there is not, InvalidArgument for two names, Unimplemented for ``lora`` where none are served.
+        Raises:
+            NotFound: no model or adapter has that name.
+            InvalidArgument: the fields name two different adapters.
+            Unimplemented: ``lora`` is set, but no adapters are served.
         """
         asked, (model, lora) = model, (self._aliases.get(name, name) for name in (model, lora))
         model, lora = ("" if name == self._model else name for name in (model, lora))
@@ -149,13 +158,13 @@ class Adapters:
             self.named(lora, field="lora")
         if model and lora and model != lora:
             raise InvalidArgument(
-                f"lora is {quoted(lora)} and {field} is {quoted(model)}: both name an adapter, and not the same",
+                f"lora is {quoted(lora)} and {field} is {quoted(model)}: they name two different adapters",
                 field="lora",
             )
         return lora or model
 
     def check_registrable(self, name: str) -> None:
-        """Raise what speaks against giving this name to an adapter at run time, whatever that is."""
+        """Check that an adapter may get this name at run time. Raises a RequestFailed that says why not."""
         if refusal := name_refusal(name):
             raise InvalidArgument(f"name {refusal}", field="name")
         if name == self._model:
@@ -165,7 +174,7 @@ class Adapters:
             raise InvalidArgument(f"name is {quoted(name)}, which model.aliases has for {stands}", field="name")
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:
-            raise AlreadyExists(f"name is {quoted(name)}, which the {_WORDS[named.source]} gives", field="name")
+            raise AlreadyExists(f"name is {quoted(name)}, which is defined in the {_WORDS[named.source]}", field="name")
         if named is None and (count := len(self.names)) >= self._config.max_registered:
             raise ResourceExhausted(
                 f"{count} LoRA adapters have names; lora.max_registered is {self._config.max_registered}",
@@ -173,22 +182,22 @@ class Adapters:
             )
 
     def register(self, adapter: LoraAdapter, *, pinned: bool) -> NamedAdapter:
-        """Give an adapter its name, on this frontend and those that it is in step with."""
+        """Register an adapter at run time, on this frontend and on those that share the registry."""
         self._say(adapter.name, path=adapter.path, digest=adapter.digest, pinned=pinned)
         return NamedAdapter(adapter, LoraSource.RUN_TIME, pinned)
 
     def unregister(self, name: str) -> NamedAdapter:
-        """Take a name away. Raises NotFound, and FailedPrecondition where it is not of run time."""
+        """Remove a name. Raises NotFound, and FailedPrecondition if it was not registered at run time."""
         named = self.named(name)
         if named.source is not LoraSource.RUN_TIME:
             raise FailedPrecondition(
-                f"name is {quoted(name)}, which the {_WORDS[named.source]} gives: remove it there", field="name"
+                f"name is {quoted(name)}, which is defined in the {_WORDS[named.source]}; remove it there", field="name"
             )
         self._say(named.name, unloaded=True)
         return named
 
     def pin(self, named: NamedAdapter, *, pinned: bool) -> NamedAdapter:
-        """Note whether engines keep an adapter in memory."""
+        """Record whether engines keep an adapter in memory."""
         adapter = named.adapter
         if named.source is LoraSource.RUN_TIME:
             return self.register(adapter, pinned=pinned)
@@ -196,17 +205,22 @@ class Adapters:
         return NamedAdapter(adapter, named.source, pinned)
 
     def learned(self, adapter: LoraAdapter) -> None:
-        """An engine has said what the content of an adapter is that is not of run time."""
+        """Record the content digest that an engine reported for an adapter not registered at run time."""
         self._digests[adapter.name, adapter.path] = adapter.digest
 
     def forget(self, adapter: LoraAdapter) -> None:
-        """Its content is not what was learned."""
+        """Drop a recorded digest, because the adapter's content differs from it."""
         if self._digests.get(key := (adapter.name, adapter.path)) == adapter.digest:
             del self._digests[key]
 
     def follow_directory(self, paths: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
-        """The watched directory has these adapters now, by name; what is in ``changed`` has other content than before. Returns
-        names for which there is no room, or that cannot be names, such as the model's own and its aliases.
+        """Apply a scan of the watched directory. Return the names that were not accepted.
+
+        A name is refused if there are too many, if it is not valid, or if it is the model's name or an alias.
+
+        Args:
+            paths: path of each adapter, by name.
+            changed: adapters whose content has changed.
         """
         for key in changed.items():
             self._digests.pop(key, None)
@@ -221,7 +235,7 @@ class Adapters:
         return sorted(paths.keys() - self._paths[LoraSource.DIRECTORY].keys())
 
     def others_with(self, digest: bytes) -> list[str]:
-        """Names of adapters that have this content."""
+        """Return the names of all adapters with this content digest."""
         return [named.name for named in self.all() if named.adapter.digest == digest]
 
     def _say(
@@ -247,11 +261,11 @@ _WORDS = {LoraSource.CONFIG: "configuration", LoraSource.DIRECTORY: "watched dir
 
 
 _LISTED = 5
-"""Names that an error lists."""
+"""Maximum number of names in an error message."""
 
 
 def _some_of(name: str, names: Collection[str]) -> str:
-    """How many names there are and the one that may be meant; the first of them where none is alike."""
+    """Return the number of names and the most similar one, or the first names if none is similar."""
     hint = nearest(name, names)
     return f"there {'is 1' if len(names) == 1 else f'are {len(names)}'}{hint}" if hint else _listed(names)
 
@@ -261,78 +275,82 @@ def _listed(names: Collection[str]) -> str:
     return f"known: {', '.join(first) or 'none'}{f' and {more} more' if more > 0 else ''}"
 
 
-# Where LoRA adapters are, and on which engines they should be.
+# Placement of LoRA adapters on engines.
 
 LOADING = 4.0
-"""What loading an adapter counts as in an engine's score, at least: as much as a waiting request."""
+"""Minimum score of loading an adapter: as much as a waiting request."""
 MOST_LOADING = 64.0
 EVICTING = 8.0
-"""What it counts as on top where it takes the place of others: somebody will want those again, and then others still."""
+"""Additional score of loading if it evicts other adapters, because those will have to be loaded again later."""
 CACHED = 0.5
-"""What an adapter counts as that is in memory and has no slot: less than a running request."""
+"""Score of an adapter that is in memory but not in a slot: less than a running request."""
 SLOTS_FULL = 16.0
-"""What an adapter counts as that waits until others leave a slot: as much as four waiting requests."""
+"""Score of waiting for a free slot: as much as four waiting requests."""
 MOST_HELD = 64
-"""Adapters that an engine is taken to hold, those that it was sent last, while it does not say which it does."""
+"""Number of adapters, the most recently sent ones, that an engine is assumed to hold if it does not report them."""
 HINT_SECONDS = 1.0
-"""How long an engine that says which it holds is taken to have what it was sent: by then it has said so, or has it not."""
+"""Seconds for which a sent adapter counts as loaded on an engine that reports its adapters. A report is expected by
+then.
+"""
 _WAITING = 4.0
-"""What a waiting request counts as."""
+"""Score of a waiting request."""
 
 
 class Where(enum.Enum):
-    """How an engine has an adapter."""
+    """State of an adapter on an engine."""
 
     ACTIVE = "active"
-    """In a slot, or a request with it is on its way there."""
+    """In a slot, or a request that uses it was just sent."""
     CACHED = "cached"
-    """In memory."""
+    """In memory, without a slot."""
     ABSENT = "absent"
 
 
 class LoraPlaces:
-    """By engine, which adapters it holds: as it says, and until it does, those that its requests from here had last. Each engine
-    is the home of a part of the adapters, by rendezvous hashing, alike for all frontends: so a few engines hold each, and one
-    that comes or goes changes the homes of few.
+    """Tracks which adapters each engine holds: those it reports, or, before a report, those of the requests that were
+    last sent to it.
+
+    Rendezvous hashing gives each adapter home engines, the same for all frontends. So each adapter is on few engines,
+    and an engine that joins or leaves changes few homes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: seconds."""
+        """``clock`` returns monotonic seconds."""
         self._clock = clock
         self._told: dict[str, _Told] = {}
         self._sent: dict[str, OrderedDict[bytes, float]] = {}
-        """By engine, what it was sent, and when."""
+        """Time at which each adapter was last sent, by engine."""
         self._most: dict[str, int] = {}
 
     def sent(self, engine: str, digest: bytes) -> None:
-        """A request with this adapter goes to an engine."""
+        """Record that a request with this adapter was sent to an engine."""
         sent = self._sent.setdefault(engine, OrderedDict())
         sent[digest] = self._clock()
         sent.move_to_end(digest)
         self._cut(engine)
 
     def lacks(self, engine: str, digest: bytes) -> None:
-        """An engine says that it has not got this adapter."""
+        """Record that an engine does not have this adapter."""
         self._sent.get(engine, OrderedDict()).pop(digest, None)
 
     def holds(self, engine: str, count: int) -> None:
-        """An engine says how many it holds."""
+        """Record how many adapters an engine reports to hold."""
         self._most[engine] = count
         self._cut(engine)
 
     def told(self, engine: str, held: LoraHeld) -> None:
-        """An engine says which it holds; what it has said of that before, and comes later, is passed over."""
+        """Record which adapters an engine holds. Ignore reports older than the known one."""
         known = self._told.get(engine)
         if known is None or known.version < held.version:
             self._told[engine] = _Told(held)
 
     def forget(self, engine: str) -> None:
-        """An engine is gone, and holds nothing when it comes back."""
+        """Forget an engine that is gone. After a restart it holds no adapters."""
         for known in (self._told, self._sent, self._most):
             known.pop(engine, None)
 
     def where(self, engine: str, digest: bytes) -> Where:
-        """How an engine has an adapter, as far as is known here."""
+        """Return the state of an adapter on an engine, as far as known."""
         told = self._told.get(engine)
         sent_at = self._sent.get(engine, _NOTHING).get(digest)
         if sent_at is not None and (told is None or self._clock() - sent_at < HINT_SECONDS):
@@ -345,7 +363,7 @@ class LoraPlaces:
         return Where.CACHED if number in told.held else Where.ABSENT
 
     def term(self, engine: str, digest: bytes) -> float:
-        """What an engine's score has to grow by for a request with this adapter."""
+        """Return the amount to add to an engine's score for a request with this adapter."""
         where = self.where(engine, digest)
         if where is Where.ACTIVE:
             return 0.0
@@ -356,7 +374,7 @@ class LoraPlaces:
         return cost + SLOTS_FULL if told.full else cost
 
     def in_order(self, engines: Iterable[str], digest: bytes) -> list[str]:
-        """The engines, the adapter's home first and then those that are next to be."""
+        """Return the engines in order of rendezvous hash, with the adapter's home first."""
         return sorted(engines, key=lambda engine: _weight(engine, digest))
 
     def _cut(self, engine: str) -> None:
@@ -366,7 +384,7 @@ class LoraPlaces:
 
 
 class _Told:
-    """What an engine said last."""
+    """Latest report of an engine about its adapters."""
 
     __slots__ = ("active", "full", "held", "loading", "version")
 

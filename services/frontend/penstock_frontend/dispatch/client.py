@@ -1,4 +1,4 @@
-"""The engines as the rest of the frontend uses them: takes requests, passes on events, remembers lost engines."""
+"""Engine client of the frontend: takes requests, passes on engine events, and remembers lost engines."""
 
 import asyncio
 import time
@@ -33,34 +33,34 @@ from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
 MAX_KEPT = 20
-"""Losses at once; the oldest go first."""
+"""Maximum number of remembered losses. The oldest are dropped first."""
 
 
 class LostEngine(msgspec.Struct, frozen=True):
-    """An engine whose session ended although the engine had not said that it would stop."""
+    """An engine whose session ended without an announced stop."""
 
     engine_id: str
     address: str
     reason: str
     at: float
-    """When, in seconds of the clock."""
+    """Time of the loss, in seconds of the clock."""
     num_moved: int
-    """Sequences of this frontend that left the engine and go on elsewhere."""
+    """Number of this frontend's sequences that left the engine and resume on others."""
 
 
 class LostEngines:
-    """Remembers losses for ten minutes, also of engines that have come back. ``clock``: monotonic seconds."""
+    """Remembers lost engines for ten minutes, even if they have come back. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lost: deque[LostEngine] = deque(maxlen=MAX_KEPT)
 
     def add(self, engine_id: str, address: str, why: str, num_moved: int) -> None:
-        """An engine was lost now."""
+        """Record that an engine was lost now."""
         self._lost.append(LostEngine(engine_id, address, why, self._clock(), num_moved))
 
     def recent(self) -> list[tuple[LostEngine, float]]:
-        """The losses and the seconds since each, the latest first."""
+        """Return the losses, latest first, each with the seconds since then."""
         now = self._clock()
         while self._lost and now - self._lost[0].at > KEPT_SECONDS:
             self._lost.popleft()
@@ -68,12 +68,16 @@ class LostEngines:
 
 
 class EngineEvents:
-    """The ConnectionListener of all connections. The order in which dispatch, router and the rest learn of an event matters,
-    and stands here alone.
+    """Listens to all connections, and passes events to dispatch, router and the other components in the required order.
 
-    ``lost``: is told of engines that are lost.
-    ``caches``: follows their prefix caches, where requests are routed by them. ``on_change`` is called whenever engines may
-    have begun or ceased to take requests.
+    Args:
+        dispatch: moves requests between engines.
+        router: keeps the engines' load.
+        loads: the frontend's view of the engines.
+        kv_events: the feed for external gateways.
+        caches: tracks prefix caches, None if routing does not use them.
+        lost: records lost engines.
+        on_change: called whenever engines may have started or stopped to accept requests.
     """
 
     def __init__(
@@ -95,10 +99,10 @@ class EngineEvents:
         self._lost = lost
         self._on_change = on_change
         self._variants: list[str] = []
-        """The variants that there last were; they stay while no engine is connected."""
+        """Variants at the last check; kept while no engine is connected."""
 
     def on_up(self, connection: EngineConnection) -> None:
-        """The engine is ready: counts of an earlier incarnation are forgotten, and held requests may go to it."""
+        """Handle a ready engine: forget the counts of earlier incarnations, and let held requests use it."""
         self._router.forget(connection.address)
         if self._caches is not None:
             self._caches.up(connection)
@@ -106,8 +110,9 @@ class EngineEvents:
         self._on_change()
 
     def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
-        """A step is done: its load, its cache events and then its outputs are taken. Raises EngineFaultError when the engine
-        cannot be trusted any more.
+        """Process a step: first the engine's load, then its cache events, then its outputs.
+
+        Raises EngineFaultError if the engine can no longer be trusted.
         """
         if (stats := outputs.scheduler_stats) is not None:
             was_wedged = connection.stats.wedged
@@ -121,14 +126,14 @@ class EngineEvents:
             self._dispatch.take(connection.address, engine_id, outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """The engine takes no more requests. What it will not be done with in ``time_left`` seconds goes elsewhere."""
+        """Handle a draining engine. Requests that it will not finish in ``time_left`` seconds move to other engines."""
         self._on_change()
         if time_left is not None:
             self._dispatch.drain(connection.address, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """The session is over: the engine's requests go elsewhere. Only then its counts are forgotten, which tell what else it
-        had to do.
+        """Handle the end of a session: move its requests to other engines, then forget its counts, which the move still
+        needs.
         """
         if self._caches is not None:
             self._caches.down(connection)
@@ -143,20 +148,23 @@ class EngineEvents:
         self._kv_events.gone(connection.address)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """Whether requests can have been what an engine died of is known."""
+        """Resolve a doubtful loss: the engine lives, or it has died."""
         if lives:
             self._dispatch.acquit(connection.address)
         else:
             self._dispatch.accuse(connection.address)
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Nobody's concern but the pool's, which has told the other ranks."""
+        """Do nothing: the pool has already informed the other ranks."""
 
     def has_work(self, connection: EngineConnection) -> bool:
         return self._dispatch.num_on(connection.address) > 0
 
     def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:
-        """Routers outside know no media but the KV cache, and look prompts up by tokens, which not every engine tells."""
+        """Publish cache events to the frontend's own index and to external routers.
+
+        External routers know only the KV cache, and look up prompts by tokens, which not every engine reports.
+        """
         if self._caches is not None:
             self._caches.changed(connection, events)
         if connection.ready is None or "kv_events" not in connection.ready.capabilities:
@@ -165,11 +173,11 @@ class EngineEvents:
             return
         try:
             self._kv_events.publish(connection.address, connection.rank or 0, changes)
-        except Exception as e:  # who only looks on ends no request
+        except Exception as e:  # a failure for observers must not end requests
             incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
 
     def _tell_variants(self) -> None:
-        """Log which variants there are when they are others than before."""
+        """Log the variants of the model if they have changed."""
         variants = self._loads.variants()
         hashes = [variant.config_hash for variant in variants]
         if not hashes or hashes == self._variants:
@@ -182,15 +190,22 @@ class EngineEvents:
 
 
 _OF_GROUPS = ("pause", "resume")
-"""Methods that ranks of a data-parallel group carry out together; who gets a place in it is told of them then."""
+"""Methods that all ranks of a data-parallel group run together. Engines that join later get the current state then."""
 
 
 class GrpcEngineClient:
-    """The EngineClient over one session per engine.
+    """Implements ``EngineClient`` with one session per engine.
 
-    ``on_change`` is called whenever ``usable`` or ``num_held`` may have changed, ``on_moved`` with the number of sequences that
-    have left their engines, ``kv_events`` is told how the engines' prefix caches change, ``certificates`` when those of the
-    connections end. ``on_planned`` is called with each plan of legs, ``on_gap`` with the seconds of each handoff.
+    Args:
+        config: the frontend's settings.
+        incarnation: incarnation of this frontend.
+        outputs: receives outputs.
+        on_change: called whenever ``usable`` or ``num_held`` may have changed.
+        on_moved: called with the number of sequences that have left their engines.
+        kv_events: receives changes of the engines' prefix caches.
+        certificates: learns when the connections' certificates expire.
+        on_planned: called with each decision about disaggregated prefill.
+        on_gap: called with the duration of each handoff in seconds.
     """
 
     def __init__(
@@ -209,12 +224,12 @@ class GrpcEngineClient:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
         self.lost = LostEngines(time.monotonic)
-        """The engines that were lost lately."""
+        """Recently lost engines."""
         self._waiting = TenantRoom()
         """New requests that wait for an engine."""
         self._tell_change = on_change
         self.on_first_request: Callable[[FirstRequest], None] = lambda _: None
-        """Tells the coordinator that a request went to an idle data-parallel group."""
+        """Reports to the coordinator that a request went to an idle data-parallel group."""
         self._pool = EnginePool(
             config,
             incarnation=incarnation,
@@ -257,41 +272,47 @@ class GrpcEngineClient:
         self._pool.follow(addresses)
 
     def follow_view(self, view: ClusterView) -> None:
-        """Use the engines of a coordinator's view, and its counts of their requests."""
+        """Use the engines in a coordinator's view, and its request counts."""
         self._pool.follow_view(view)
         self.view.report_view(view)
         self._engines_changed()
 
     def coordinator_lost(self) -> None:
-        """No views come in any more."""
+        """Handle the loss of the coordinator: no further views arrive."""
         self._pool.coordinator_lost()
 
     @property
     def media_counts(self) -> MediaCounts:
-        """What has been sent of media."""
+        """Counters of media sent to engines."""
         return self._pool.media_counts
 
     @property
     def usable(self) -> bool:
-        """Whether an engine takes requests now, and this client does."""
+        """True if an engine accepts requests now and this client is not closed."""
         return self._usable.is_set() and not self._closed
 
     @property
     def full(self) -> bool:
-        """Whether a new request would be refused, because as many as may wait for an engine do."""
+        """True if a new request would be refused, because the maximum number of requests wait for an engine."""
         return not self._usable.is_set() and self._waiting.full(self._max_held)
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for an engine: new ones, and sequences that have lost theirs."""
+        """Number of requests that wait for an engine: new requests, and sequences that lost their engine."""
         return self._waiting.count + self._dispatch.num_held
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
-        """Wait for an engine, ``engine_wait_timeout`` seconds and until ``deadline`` (Unix seconds) at most. Returns what all of
-        them can take.
+        """Wait until an engine accepts requests, at most ``engine_wait_timeout`` seconds. Return the limits that all
+        engines share.
 
-        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where ``max_held_requests`` wait already and ``tenant`` has
-        its share of them. All tenants have the same share.
+        Args:
+            deadline: end of the wait in Unix seconds, or None.
+            tenant: tenant of the request. All tenants have the same share of the waiting places.
+
+        Raises:
+            Unavailable: no engine accepted requests in time, or the frontend is shutting down.
+            DeadlineExceeded: the deadline passed.
+            ResourceExhausted: ``max_held_requests`` wait already, and ``tenant`` has used up its share.
         """
         if self._closed or not self._usable.is_set():
             await self._until_usable(deadline, tenant)
@@ -314,7 +335,7 @@ class GrpcEngineClient:
         self._on_change()
         try:
             async with asyncio.timeout(wait):
-                while not self._usable.is_set():  # it may have been unset again before this ran
+                while not self._usable.is_set():  # it may have been cleared before this task ran
                     await self._usable.wait()
         except TimeoutError:
             if left is not None and left < self._wait_timeout:
@@ -325,8 +346,10 @@ class GrpcEngineClient:
             self._on_change()
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests that belong together on one engine; when the last engine has just gone, they wait for another one.
-        Raises InvalidArgument when they name an engine that is not there.
+        """Start requests that belong together on one engine. If the last engine has just gone, they wait for another
+        one.
+
+        Raises InvalidArgument if they name an unknown engine.
         """
         self._dispatch.add(requests)
 
@@ -354,11 +377,11 @@ class GrpcEngineClient:
         await self._pool.close()
 
     def _engines_changed(self) -> None:
-        """Engines may have begun or ceased to take requests."""
+        """Retry held requests and update ``usable``, because engines may have started or stopped to accept requests."""
         if self._closed:
             return
         if self.view.num_engines:
-            self._dispatch.engines_changed()  # requests that were there before go first
+            self._dispatch.engines_changed()  # held requests go first
             self._usable.set()
         else:
             self._usable.clear()
@@ -367,5 +390,5 @@ class GrpcEngineClient:
     def _on_change(self) -> None:
         try:
             self._tell_change()
-        except Exception as e:  # who only looks on ends no request and no session
+        except Exception as e:  # a failure for observers must not end requests or sessions
             incident(e, request="", doing="reporting a change of the engines")

@@ -1,4 +1,4 @@
-"""One engine's address, and the session to it, renewed whenever it breaks."""
+"""Connection to one engine address, with a session that is renewed whenever it breaks."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,34 +25,36 @@ _MAX_RECONNECT_DELAY = 2.0
 
 
 class ConnectionListener(Protocol):
-    """Who is told what happens on a connection. All calls come on the event loop."""
+    """Receives the events of a connection. All calls come on the event loop."""
 
     def on_up(self, connection: "EngineConnection") -> None:
-        """The engine is ready."""
+        """Handle that the engine is ready."""
 
     def on_outputs(self, connection: "EngineConnection", outputs: EngineCoreOutputs) -> None:
-        """A step is done. Raises EngineFaultError when the engine cannot be trusted any more."""
+        """Handle the outputs of a step. Raises EngineFaultError if the engine can no longer be trusted."""
 
     def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
-        """The engine takes no more requests, and ends what it has in ``time_left`` seconds; None: it does not say when."""
+        """Handle that the engine drains: it ends its requests in ``time_left`` seconds, None if unknown."""
 
     def on_down(self, connection: "EngineConnection", end: SessionEnd) -> None:
-        """The session is over, and the engine has none of its requests any more."""
+        """Handle the end of the session. The engine no longer has any of its requests."""
 
     def on_fate(self, connection: "EngineConnection", *, lives: bool) -> None:
-        """Of an engine whose session ended, and not by it, is known now whether it lives: the network was at fault then."""
+        """Handle the news whether an engine lives whose session the engine did not end. If it lives, the network
+        failed.
+        """
 
     def on_start_wave(self, message: StartWave) -> None:
-        """The engine, a rank of a data-parallel group, waits for the others."""
+        """Handle a start message: the engine, a rank of a data-parallel group, waits for the others."""
 
     def has_work(self, connection: "EngineConnection") -> bool:
-        """Whether the engine has requests of this frontend."""
+        """Return True if the engine has requests of this frontend."""
 
 
 class EngineConnection:
-    """Keeps a session to one address until ``close``.
+    """Keeps a session to one address open until ``close``.
 
-    ``status`` is what the coordinator says of the engine; its state counts only for the incarnation it speaks of.
+    ``status`` is the engine's status in the coordinator's view. Its state applies only to the incarnation it names.
     """
 
     def __init__(
@@ -66,14 +68,16 @@ class EngineConnection:
         credentials: ClientCredentials,
         media: MediaTransport,
     ) -> None:
-        """``on_lost``: called when a session is over, after the listener has heard of it."""
+        """``on_lost`` is called when a session is over, after the listener's ``on_down``."""
         self.address = address
         self.status: EngineStatus | None = None
         self.rank: int | None = None
-        """Under which requests may name the engine: the coordinator's index of it, or its place in the list of engines."""
+        """Rank by which requests may name the engine: its index at the coordinator, or its position in the list of
+        engines.
+        """
         self.ready: EngineReady | None = None
         self.stats = SchedulerStats()
-        """What the engine last said of its load."""
+        """Latest load report of the engine."""
         self.session: EngineSession | None = None
         """The session while the engine is ready, else None."""
         self.draining = False
@@ -82,7 +86,7 @@ class EngineConnection:
         self._lease_lost = False
         self._wedged = False
         self._in_doubt = False
-        """Whether the last session ended, and not by the engine, of which nothing has been heard since."""
+        """True if the last session ended, the engine did not end it, and its state is not known yet."""
         self._watchdog = Watchdog(config.detection, loop_time())
         self._incarnation = incarnation
         self._listener = listener
@@ -96,17 +100,19 @@ class EngineConnection:
 
     @property
     def name(self) -> str:
-        """How to call the engine in messages: its id, once it is known, and its address."""
+        """Name of the engine in messages: its id, once known, and its address."""
         return f"{self.ready.engine_id} at {self.address}" if self.ready else f"at {self.address}"
 
     @property
     def closing(self) -> bool:
-        """Whether this frontend ends the connection itself."""
+        """True if this frontend is closing the connection."""
         return self._reconnector.closing
 
     @property
     def group_rank(self) -> str | None:
-        """The rank of a data-parallel group that the engine is; None where it computes alone, or nobody knows yet."""
+        """Name of the engine's rank in a data-parallel group; None if it is not in a group, or if that is not known
+        yet.
+        """
         ready = self.ready
         if ready is None or ready.data_parallel_size < 2:
             return None
@@ -114,7 +120,7 @@ class EngineConnection:
 
     @property
     def state(self) -> EngineState:
-        """What the engine does, as far as this frontend knows."""
+        """State of the engine, as far as this frontend knows."""
         if self.ready is None:
             return EngineState.LOADING
         if self.session is None:
@@ -128,19 +134,21 @@ class EngineConnection:
         return EngineState.SERVING
 
     def in_view(self, named: bool) -> None:
-        """Whether the coordinator's view names the engine: one that it names no more has lost its lease, or the coordinator has
-        started anew and has not heard of the engine yet.
+        """Record whether the coordinator's view names the engine.
+
+        If it does not, the engine has lost its lease, or the coordinator has restarted and does not know the engine
+        yet.
         """
         if not named and not self._lease_lost and self.session is not None:
-            get_logger().warning("the coordinator does not list the engine; its connection holds", engine=self.name)
+            get_logger().warning("the coordinator does not list the engine; its connection is open", engine=self.name)
         self._lease_lost = not named
 
     def heard(self) -> None:
-        """The engine has not been silent until now."""
+        """Record that the engine was not silent until now."""
         self._watchdog.heard(loop_time())
 
     def presume_dead(self) -> None:
-        """Nobody will hear of the engine any more."""
+        """Treat the engine as dead, because its connection is given up."""
         self._settle(lives=False)
 
     def _settle(self, *, lives: bool) -> None:
@@ -149,12 +157,12 @@ class EngineConnection:
             self._listener.on_fate(self, lives=lives)
 
     async def close(self) -> None:
-        """End the session for good."""
+        """Close the connection permanently."""
         await self._reconnector.close()
         await self._task
 
     async def _serve(self) -> None:
-        """One session, from greeting to end."""
+        """Run one session, from greeting to end."""
         if self._in_doubt and await refuses(self.address, within=self._detection.probe_timeout):
             self._settle(lives=False)
         session = EngineSession(
@@ -182,7 +190,7 @@ class EngineConnection:
             end = SessionEnd(f"{type(e).__name__}: {e}", by_engine=True)
             raise
         finally:
-            self._down(end)  # first of all: no request may be sent on it any more
+            self._down(end)  # first of all, so that no request is sent on this session any more
             await session.close(end.why)
 
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
@@ -195,7 +203,7 @@ class EngineConnection:
         self.ready, self.session, self.draining = ready, session, False
         self._wedged = False
         self.heard()
-        self.stats = SchedulerStats()  # an earlier incarnation's mean nothing
+        self.stats = SchedulerStats()  # those of an earlier incarnation do not apply
         self._reconnector.established()
         get_logger().info(
             "engine ready", engine=self.name, max_model_len=ready.max_model_len, num_kv_blocks=ready.num_kv_blocks
@@ -205,7 +213,7 @@ class EngineConnection:
 
     def _down(self, end: SessionEnd) -> None:
         if self.session is None:
-            return  # it never was up
+            return  # the session was never up
         self.session = None
         self._in_doubt = not end.by_engine
         if self.draining:
@@ -216,7 +224,7 @@ class EngineConnection:
         self._on_lost(self)
 
     async def _run(self, session: EngineSession) -> SessionEnd:
-        """Hand on what the engine says, and watch it. Returns why the session is over."""
+        """Process the engine's messages and watch it. Return why the session is over."""
         running = asyncio.create_task(session.run())
         watching = asyncio.create_task(self._watch(session))
         try:
@@ -228,7 +236,7 @@ class EngineConnection:
             await asyncio.gather(running, watching, return_exceptions=True)
 
     async def _watch(self, session: EngineSession) -> SessionEnd:
-        """Ask the engine how it is whenever there is reason to. Returns why it is lost."""
+        """Probe the engine when there is reason to. Return why it is lost."""
         while True:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
             session.drop_stale()

@@ -1,4 +1,4 @@
-"""Which engines a request may go to, by what they are preferred for, and whether it goes in two legs. Does no I/O."""
+"""Disaggregated prefill: whether a request runs on one engine or on a prefill and a decode engine. Does no I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,41 +9,46 @@ from penstock_frontend.dispatch.journal import JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Router
 
 _FIRST_LEG_TOKENS = 1
-"""Of output, which the first leg brings."""
+"""Number of output tokens that the prefill engine generates."""
 
 Planned = Callable[[str, str], None]
-"""Told of each plan, ``one`` or ``two`` legs, and why."""
+"""Callback for each plan: ``one`` or ``two`` engines (legs), and the reason."""
 
 
 class Plan(NamedTuple):
-    """Engines of which one is to have a request, and after how many tokens it hands the request over; 0: never."""
+    """Candidate engines for a request, and the number of tokens after which the engine hands it over; 0: never."""
 
     candidates: Sequence[Candidate]
     handoff_after_tokens: int = 0
 
 
 class _Roles:
-    """The engines of a list by what they are preferred for, and who of them can give blocks to whom."""
+    """Candidate engines grouped by role, and which of them can take over KV blocks."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
         self.prefill = [c for c in candidates if c.role is EngineRole.PREFILL]
         others = [c for c in candidates if c.role is not EngineRole.PREFILL]
         self.others = others if any(c.accepting for c in others) else candidates
-        """Those that serve what goes in one leg, or goes on: alone, any engine does."""
+        """Engines for requests that run on one engine, and for the second leg. If no such engine accepts requests, all
+        engines.
+        """
         given = {c.fingerprint for c in self.prefill if c.accepting and c.fingerprint}
         self.takers = [c for c in others if c.accepting and c.fingerprint in given]
-        """Those that can go on with what some engine of prompts begins."""
+        """Engines that can take over KV blocks from some accepting prefill engine."""
 
 
 class Legs:
-    """Roles are preferences: whoever is alone serves everything.
+    """Decides whether a request runs in two legs: prompt and first token on a prefill engine, the rest on a decode
+    engine.
 
-    A request goes in two legs when an engine of prompts and another one have blocks of one fingerprint, and the other one, as far
-    as can be told the one that would serve it, would have to compute many tokens. Where prompts wait already and the other
-    engine has less to do, by the router's measure, it goes there at once: it is served sooner, beside few streams that wait for
-    it. Else the second engine is chosen when the first hands the request over. ``on_planned`` hears of requests where there are
-    engines of prompts.
+    Roles are preferences. If all accepting engines have one role, they serve everything.
+
+    A request runs in two legs if a prefill engine and a decode engine have blocks with the same fingerprint, and the
+    decode engine that would probably serve it would have to compute many tokens. If prompts are queued at the prefill
+    engines and the decode engine has a lower load, the request goes to the decode engine directly. There it starts
+    sooner, and delays few running streams. Otherwise the decode engine is chosen when the prefill engine hands the
+    request over. ``on_planned`` is called for requests while there are prefill engines.
     """
 
     def __init__(self, config: DisaggregationConfig, router: Router, on_planned: Planned = lambda *_: None) -> None:
@@ -53,13 +58,19 @@ class Legs:
         self._roles = _Roles(())
 
     def plan(self, entry: JournalEntry, candidates: Sequence[Candidate], cached: Mapping[str, int]) -> Plan:
-        """Where an entry may go now, among ``candidates``. ``cached``: by engine, tokens that it need not compute."""
+        """Return the engines that an entry may go to now.
+
+        Args:
+            entry: the sequence.
+            candidates: the engines to choose from.
+            cached: number of tokens that an engine need not compute, by engine.
+        """
         if self._roles.candidates is not candidates:
             self._roles = _Roles(candidates)
         roles = self._roles
         if not roles.prefill:
             return Plan(_with_its_blocks(entry, candidates))
-        if entry.request.context.kv.lease:  # somebody else sees to the second leg
+        if entry.request.context.kv.lease:  # an external gateway starts the second leg
             return Plan([c for c in roles.prefill if c.accepting] or candidates)
         if entry.num_handoffs or entry.kv_source is not None:
             return Plan(_with_its_blocks(entry, roles.others))
@@ -70,7 +81,7 @@ class Legs:
     def _first_leg(
         self, entry: JournalEntry, roles: _Roles, cached: Mapping[str, int]
     ) -> tuple[Sequence[Candidate], str]:
-        """The engines of which one is to compute the prompt; none where one leg is better, and why."""
+        """Return the prefill engines for the prompt, or no engine if one leg is better, and the reason."""
         params = entry.request.sampling_params
         if entry.request.pooling_params is not None or params.prompt_logprobs is not None:
             return (), "kind"
@@ -92,14 +103,18 @@ class Legs:
     def _has_less_to_do(
         self, likely: Candidate, able: Sequence[Candidate], entry: JournalEntry, cached: Mapping[str, int]
     ) -> bool:
-        """Whether prompts wait at the engines of prompts, and the engine of the output is less busy than any of these."""
+        """Return True if prompts are queued at the prefill engines and the decode engine has a lower load than any of
+        them.
+        """
         first = self._router.likely(able, cached=cached, lora=entry.lora_digest)
         load = self._router.load(first.key)
         return load.waiting > 0 and load.score > self._router.load(likely.key).score
 
 
 def _with_its_blocks(entry: JournalEntry, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Those that can have the blocks that are kept for an entry, if any can that takes requests."""
+    """Return the accepting engines that can fetch the blocks kept for an entry. If there are none, return all
+    candidates.
+    """
     source = entry.kv_source
     if source is None:
         return candidates

@@ -1,4 +1,4 @@
-"""Sends each request to an engine, and to another engine when that one is lost."""
+"""Dispatch of requests to engines, with retry on another engine when one is lost."""
 
 import math
 from collections import Counter
@@ -19,14 +19,15 @@ from penstock_frontend.dispatch.wait_queue import Waiting
 from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.loop_yield import loop_time
 
-# The choice of an engine for the sequences of a call.
+# Choice of an engine for the sequences of a call.
 
 
 class Choice:
-    """Asks, in this order, who takes such requests, whether they go in two legs, and the router.
+    """Chooses an engine for a call: filters the engines by capability, applies disaggregated prefill, then asks the
+    router.
 
-    What is handed over goes where the sequence of its call went that was handed over before, if that engine takes requests: it
-    has the prompt, or is about to. ``clock``: the one of ``JournalEntry.excluded``.
+    A handed-over sequence goes to the same engine as the previous sequence of its call, if that accepts requests: it
+    has the prompt, or will have it soon. ``clock`` is the clock of ``JournalEntry.excluded``.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Choice:
         self._clock = clock
 
     def others(self, entry: JournalEntry) -> Sequence[Candidate]:
-        """The engines that an entry may be sent to."""
+        """Return the engines that an entry may be sent to."""
         candidates = takers(self._engines.candidates(), entry.request)
         if not entry.excluded:
             return candidates
@@ -47,9 +48,10 @@ class Choice:
         return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
     def pick(self, entries: Sequence[JournalEntry], rank: int | None) -> Candidate | None:
-        """The engine for entries that go together, None when none takes them now: one of the variant that they began on, if any.
+        """Return the engine for entries that belong together, or None if no engine accepts them now.
 
-        Raises InvalidArgument for an unknown rank.
+        If they already have output, engines of the same variant are preferred. Raises InvalidArgument for an unknown
+        rank.
         """
         first = entries[0]
         candidates = self.others(first)
@@ -71,18 +73,18 @@ class Choice:
         return picked
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
-        """By engine, the tokens that it need not compute for an entry."""
+        """Return the number of tokens of the entry that each engine need not compute."""
         features = entry.request.mm_features
         try:
             cached = self._caches.cached_tokens(entry.request, entry.token_ids)
             return with_media(cached, self._engines.holding(features)) if features else cached
-        except Exception as e:  # it goes to the least loaded engine then
-            incident(e, request=entry.request.context.external_request_id, doing="looking for its prefix")
+        except Exception as e:  # the least loaded engine is used then
+            incident(e, request=entry.request.context.external_request_id, doing="looking up its cached prefix")
             return {}
 
 
 def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: str | None) -> Candidate | None:
-    """The engine that the sequence of its call went to that was handed over before, where that takes what was handed over."""
+    """Return the engine that took the previous handed-over sequence of the same call, if it accepts this one."""
     if not entry.num_handoffs or not entry.call.taker:
         return None
     return next(
@@ -92,15 +94,26 @@ def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: 
 
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0
-"""Seconds for which a full engine that names no time gets nothing more of a request."""
+"""Default exclusion from a full engine that gives no retry time, in seconds."""
 
 
 class Dispatch:
-    """Knows where each sequence is. What engines refuse, drop or take down with them goes to others, within a budget; what no
-    engine takes is held, and goes out when there is one again.
+    """Sends sequences to engines and tracks where each one is.
 
-    ``caches``: what engines have cached of prompts. ``on_held``: told when the number of held requests has changed;
-    ``on_moved``: how many have lost their engines. ``legs``: which requests go in two; ``on_gap``: told the seconds of handoffs.
+    Sequences that an engine refuses, drops or loses are retried on other engines, up to a limit. Sequences that no
+    engine accepts are held until one does.
+
+    Args:
+        engines: the engines.
+        outputs: receives the outputs.
+        router: chooses among engines.
+        retries: the limits of retries.
+        caches: the engines' known prefix caches.
+        hold_timeout: seconds that a sequence may wait without an engine.
+        on_held: called when the number of held sequences has changed.
+        on_moved: called with the number of sequences that lost their engine.
+        legs: decides about disaggregated prefill.
+        on_gap: called with the duration of handoffs in seconds.
     """
 
     def __init__(
@@ -140,15 +153,15 @@ class Dispatch:
 
     @property
     def num_held(self) -> int:
-        """Sequences that wait for an engine, for their turn as suspects, or for a verdict."""
+        """Number of sequences that wait for an engine, for their trial as suspects, or for the state of lost engines."""
         return len(self._waiting)
 
     def num_on(self, engine: str) -> int:
-        """Sequences that an engine has."""
+        """Return the number of sequences on an engine."""
         return self._journal.num_on(engine)
 
     def add(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Start the sequences of a call on one engine. Raises InvalidArgument for a rank that no engine has."""
+        """Start the sequences of a call on one engine. Raises InvalidArgument for an unknown rank."""
         entries = self._journal.begin(requests)
         try:
             picked = self._choice.pick(entries, requests[0].context.data_parallel_rank)
@@ -158,7 +171,7 @@ class Dispatch:
         self._send(entries, picked)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """End those that have not ended."""
+        """Abort the given sequences that have not ended."""
         by_engine: dict[str, list[str]] = {}
         for entry in self._journal.end(request_ids):
             if entry.engine:
@@ -170,7 +183,7 @@ class Dispatch:
         self._try_next()
 
     def take(self, engine: str, engine_id: str, frame: EngineCoreOutputs) -> None:
-        """A step's outputs. Raises EngineFaultError when the engine cannot be trusted any more."""
+        """Process the outputs of one step. Raises EngineFaultError if the engine can no longer be trusted."""
         accepted = self._journal.accept(engine, frame.outputs, frame.tokens)
         if accepted.outputs or accepted.tokens:
             not_needed = self._outputs.process(
@@ -197,8 +210,9 @@ class Dispatch:
         return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
     def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> int:
-        """An engine is gone. ``in_doubt``: it may live, and ``acquit`` or ``accuse`` comes when that is known.
-        Returns how many of its sequences go on elsewhere.
+        """Handle the loss of an engine. Return the number of its sequences that resume on other engines.
+
+        If ``in_doubt`` is True, the engine may still be alive. ``acquit`` or ``accuse`` is called once that is known.
         """
         self._drains.forget(engine)
         self._journal.readmit(engine)
@@ -206,17 +220,17 @@ class Dispatch:
         num_there = load.waiting + load.running
         entries = self._journal.lose(engine)
         for entry in entries:
-            entry.admitted = True  # it may have been: what was is never refused again
+            entry.admitted = True  # The engine may have admitted it. An admitted sequence is never refused again.
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
         blame = Blame.ALONE if alone else Blame.SHARED
         moved = self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
         if moved:
-            get_logger().warning("requests lost their engine and go on elsewhere", count=moved, why=why)
+            get_logger().warning("engine lost; its requests resume on other engines", count=moved, why=why)
         return moved
 
     def acquit(self, engine: str) -> None:
-        """An engine that was lost lives: the network was at fault, and no request."""
+        """Handle the news that a lost engine is alive: the network failed, and no request caused the loss."""
         for entry in self._journal.doubting(engine):
             self._retries.acquit(entry, engine)
         waiting = self._waiting
@@ -228,7 +242,7 @@ class Dispatch:
         self._try_next()
 
     def accuse(self, engine: str) -> None:
-        """An engine that was lost has died."""
+        """Handle the news that a lost engine has died."""
         for entry in self._journal.doubting(engine):
             self._quarantine(entry, self._retries.accuse(entry, engine))
         self._try_next()
@@ -239,14 +253,14 @@ class Dispatch:
         self._try_next()
 
     def _quarantine(self, entry: JournalEntry, error: RequestFailed | None) -> None:
-        """End an entry that waits for a verdict; None: it goes on to wait."""
+        """End an entry that waits for the state of lost engines. If ``error`` is None, it keeps waiting."""
         if error is not None:
             if self._waiting.discard(entry):
                 self._on_held()
             self._end_moving(entry, error)
 
     def drain(self, engine: str, time_left: float) -> None:
-        """An engine ends in so many seconds what it still has. What it will not be done with goes elsewhere, if that can be."""
+        """Move requests away from an engine that ends its requests in ``time_left`` seconds."""
         self._drains.begin(engine, time_left)
 
     def _leave_draining(self, entries: Sequence[JournalEntry], why: str) -> None:
@@ -255,7 +269,7 @@ class Dispatch:
         self._move([(entry, why, Blame.NONE) for entry in entries])
 
     def _go_on(self, handoffs: Sequence[Handoff]) -> None:
-        """Send elsewhere what was handed over."""
+        """Send handed-over sequences to other engines."""
         going = []
         for entry, source in handoffs:
             if not entry.ended:
@@ -267,7 +281,7 @@ class Dispatch:
             self._place(going)
 
     def engines_changed(self) -> None:
-        """Engines have come or may take requests again."""
+        """Retry held sequences, because an engine came up or accepts requests again."""
         held = self._waiting.for_engine
         if len(held):
             self._place(held.take_all())
@@ -294,16 +308,19 @@ class Dispatch:
         self._move(moves)
 
     def _exclude(self, entry: JournalEntry, seconds: float) -> None:
-        """Do not send it to its engine again for so long, while that lives."""
+        """Exclude the current engine for an entry for this many seconds, or until the engine is lost."""
         entry.excluded[entry.engine] = loop_time() + seconds
 
     def _exclusion(self, error: RequestFailed) -> float:
-        """How long a full engine gets nothing more of a request: as long as it says, but not as long as a request may wait."""
+        """Return for how many seconds a full engine gets no request: its retry time, but less than the hold timeout."""
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
 
     def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> int:
-        """Send these elsewhere, as far as they may go on; each with why, and what its engine says of it. Returns how many do."""
+        """Move entries to other engines if their retry limits allow it. Return the number that moved.
+
+        Each item has the entry, the reason, and how far the entry may be responsible.
+        """
         moving = []
         for entry, why, blame in entries:
             if entry.ended:
@@ -314,7 +331,7 @@ class Dispatch:
             self._journal.leave(entry)
             moving.append(entry)
         if moving:
-            # One that a full engine refused never had an engine to lose.
+            # An entry that a full engine refused was never admitted, so it did not lose an engine.
             self._on_moved(sum(entry.admitted for entry in moving))
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
@@ -322,7 +339,7 @@ class Dispatch:
         return len(moving)
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
-        """Send entries to engines, those of one call to the same; hold those that no engine takes."""
+        """Send entries to engines, all entries of a call to the same one. Hold those that no engine accepts."""
         calls: dict[Call, list[JournalEntry]] = {}
         for entry in entries:
             if entry.ended:
@@ -337,11 +354,11 @@ class Dispatch:
                 self._on_held()
         changed: Counter[tuple[str, str]] = Counter()
         for call in calls.values():
-            # Only a call that has left no engine yet waits for the one that its client named.
+            # The rank that the client named applies only until the call leaves its first engine.
             rank = None if call[0].has_left else call[0].request.context.data_parallel_rank
             try:
                 picked = self._choice.pick(call, rank)
-            except InvalidArgument as e:  # there is no engine of that rank any more
+            except InvalidArgument as e:  # no engine has that rank any more
                 for entry in call:
                     self._end(entry, e)
                 continue
@@ -350,14 +367,14 @@ class Dispatch:
                 changed.update((e.variant, picked.variant) for e in call if e.variant not in (None, picked.variant))
         for (variant, now), count in changed.items():
             get_logger().warning(
-                "requests go on with another variant of the model: no engine of theirs takes them",
+                "requests resume on another variant of the model, because no engine of their variant accepts them",
                 count=count,
                 variant=variant,
                 now=now,
             )
 
     def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
-        """Send entries that go together to an engine, or hold them where there is none."""
+        """Send entries that belong together to an engine, or hold them if there is none."""
         if picked is None:
             self._waiting.hold(entries)
             self._on_held()
@@ -376,7 +393,7 @@ class Dispatch:
                 self._end(entry, failed)
 
     def _try_next(self) -> None:
-        """Whether it is the next suspect's turn."""
+        """Send the next suspects if the current trial is over."""
         suspects = self._waiting.for_trial
         while len(suspects) and self._retries.trial_over():
             self._place([suspects.take_first()])

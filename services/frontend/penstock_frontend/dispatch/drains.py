@@ -1,4 +1,4 @@
-"""Engines that drain: when their requests leave for other engines, with their KV blocks where these can move."""
+"""Schedule by which requests leave a draining engine, with their KV blocks where possible."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -9,20 +9,21 @@ from penstock_frontend.dispatch.journal import Journal, JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Engines
 from penstock_frontend.loop_yield import loop_time
 
-# The schedule: which requests go on elsewhere before the engine ends them. Does no I/O.
+# The schedule of one drain: which requests must leave before the engine ends them. Does no I/O.
 
 _MARGIN = 1.0
-"""Seconds before the deadline at which everything goes."""
+"""Margin before the deadline at which all remaining requests leave, in seconds."""
 _MARGIN_PART = 0.1
-"""Of the time there is, if that is less."""
+"""Margin as a fraction of the available time, used if that is shorter than ``_MARGIN``."""
 
 
 class Drain:
-    """One engine's drain, on the event loop's clock. ``deadline``: when the engine ends what it still has.
+    """Estimates which requests of one draining engine will not finish in time. Times are those of the event loop's
+    clock.
 
-    At the last look, a margin before that, everything goes. Requests whose output will take longer, as far as their
-    ``max_tokens`` and their speed so far can tell, need not wait for it. Half-way to the last look, and half-way again, the guess
-    is made anew.
+    At ``deadline`` the engine ends the requests it still has. A margin before that, at the last check, all remaining
+    requests leave. Requests that will take longer, by their ``max_tokens`` and their speed so far, leave earlier. That
+    is estimated again half-way to the last check, then half-way of the rest, and so on.
     """
 
     def __init__(self, now: float, time_left: float) -> None:
@@ -30,14 +31,16 @@ class Drain:
         self._last_look = self.deadline - min(_MARGIN, _MARGIN_PART * time_left)
 
     def next_look(self, now: float) -> float | None:
-        """When to look for late ones again; None: there is nothing to look for after now."""
+        """Return the time of the next check for late requests, or None if ``now`` is the last check."""
         if now >= self._last_look:
             return None
         half = (self._last_look - now) / 2
         return now + half if half > _MARGIN else self._last_look
 
     def late(self, entries: Iterable[JournalEntry], now: float) -> Sequence[JournalEntry]:
-        """Those of the engine's entries that will not be done in time. What has no speed yet is taken to be as fast as others."""
+        """Return the entries that will not finish in time. An entry without a measured speed is assumed to have the
+        median speed.
+        """
         entries = list(entries)
         if now >= self._last_look:
             return entries
@@ -50,22 +53,30 @@ class Drain:
 
 
 def _needs(entry: JournalEntry, pace: float) -> float:
-    """Seconds to its last token at so many seconds per token, at most; 0 where nobody knows which token is the last."""
+    """Return the maximum number of seconds to the entry's last token, at ``pace`` seconds per token. Return 0 if it has
+    no ``max_tokens``.
+    """
     max_tokens = entry.request.sampling_params.max_tokens
     return 0.0 if max_tokens is None else pace * (max_tokens - len(entry.token_ids))
 
 
 MOST_AT_ONCE = 8
-"""Requests that an engine has been asked to hand over and that nobody has gone on with yet."""
+"""Maximum number of requests in the process of being handed over per draining engine."""
 
 
 class Drains:
-    """An engine that drains is asked to hand its requests over, a few at a time, while another one takes requests and blocks of
-    its fingerprint. What is left a margin before the deadline, and what an engine without blocks to give will not be done with in
-    time, is ended there and begins again elsewhere.
+    """Moves requests away from draining engines. ``Dispatch`` uses it.
 
-    ``others``: the engines that an entry may be sent to; ``may_leave``: whether one would go on; ``move``: takes those that have
-    to, each with why.
+    While another engine accepts requests and blocks of the same fingerprint, the draining engine hands requests over a
+    few at a time. The remaining requests are aborted there and restarted on another engine: all of them shortly before
+    the deadline, and late ones earlier if the engine cannot hand blocks over.
+
+    Args:
+        engines: the engines.
+        journal: the sequences and the engines they run on.
+        others: returns the engines that an entry may be sent to.
+        may_leave: returns True if an entry may move once more.
+        move: takes entries that must move, and the reason.
     """
 
     def __init__(
@@ -83,23 +94,25 @@ class Drains:
         self._may_leave = may_leave
         self._move = move
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """By engine that drains: when to see again which of its requests will not be done in time."""
+        """Timer of the next check for late requests, by draining engine."""
         self._asked: dict[str, list[JournalEntry]] = {}
-        """By engine that drains: what it was asked for, until somebody has gone on with it."""
+        """Requests that a draining engine was asked to hand over and that have not resumed yet, by engine."""
 
     def begin(self, engine: str, time_left: float) -> None:
-        """An engine ends in so many seconds what it still has."""
+        """Start to move requests away from an engine that ends its requests in ``time_left`` seconds."""
         self._asked[engine] = []
         self._check(engine, Drain(loop_time(), time_left))
 
     def forget(self, engine: str) -> None:
-        """An engine is gone."""
+        """Stop tracking an engine that is gone."""
         self._asked.pop(engine, None)
         if (timer := self._timers.pop(engine, None)) is not None:
             timer.cancel()
 
     def look(self) -> None:
-        """Something has come of requests: ask for more where there is room. Costs nothing while no engine drains."""
+        """Ask draining engines for more handovers if the limit allows it. Called after outputs; cheap if no engine
+        drains.
+        """
         for engine in list(self._asked):
             self._ask(engine)
 
@@ -116,15 +129,17 @@ class Drains:
         going = [entry for entry in late if any(c.accepting for c in self._others(entry))]
         if not going:
             return
-        why = "the engine drains and will not be done with it in time"
+        why = "the engine drains and would not finish the request in time"
         get_logger().info(
-            "requests leave an engine that drains", count=len(going), time_left=round(drain.deadline - now, 1)
+            "draining engine: requests resume on other engines",
+            count=len(going),
+            time_left=round(drain.deadline - now, 1),
         )
-        self._engines.abort_on(engine, [entry.request_id for entry in going], f"it goes on elsewhere: {why}")
+        self._engines.abort_on(engine, [entry.request_id for entry in going], f"resumed on another engine: {why}")
         self._move(going, why)
 
     def _ask(self, engine: str) -> bool:
-        """Have it hand over as many as may be under way. Returns whether it hands over at all."""
+        """Ask the engine to hand over requests, up to the limit. Return True if it can hand over requests at all."""
         fingerprint = self._fingerprint(engine)
         if not fingerprint:
             return False
@@ -140,7 +155,7 @@ class Drains:
             if len(asking) == room:
                 break
         if asking:
-            get_logger().info("an engine that drains hands requests over", count=len(asking))
+            get_logger().info("draining engine asked to hand over requests", count=len(asking))
             for entry in asking:
                 entry.asked_away = True
             asked += asking
@@ -148,12 +163,12 @@ class Drains:
         return True
 
     def _fingerprint(self, engine: str) -> bytes:
-        """Of its blocks; empty where nobody could have them."""
+        """Return the fingerprint of the engine's blocks, or an empty value if no accepting engine has the same one."""
         candidates = self._engines.candidates()
         own = next((c.fingerprint for c in candidates if c.key == engine), b"")
         return own if any(c.accepting and c.fingerprint == own for c in candidates) else b""
 
 
 def _under_way(entry: JournalEntry, engine: str) -> bool:
-    """Whether nobody has gone on yet with what an engine was asked for."""
+    """Return True if an entry that an engine was asked to hand over has not resumed yet."""
     return not entry.ended and (entry.engine == engine or not entry.progressed)

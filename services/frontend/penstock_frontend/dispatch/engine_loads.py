@@ -1,4 +1,4 @@
-"""What this frontend knows of its engines: limits, loads and variants, for whoever asks."""
+"""The frontend's view of its engines: limits, loads and variants."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from penstock_frontend.interfaces import ModelLimits, RankLoad, Variant
 
 
 def variants_of(engines: Iterable[EngineReady]) -> list[Variant]:
-    """The variants among engines, by their hashes."""
+    """Return the variants among engines, sorted by hash."""
     found: dict[str, list[EngineReady]] = {}
     for engine in engines:
         found.setdefault(engine.config_hash, []).append(engine)
@@ -38,7 +38,7 @@ def _differing(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def describe_variants(variants: Iterable[Variant]) -> str:
-    """A mixture in one line: which engines are what."""
+    """Return a one-line description of the variants and their engines."""
     return "; ".join(
         f"{', '.join(variant.engine_ids)}: {_values(variant)} ({variant.config_hash or 'no config_hash'})"
         for variant in variants
@@ -47,14 +47,14 @@ def describe_variants(variants: Iterable[Variant]) -> str:
 
 def _values(variant: Variant) -> str:
     told = [f"{key}={value or 'not there'}" for key, value in variant.differs.items()]
-    return ", ".join(told) or "does not say what its tokens depend on"
+    return ", ".join(told) or "does not report its settings"
 
 
 class EngineLoads:
-    """The EngineView of a pool's engines.
+    """Implements ``EngineView`` for the engines of a pool.
 
-    An engine's counts are the router's: those of its last frame of outputs or of a coordinator's later view, and the requests
-    sent since.
+    Request counts are the router's: those of the last frame or of a later coordinator view, plus the requests sent
+    since then.
     """
 
     def __init__(self, pool: EnginePool, router: Router) -> None:
@@ -63,8 +63,8 @@ class EngineLoads:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """What every connected engine can take; None while there is none. Engines may have fitted max_model_len to different
-        memories: the smallest counts.
+        """Limits that every connected engine supports; None while there is none. ``max_model_len`` may differ with the
+        engines' memory, so the smallest one counts.
         """
         ready = [ready for _, ready in self._ready()]
         if not ready:
@@ -80,7 +80,7 @@ class EngineLoads:
 
     @property
     def capabilities(self) -> Sequence[str]:
-        """What at least one connected engine serves, sorted."""
+        """Capabilities of at least one connected engine, sorted."""
         return sorted({word for _, ready in self._ready() for word in ready.capabilities})
 
     def serving(self, capability: str) -> Sequence[str]:
@@ -91,13 +91,15 @@ class EngineLoads:
         return sum(candidate.accepting for candidate in self._pool.candidates())
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """Every engine with an address of its own: those of the pool as it finds them, others as the coordinator tells."""
+        """Return every engine with its own address: those of the pool as it sees them, others from the coordinator's
+        view.
+        """
         known = {connection.address: self._status(connection) for connection in self._pool}
         told = self._pool.view.engines
         return [*known.values(), *(status for status in told if status.address not in known)]
 
     def groups(self) -> Sequence[PoolGroup]:
-        """The data-parallel groups, as the coordinator last told."""
+        """Return the data-parallel groups in the coordinator's latest view."""
         return self._pool.view.groups
 
     def variants(self) -> list[Variant]:
@@ -123,7 +125,7 @@ class EngineLoads:
         return sorted(loads, key=lambda load: load.rank)
 
     def for_metrics(self) -> list[EngineLoad]:
-        """What is known of the connected engines, as metrics show it."""
+        """Return the connected engines' load for metrics."""
         return [
             EngineLoad(
                 model=ready.model,
@@ -137,7 +139,7 @@ class EngineLoads:
         ]
 
     def report(self, connection: EngineConnection, stats: SchedulerStats) -> None:
-        """Take what an engine says of its load with a frame of outputs."""
+        """Record the load that an engine reports in a frame."""
         connection.stats = stats
         self._router.report(
             connection.address,
@@ -152,7 +154,7 @@ class EngineLoads:
                 self._router.loras.told(connection.address, stats.lora.held)
 
     def report_view(self, view: ClusterView) -> None:
-        """Take what the coordinator says of engines' loads, and forget those of engines that are in no list any more."""
+        """Record the loads in a coordinator's view, and forget engines that are in no list any more."""
         for status in view.engines:
             self._router.report(
                 status.address,
@@ -164,20 +166,20 @@ class EngineLoads:
         self._router.keep_only(connection.address for connection in self._pool)
 
     def _take_loras(self, view: ClusterView) -> None:
-        """What an engine has told the coordinator of its adapters, unless it has started again since."""
+        """Record the adapters that engines reported to the coordinator, unless the engine has restarted meanwhile."""
         incarnations = {connection.address: ready.incarnation for connection, ready in self._ready()}
         for status in view.engines:
             if status.loras is not None and incarnations.get(status.address) == status.incarnation:
                 self._router.loras.told(status.address, status.loras)
 
     def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
-        """The engines with a session, and what they said of themselves."""
+        """Yield the engines with a session, and their greetings."""
         for connection in self._pool.connected():
             if connection.ready is not None:
                 yield connection, connection.ready
 
     def _stats(self, connection: EngineConnection) -> SchedulerStats:
-        load = self._router.load(connection.address)  # newer than the last outputs, where a view came since
+        load = self._router.load(connection.address)  # newer than the last frame if a view came later
         return msgspec.structs.replace(
             connection.stats,
             num_waiting_reqs=load.waiting,
@@ -209,7 +211,7 @@ class EngineLoads:
 
 
 def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:
-    """What every engine takes that takes a modality at all."""
+    """Return the smallest limits of each modality, among the engines that take it."""
     limits: dict[Modality, MediaLimits] = {}
     for each in (each for engine in ready for each in engine.media):
         known = limits.get(each.modality, each)

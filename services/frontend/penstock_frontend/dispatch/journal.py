@@ -1,7 +1,9 @@
-"""What was asked of engines and what they have answered, so that a request can outlive its engine. Does no I/O.
+"""Journal of the requests sent to engines and their outputs, so that a request can resume on another engine. Does no
+I/O.
 
-Every output names the attempt that produced it and the offset of its first token. The journal writes down each token before
-anyone sees it, drops what came before and what earlier attempts still send, and knows from where another engine has to go on.
+Every output carries its attempt and the offset of its first token. The journal records each token before any other
+component sees it. It drops repeated tokens and outputs of earlier attempts, and knows the token at which another engine
+must resume.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,11 +29,11 @@ from penstock_common.types.request import EngineCoreRequest
 
 
 class EngineFaultError(Exception):
-    """An engine broke the contract of its outputs. What it says can no longer be trusted."""
+    """Raised if an engine breaks the contract of its outputs, so that its messages can no longer be trusted."""
 
 
 class Call:
-    """What the sequences of one call have in common: ``taker``, the engine that the last one handed over was given to."""
+    """State shared by the sequences of one call. ``taker`` is the engine that the last handed-over sequence went to."""
 
     __slots__ = ("taker",)
 
@@ -40,7 +42,7 @@ class Call:
 
 
 class JournalEntry:
-    """One sequence from its first engine to its end."""
+    """State of one sequence, from its first engine to its end."""
 
     __slots__ = (
         "admitted",
@@ -79,89 +81,90 @@ class JournalEntry:
     def __init__(self, request: EngineCoreRequest, call: Call) -> None:
         self.request = request
         self.call = call
-        """The call that it is a sequence of."""
+        """The call that the sequence belongs to."""
         self.engine = ""
-        """Key of the engine it runs on; empty while it has none."""
+        """Key of the current engine; empty while the sequence has none."""
         self.number = 0
-        """Stands for it and its attempt on that engine's session; 0 while it has none."""
+        """Number of the sequence and its attempt on the engine's session; 0 while it has no engine."""
         self.attempt = request.attempt
         self.admitted = False
-        """Whether it has left an engine that had taken it in: such a one no other engine refuses for want of room."""
+        """True if an engine had admitted the sequence. Other engines must not refuse it for lack of capacity."""
         self.token_ids = list(request.prior_output_token_ids)
-        """All output so far."""
+        """All output tokens so far."""
         self.speculation: SpecDecodingStats | None = None
-        """What the engine has said of its drafts, of the current attempt."""
+        """Statistics of speculative decoding for the current attempt."""
         self.speculation_before: SpecDecodingStats | None = None
-        """The same, of all attempts before; of one that was lost, what it had said until then."""
+        """Sum of these statistics over all earlier attempts. For a lost attempt, the last ones it reported."""
         self.num_prompt_logprobs = 0
-        """Positions of the prompt whose log-probabilities are there, of all attempts together."""
+        """Number of prompt positions with known log-probabilities, over all attempts."""
         self.num_prompt_scored = 0
-        """The same, of the current attempt alone."""
+        """Number of prompt positions with known log-probabilities in the current attempt."""
         self.prefilled = False
-        """Whether an engine has said how it computed the prompt."""
+        """True if an engine has reported how it computed the prompt."""
         self.progressed = False
-        """Whether the current attempt has brought anything new."""
+        """True if the current attempt has produced new output."""
         self.began_at: float | None = None
-        """When that was for the first time, on the journal's clock."""
+        """Time of the attempt's first new output, on the journal's clock."""
         self.num_tokens_then = 0
         """Length of the output at that time."""
         self.ended = False
         self.num_moves = 0
-        """Engines that it has left."""
+        """Number of engines the sequence has left, except by a planned handoff."""
         self.num_handoffs = 0
-        """Engines that have handed it over."""
+        """Number of planned handoffs."""
         self.handed_at: float | None = None
-        """When the last of them did, on the journal's clock, until the next one brings something."""
+        """Time of the last handoff on the journal's clock, until the next engine produces output."""
         self.handoff_after_tokens = 0
-        """Output of the current attempt after which it is handed over; 0: it is not."""
+        """Number of output tokens of the current attempt after which it is handed over; 0: never."""
         self.asked_away = False
-        """Whether its engine was asked to hand it over."""
+        """True if the engine was asked to hand the sequence over."""
         self.kv_source = request.kv_source
-        """Who keeps its blocks, until an engine that was told has brought something."""
+        """Engine that keeps the sequence's KV blocks, until the next engine has produced output."""
         self.losses = 0
-        """Engines in a row that were lost before they brought anything for it."""
+        """Number of engines lost in a row before they produced output for the sequence."""
         self.losses_alone = 0
-        """Those of them that had nothing else to do."""
+        """Number of these losses in which the engine had no other requests."""
         self.doubts: dict[str, bool] = {}
-        """Those of ``losses`` of which nobody knows yet whether the engine died, and whether it had nothing else to do."""
+        """Losses, by engine, for which it is not known whether the engine died. True: it had no other requests."""
         self.last_loss = ""
-        """Why it left its last engine."""
+        """Reason why the sequence left its last engine."""
         self.failed_steps = 0
-        """Engines that found its steps to fail."""
+        """Number of engines on which its steps failed."""
         self.held_for = 0.0
-        """Seconds it has waited without an engine since it last brought something."""
+        """Seconds without an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines that it is not sent to, and until when on the event loop's clock."""
+        """Engines that the sequence must not be sent to, each with the end of the exclusion on the event loop's clock.
+        """
         self.variant: str | None = None
-        """Variant of the engine that brought the last of its output; None while there is none."""
+        """Variant of the engine that produced its latest output; None before the first output."""
         self.engine_variant = ""
-        """Variant of the engine it is on."""
+        """Variant of the current engine."""
 
     @property
     def request_id(self) -> str:
-        """The id that engines know it by."""
+        """Request id that engines use for the sequence."""
         return self.request.request_id
 
     @property
     def has_left(self) -> bool:
-        """Whether it has had an engine that it is not on any more."""
+        """True if the sequence has left an engine."""
         return self.attempt != self.request.attempt
 
     @property
     def leaves_as_asked(self) -> bool:
-        """Whether its engine was to hand it over."""
+        """True if its engine was asked to hand it over."""
         return self.asked_away or self.handoff_after_tokens > 0
 
     @property
     def lora_digest(self) -> bytes:
-        """Of its LoRA adapter; empty: it has none."""
+        """Digest of its LoRA adapter; empty: none."""
         return b"" if self.request.lora is None else self.request.lora.digest
 
     def to_send(self) -> EngineCoreRequest:
-        """The request for the current attempt. The choice of the rank is made: for the engine there is none.
+        """Return the request for the current attempt. ``data_parallel_rank`` is cleared, because the engine is chosen.
 
-        Tokens that clients have are output to go on from, never prompt. The prompt's log-probabilities are not asked for again
-        when all are there: computing them needs the whole prompt, which the engine may have cached.
+        Tokens that the client already has are prior output, never prompt. If all log-probabilities of the prompt are
+        known, they are not requested again: computing them needs the whole prompt, which the engine may have cached.
         """
         params = self.request.sampling_params
         if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
@@ -182,16 +185,16 @@ class JournalEntry:
         )
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Write down an output of the current attempt, and cut off what came before. Returns whether anything is left of it.
+        """Record an output of the current attempt and cut off repeated tokens. Return True if anything new is left.
 
-        Raises EngineFaultError when tokens are missing.
+        Raises EngineFaultError if tokens are missing.
         """
         repeated = self._num_repeated(output.offset)
         if output.new_prompt_logprobs is not None:
             self._take_prompt_logprobs(output)
         if output.prefill_stats is not None:
             if self.prefilled:
-                output.prefill_stats = None  # the prompt counts once, as its first reader found it
+                output.prefill_stats = None  # the prompt counts once, as the first engine computed it
             self.prefilled = True
         if repeated and output.new_token_ids:
             _drop_first(output, repeated)
@@ -203,22 +206,24 @@ class JournalEntry:
         return True
 
     def take_speculation(self, output: EngineCoreOutput) -> None:
-        """Write down what an output says of the attempt's drafts, and have it say that of all attempts."""
+        """Record the speculative decoding statistics of the attempt, and replace those in the output by the sum over
+        all attempts.
+        """
         if output.spec_decoding_stats is not None:
             self.speculation = output.spec_decoding_stats
         output.spec_decoding_stats = _sum(self.speculation_before, self.speculation)
 
     def take_drafts(self, num_drafts: int, num_accepted: int) -> SpecDecodingStats:
-        """A step of the current attempt verified drafts. Returns what is known of all attempts."""
+        """Count the drafts that a step of the current attempt verified. Return the statistics over all attempts."""
         if self.speculation is None:
             self.speculation = SpecDecodingStats()
         self.speculation.count(num_drafts, num_accepted)
         return _sum(self.speculation_before, self.speculation) or self.speculation
 
     def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
-        """Write down an output of the current attempt that is tokens and nothing else. Returns those that are new.
+        """Record an output of the current attempt that has only tokens. Return the new tokens.
 
-        Raises EngineFaultError when tokens are missing. Hot: once per output.
+        Raises EngineFaultError if tokens are missing. Hot path: called once per output.
         """
         if offset != len(self.token_ids):
             token_ids = token_ids[self._num_repeated(offset) :]
@@ -232,7 +237,7 @@ class JournalEntry:
         if repeated < 0:
             request_id = self.request.context.external_request_id
             raise EngineFaultError(
-                f"output of request {request_id} goes on at token {offset}, not {len(self.token_ids)}"
+                f"output of request {request_id} continues at token {offset}, expected {len(self.token_ids)}"
             )
         return repeated
 
@@ -241,7 +246,7 @@ class JournalEntry:
         if logprobs is None:
             return
         if self.token_ids and output.offset < len(self.token_ids):
-            output.new_prompt_logprobs = None  # a repeated output: they go before the first token
+            output.new_prompt_logprobs = None  # a repeated output: prompt log-probabilities come before the first token
             return
         known = self.num_prompt_logprobs - self.num_prompt_scored
         self.num_prompt_scored += len(logprobs)
@@ -260,22 +265,22 @@ class JournalEntry:
         self.kv_source = None
 
     def begin(self, now: float) -> None:
-        """The current attempt has brought something for the first time."""
+        """Record the time of the first new output of the current attempt."""
         self.began_at = now
         self.num_tokens_then = len(self.token_ids)
 
     def seconds_per_token(self, now: float) -> float | None:
-        """Of the current attempt since it began; None before it has brought anything more."""
+        """Return the pace of the current attempt, or None before it has produced a second output."""
         num_tokens = len(self.token_ids) - self.num_tokens_then
         return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
 
     def leave(self) -> None:
-        """It has lost its engine; the next one is another attempt."""
+        """Leave a lost, draining or refusing engine. The next engine gets a new attempt."""
         self.num_moves += 1
         self._next_attempt()
 
     def hand_over(self, source: KvSource | None, now: float) -> None:
-        """Its engine has given it away, and ``source`` keeps its blocks. That is no move: it was to be so."""
+        """Leave the engine by a planned handoff. ``source`` keeps the KV blocks. This does not count as a move."""
         self.num_handoffs += 1
         self.handed_at = now
         self.kv_source = source or self.kv_source
@@ -306,7 +311,7 @@ def _sum(first: SpecDecodingStats | None, second: SpecDecodingStats | None) -> S
 
 
 def _drop_first(output: EngineCoreOutput, count: int) -> None:
-    """Cut the first tokens off an output, with what belongs to them."""
+    """Remove the first tokens of an output and their log-probabilities."""
     output.new_token_ids = output.new_token_ids[count:]
     output.offset += count
     if (logprobs := output.new_logprobs) is not None:
@@ -315,10 +320,10 @@ def _drop_first(output: EngineCoreOutput, count: int) -> None:
 
 
 LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
-"""The reason for which an engine refuses a request whose adapter it cannot read: another one may."""
+"""Reason with which an engine refuses a request whose adapter it cannot read. Another engine may be able to."""
 
 _ELSEWHERE = ("QUEUE_FULL", LORA_UNAVAILABLE, "MEDIA_NOT_CACHED", "MEDIA_CACHE_FULL", "SHARED_MEMORY_UNREADABLE")
-"""More reasons that are an engine's own. Those of media have been tried again there before they come here."""
+"""Further reasons specific to one engine. Requests with media errors have already been retried on the same engine."""
 
 _MAX_NUMBER = 2**32 - 1
 
@@ -326,7 +331,7 @@ _NOBODY: dict[str, "JournalEntry"] = {}
 
 
 class Refusal(NamedTuple):
-    """An engine does not go on with a request for a reason that another engine need not have. ``admitted``: it had taken it."""
+    """Refusal of a request for a reason that need not hold on other engines. ``admitted``: the engine had admitted it."""
 
     entry: JournalEntry
     error: RequestFailed
@@ -334,15 +339,17 @@ class Refusal(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """An engine has given a sequence away, as it was to. ``source``: who keeps its blocks; None: nobody does."""
+    """Planned handoff of a sequence. ``source`` is the engine that keeps its blocks, or None."""
 
     entry: JournalEntry
     source: KvSource | None
 
 
 class Accepted(NamedTuple):
-    """Of a frame: outputs without what came before, in order, and before them new tokens; refusals; the fault that makes the
-    engine a lost one; what is known of the drafts of requests that the new tokens are of; and what was handed over.
+    """New content of one frame. ``tokens`` come before ``outputs``. ``drafts`` has statistics of requests in
+    ``tokens``.
+
+    ``fault`` is a breach of contract, after which the engine counts as lost.
     """
 
     outputs: list[EngineCoreOutput]
@@ -354,10 +361,10 @@ class Accepted(NamedTuple):
 
 
 class Journal:
-    """Every sequence that has been sent, or waits to be sent, to an engine and has not ended.
+    """Tracks every sequence that is on an engine or waits for one, until it ends. ``clock`` returns monotonic seconds.
 
-    ``clock``: monotonic seconds. ``on_left``: told the engine and the id of each sequence that an engine has no more, however
-    that came about. ``on_gap``: told the seconds from each handoff to what the next engine brings first.
+    ``on_left``: called with engine and request id when a sequence leaves an engine. ``on_gap``: called with the seconds
+    of each handoff.
     """
 
     def __init__(
@@ -378,31 +385,31 @@ class Journal:
         return len(self._entries)
 
     def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
-        """Write down the sequences of a call. They have no engine yet."""
+        """Add the sequences of a call. They have no engine yet."""
         call = Call()
         entries = [JournalEntry(request, call) for request in requests]
         self._entries.update((entry.request_id, entry) for entry in entries)
         return entries
 
     def assign(self, entry: JournalEntry, engine: str, variant: str = "") -> None:
-        """The entry runs on this engine, which is of this variant, from now on."""
+        """Assign an entry to an engine of this variant."""
         entry.engine, entry.engine_variant = engine, variant
         entry.number = self._unused_number()
         self._by_number[entry.number] = entry
         self._by_engine.setdefault(engine, {})[entry.request_id] = entry
 
     def num_on(self, engine: str) -> int:
-        """Sequences that an engine has."""
+        """Return the number of sequences on an engine."""
         return len(self._by_engine.get(engine, _NOBODY))
 
     def on(self, engine: str) -> list[JournalEntry]:
-        """The sequences that an engine has."""
+        """Return the sequences on an engine."""
         return list(self._by_engine.get(engine, _NOBODY).values())
 
     def accept(
         self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
     ) -> "Accepted":
-        """What is new of an engine's outputs. They are cut in place. What stands before a fault counts: it is written down."""
+        """Return the new part of an engine's outputs, and cut the outputs in place. Content before a fault counts."""
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
         drafts: list[Drafts] = []
@@ -427,14 +434,14 @@ class Journal:
         refusals: list[Refusal],
         handoffs: list[Handoff],
     ) -> None:
-        """As ``accept``, of outputs that are messages. Raises EngineFaultError."""
+        """Accept outputs that are messages; see ``accept``. Raises EngineFaultError."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         for output in outputs:
             entry = on_engine.get(output.request_id)
             if entry is None or output.attempt != entry.attempt:
-                continue  # ended, elsewhere by now, or of an older attempt
+                continue  # ended, moved to another engine, or of an older attempt
             if output.error is not None and (output.finish_reason is None or output.error.reason == INCIDENT):
-                accepted.append(output)  # it could not be read, or not be made: there is nothing to write down
+                accepted.append(output)  # not readable or not produced: no tokens to record
                 if output.finish_reason is not None:
                     self._end(entry)
                 continue
@@ -462,19 +469,19 @@ class Journal:
     def _take_end(
         self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
     ) -> None:
-        """An entry has ended on its engine. A handoff is for those alone who send it elsewhere: for others its output goes on."""
+        """Handle the end of an entry on its engine. The output of a handoff looks unfinished to later components."""
         if output.finish_reason is not FinishReason.HANDOFF:
             self._end(entry)
             return
         if entry.leaves_as_asked:
-            self._unassign(entry)  # whatever its engine still says of it
+            self._unassign(entry)  # ignore anything more from that engine
             handoffs.append(Handoff(entry, output.kv_source))
         else:
-            refusals.append(Refusal(entry, Unavailable("the engine gave the request away unasked"), admitted=True))
+            refusals.append(Refusal(entry, Unavailable("the engine handed the request over unasked"), admitted=True))
         output.finish_reason = output.kv_source = None
 
     def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
-        """What is known now of the drafts of requests that had some in this step."""
+        """Return the draft statistics of requests that had drafts in this step."""
         return [
             (entry.request_id, entry.take_drafts(num_drafts, num_accepted))
             for number, num_drafts, num_accepted in tokens.drafted()
@@ -484,8 +491,9 @@ class Journal:
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
     ) -> None:
-        """As ``accept``, of tokens alone: what is new goes to ``new``, what cannot be written down to ``failed``. Raises
-        EngineFaultError. A number that means nothing on this engine is of a request that has ended, or is elsewhere by now.
+        """Accept outputs that have only tokens; see ``accept``. New tokens go to ``new``, other outputs to ``failed``.
+
+        An unknown number belongs to a request that has ended or moved. Raises EngineFaultError.
         """
         by_number = self._by_number
         for number, offset, token_ids in tokens.rows():
@@ -505,7 +513,7 @@ class Journal:
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
-        """What an engine had, or those of it, in the order in which they came. It has them no more."""
+        """Take all sequences, or the given ones, from an engine. Return them in order of arrival."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
         for entry in entries:
@@ -513,40 +521,40 @@ class Journal:
         return entries
 
     def doubting(self, engine: str) -> list[JournalEntry]:
-        """The sequences that have lost an engine of which nobody knows yet whether it died."""
+        """Return the sequences that lost this engine while it is not known whether it died."""
         return [entry for entry in self._entries.values() if engine in entry.doubts]
 
     def readmit(self, engine: str) -> None:
-        """No sequence is kept from an engine any more: it is another one now."""
+        """End all exclusions of an engine, because another incarnation will have its address."""
         for entry in self._entries.values():
             entry.excluded.pop(engine, None)
 
     def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
-        """The entry was given away, and goes on as another attempt. ``source``: who keeps its blocks; None: nobody does."""
+        """Record a planned handoff and start a new attempt. ``source`` is the engine that keeps the blocks, or None."""
         self._unassign(entry)
         entry.hand_over(source, self._clock())
 
     def leave(self, entry: JournalEntry) -> None:
-        """The entry goes on elsewhere, as another attempt."""
+        """Take an entry from its engine and start a new attempt."""
         self._unassign(entry)
         entry.leave()
 
     def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
-        """Forget sequences. Returns those that had not ended; they still say where they were."""
+        """Remove sequences. Return those that had not ended; their ``engine`` is still set."""
         found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
         for entry in found:
             self._end(entry)
         return found
 
     def _unused_number(self) -> int:
-        """One that has not been given for as long as there are numbers of 32 bits, and never 0."""
+        """Return a number from 1 to 2**32 - 1 that is not in use, by counting up."""
         while True:
             self._last_number = self._last_number % _MAX_NUMBER + 1
             if self._last_number not in self._by_number:
                 return self._last_number
 
     def _begin(self, entry: JournalEntry) -> None:
-        """The entry's attempt has brought something for the first time."""
+        """Record the first new output of the entry's attempt."""
         now = self._clock()
         entry.begin(now)
         if entry.handed_at is not None:
@@ -570,22 +578,22 @@ class Journal:
 
 
 def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
-    failed = incident(error, request=entry.request.context.external_request_id, doing="writing the output down")
+    failed = incident(error, request=entry.request.context.external_request_id, doing="recording the output")
     return EngineCoreOutput(
         request_id=entry.request_id, attempt=entry.attempt, error=RequestError.from_exception(failed)
     )
 
 
 def _refused(output: EngineCoreOutput) -> RequestFailed | None:
-    """Why another engine should have the request, when its end on this one is the engine's fault or choice."""
+    """Return the error if the request should move to another engine because this one failed or declined it, else None."""
     error = output.error
     if error is None:
         if output.finish_reason is FinishReason.ERROR:
             return Internal("the engine failed on this request", reason="ENGINE_ERROR")
-        if output.finish_reason is FinishReason.ABORT:  # nobody here asked for it
+        if output.finish_reason is FinishReason.ABORT:  # this frontend did not abort the request
             return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
-        return None  # an operator wanted it
+        return None  # an operator paused the engine
     elsewhere = error.code in ("UNAVAILABLE", "INTERNAL") or error.reason in _ELSEWHERE
     return error.to_exception() if elsewhere else None

@@ -1,4 +1,4 @@
-"""Has the prefix caches of engines followed, from the beginning of each session to its end."""
+"""Tracking of the engines' prefix caches during their sessions."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.rpc.engine_session import EngineSession
 
 _PART_BLOCKS = 131_072
-"""Blocks in an answer, about: 2 MiB."""
+"""Approximate number of blocks per answer: 2 MiB."""
 _ANSWER_WITHIN = 30.0
-"""Seconds that an engine has for each part of its answer."""
+"""Timeout for each part of an answer, in seconds."""
 
 _TELLING = frozenset({"followed_cache", "kv_events"})
-"""Capabilities of which an engine that tells of its cache has at least one. Engines of 0.1 tell every frontend, or none."""
+"""Capabilities of engines that report their cache; one of them is enough. Engines of version 0.1 report to every
+frontend or to none.
+"""
 
 
 class CacheFollower:
-    """Asks every engine that tells of its prefix cache, when its session begins, for what it has, and hands on what it tells
-    from then on.
+    """Feeds ``PrefixCaches``: requests the cached blocks of an engine when its session begins, then applies its events.
 
-    What cannot be followed ends no request and no session: the engine's prefixes are not known then, and it is chosen by
-    its load alone.
+    A failure here ends no request and no session. The engine's prefixes are unknown then, and it is chosen by load
+    only.
     """
 
     def __init__(self, caches: PrefixCaches) -> None:
@@ -35,7 +36,7 @@ class CacheFollower:
         self._told_full = False
 
     def up(self, connection: EngineConnection) -> None:
-        """A session has begun."""
+        """Start tracking the engine of a new session."""
         ready, session = connection.ready, connection.session
         if ready is None or session is None or not _TELLING.intersection(ready.capabilities):
             return
@@ -44,7 +45,7 @@ class CacheFollower:
         self._asking[connection.address] = task
 
     def changed(self, connection: EngineConnection, events: Sequence[KvCacheEvent]) -> None:
-        """The engine has told of changes."""
+        """Apply the events of an engine."""
         try:
             self._caches.apply(connection.address, events)
         except Exception as e:
@@ -52,13 +53,13 @@ class CacheFollower:
         self._warn_when_full()
 
     def down(self, connection: EngineConnection) -> None:
-        """The session is over."""
+        """Stop tracking the engine of an ended session."""
         if (task := self._asking.pop(connection.address, None)) is not None:
             task.cancel()
         self._caches.gone(connection.address)
 
     async def _ask(self, connection: EngineConnection, ready: EngineReady, session: EngineSession) -> None:
-        """Learn what the engine has cached already."""
+        """Request the blocks that the engine has cached already."""
         try:
             answers = {KvMedium.DEVICE: await _cached_blocks(session, ready.num_kv_blocks)}
             if "kv_tier_events" in ready.capabilities:
@@ -67,7 +68,7 @@ class CacheFollower:
             self._caches.settle(connection.address, answers)
         except (RequestFailed, TimeoutError) as e:
             get_logger().warning(
-                "an engine does not say which blocks it has cached; those that it caches from now on are known",
+                "engine does not list its cached blocks; only blocks cached from now on are known",
                 engine=connection.name,
                 why=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
             )
@@ -77,7 +78,7 @@ class CacheFollower:
         self._warn_when_full()
 
     def _give_up(self, connection: EngineConnection, error: Exception) -> None:
-        """Nothing is known of the engine's cache until its next session."""
+        """Stop tracking the engine's cache until its next session."""
         incident(error, request="", doing=f"following the prefix cache of engine {connection.name}")
         self._caches.gone(connection.address)
 
@@ -85,14 +86,15 @@ class CacheFollower:
         if self._caches.full and not self._told_full:
             self._told_full = True
             get_logger().warning(
-                "more blocks are cached than are remembered: raise routing.max_cached_blocks",
+                "more blocks are cached than can be tracked: raise routing.max_cached_blocks",
                 max_cached_blocks=self._caches.num_blocks,
             )
 
 
 async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMedium) -> bytes:
-    """What the engine has in its KV cache or another medium, where there may be about so many, in as many answers as it takes.
-    Raises RequestFailed, and TimeoutError.
+    """Return the digests of about ``num_blocks`` blocks in the KV cache or another medium, fetched in parts.
+
+    Raises RequestFailed and TimeoutError.
     """
     num_parts = -(-num_blocks // _PART_BLOCKS) or 1
     parts: list[bytes] = []
@@ -105,7 +107,7 @@ async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMed
 
 
 async def _kept_blocks(session: EngineSession, medium: KvMedium) -> bytes:
-    """The same of a medium whose size is not known."""
+    """Return the digests of all blocks in a medium of unknown size."""
     num_blocks = await _ask(session, "num_cached_blocks", [medium])
     if not isinstance(num_blocks, int):
         raise Internal(f"the engine answered num_cached_blocks with {type(num_blocks).__name__}, not with a number")

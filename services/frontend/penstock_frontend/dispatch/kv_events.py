@@ -1,4 +1,4 @@
-"""Changes of the engines' prefix caches, for gateways that route prompts to where their beginnings are cached."""
+"""KV cache events of the engines, for external gateways that route prompts by cached prefixes."""
 
 import asyncio
 import time
@@ -13,15 +13,17 @@ from penstock_common.errors import DataLoss
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
-"""Below it is room for the numbers of the batches that tell a state."""
+"""First sequence number. Lower numbers are for the batches that describe the initial state."""
 MAX_BEHIND = 10_000
-"""Batches a subscriber may be behind before it has to begin again."""
+"""Maximum number of batches that a subscriber may fall behind. Then it must subscribe again."""
 _BATCH_BLOCKS = 256
-"""Blocks in one batch of a state: some 100 KiB."""
+"""Maximum number of blocks in a batch of the initial state, about 100 KiB."""
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of one engine's prefix cache. ``timestamp``: seconds since the Unix epoch at which they came here."""
+    """Changes of one engine's prefix cache. ``timestamp``: time of arrival at this frontend, in seconds since the Unix
+    epoch.
+    """
 
     rank: int
     sequence: int
@@ -30,20 +32,20 @@ class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvEventFeed:
-    """Numbers the changes of every engine and hands them to all subscribers. Engines are named by their address.
+    """Numbers the cache events of every engine and sends them to all subscribers. Engines are identified by address.
 
-    It keeps what can be found in the caches, as far as it was told of it, so that every subscriber begins with the
-    current state. Each engine is a rank with a numbering of its own, without gaps. Two engines of the
-    same rank get different ones, and whoever takes the rank of one that is gone goes on with its numbers.
+    The feed keeps the reported state of the caches, so every subscriber starts with the current state. Each engine is a
+    rank with its own sequence numbers, without gaps. If two engines report the same rank, one of them gets another. An
+    engine that takes over the rank of a lost engine continues its numbers.
     """
 
     def __init__(self) -> None:
         self._engines: dict[str, _Cache] = {}
-        self._sequences: dict[int, int] = {}  # the last one of each rank there ever was
+        self._sequences: dict[int, int] = {}  # the last number of every rank used so far
         self._subscriptions: set[KvSubscription] = set()
 
     def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
-        """An engine's prefix cache has changed: note it, and tell all subscribers."""
+        """Record changes of an engine's prefix cache, and send them to all subscribers."""
         cache = self._engines.get(engine)
         if cache is None:
             cache = self._engines[engine] = _Cache(self._free_rank(rank))
@@ -52,13 +54,15 @@ class KvEventFeed:
         self._send(cache.rank, events)
 
     def gone(self, engine: str) -> None:
-        """The engine is gone. Its blocks are removed one by one: some subscribers would take a cleared cache for all engines'."""
+        """Handle the loss of an engine. Its blocks are removed one by one, because some subscribers apply a cleared
+        cache to all engines.
+        """
         cache = self._engines.pop(engine, None)
         if cache is not None and cache.blocks:
             self._send(cache.rank, [BlockRemoved(block_hashes=list(cache.blocks))])
 
     def subscribe(self) -> "KvSubscription":
-        """The state now and everything that follows. To be closed."""
+        """Return a subscription with the current state and all later events. The caller must close it."""
         subscription = KvSubscription(self._state(), on_close=self._subscriptions.discard)
         self._subscriptions.add(subscription)
         return subscription
@@ -74,7 +78,7 @@ class KvEventFeed:
             batches = list(_batches(cache.runs()))
             last = self._sequences[cache.rank]
             for index, runs in enumerate(batches):
-                sequence = last - len(batches) + 1 + index  # the last is the number of the state
+                sequence = last - len(batches) + 1 + index  # the last batch has the number of the current state
                 yield KvEventBatch(rank=cache.rank, sequence=sequence, timestamp=time.time(), events=runs)
 
     def _free_rank(self, wanted: int) -> int:
@@ -83,7 +87,7 @@ class KvEventFeed:
 
 
 class KvSubscription:
-    """The batches for one subscriber. An asynchronous iterator that never ends by itself."""
+    """The batches of one subscriber: an asynchronous iterator without an end."""
 
     def __init__(self, state: Iterable[KvEventBatch], on_close: "Callable[[KvSubscription], None]") -> None:
         self._batches = deque(state)
@@ -96,7 +100,7 @@ class KvSubscription:
         return self
 
     async def __anext__(self) -> KvEventBatch:
-        """The next batch. Raises DataLoss once the subscriber has fallen too far behind."""
+        """Return the next batch. Raises DataLoss if the subscriber has fallen too far behind."""
         while not self._batches:
             if self._lost:
                 raise DataLoss(
@@ -117,7 +121,7 @@ class KvSubscription:
         self._event.set()
 
     def close(self) -> None:
-        """Take no more batches. Idempotent."""
+        """Stop receiving batches. Idempotent."""
         self._on_close(self)
 
 
@@ -129,14 +133,14 @@ class _Block(NamedTuple):
 
 
 class _Cache:
-    """The blocks that can be found in one engine's cache."""
+    """The reusable blocks of one engine's cache."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.blocks: dict[bytes, _Block] = {}
 
     def apply(self, event: KvCacheEvent) -> None:
-        """Follow a change."""
+        """Apply an event."""
         match event:
             case BlockStored():
                 parent, size = event.parent_hash, event.block_size
@@ -152,7 +156,7 @@ class _Cache:
                 self.blocks.clear()
 
     def runs(self) -> Iterator[BlockStored]:
-        """All blocks in rows of neighbours, parents before their children."""
+        """Yield all blocks in runs of consecutive blocks, parents before children."""
         run: list[bytes] = []
         for chain in self._chains():
             if run and (self.blocks[chain[0]].parent_hash != run[-1] or len(run) >= _BATCH_BLOCKS):
@@ -163,7 +167,7 @@ class _Cache:
             yield self._stored(run)
 
     def _chains(self) -> Iterator[list[bytes]]:
-        """Every block once, each behind those of its ancestors that were not there yet."""
+        """Yield every block once, in chains. A chain has a block and those ancestors that were not yielded yet."""
         seen: set[bytes] = set()
         for block_hash in self.blocks:
             chain = []
@@ -187,7 +191,7 @@ class _Cache:
 
 
 def _batches(runs: Iterable[BlockStored]) -> Iterator[list[BlockStored]]:
-    """Rows of blocks in batches of a size that a message can have."""
+    """Group runs of blocks into batches that fit into a message."""
     batch: list[BlockStored] = []
     count = 0
     for run in runs:

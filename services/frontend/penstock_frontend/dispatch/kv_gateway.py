@@ -1,4 +1,6 @@
-"""What gateways say of keys and values of requests, which they have two frontends or two engines serve: NIXL's words."""
+"""``kv_transfer_params`` of external gateways that split a request between two servers, in the format of vLLM's NIXL
+connector.
+"""
 
 from typing import Annotated, Any
 
@@ -13,19 +15,21 @@ from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.interfaces import EngineView
 
 CONNECTOR = "NixlConnector"
-"""Whose parameters these are, as gateways know them, where engines have no connector of their own."""
+"""Connector name reported to gateways if the engines have no connector of their own."""
 _ID_BYTES = 16
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _OWN = "penstock"
-"""The parameter that has what NIXL's do not say."""
+"""Key of Penstock's additional values in ``kv_transfer_params``."""
 _NONE = KvParams()
 
 
 class KvGateway:
-    """Reads the parameters of requests and writes those of answers. A request with ``do_remote_decode`` has its blocks kept when
-    it ends; its answer's parameters, given back as they are, tell the second request who keeps them. Who is not an engine of
-    ``view``, nor allowed, is not asked for anything. Where engines have a connector of their own, parameters go
-    there as they are.
+    """Reads ``kv_transfer_params`` of requests and writes those of answers.
+
+    If a request has ``do_remote_decode``, its engine keeps the KV blocks when it ends. The client passes the answer's
+    parameters unchanged to the second request, which fetches the blocks from that engine. Blocks are fetched only from
+    engines in ``view`` and allowed addresses. If the engines have a connector of their own, it gets the parameters
+    unchanged.
     """
 
     def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
@@ -34,17 +38,26 @@ class KvGateway:
 
     @property
     def serves(self) -> bool:
-        """Whether there are such parameters here."""
+        """True if ``kv_transfer_params`` are served."""
         return self._config.gateway
 
     @property
     def connector(self) -> str:
-        """Whose parameters these are."""
+        """Name of the connector whose parameters are used."""
         return self._config.connector or CONNECTOR
 
     def read(self, given: Any, *, n: int, field: str, of: str = "n") -> KvParams:
-        """The parameters of a request for ``n`` sequences, which its field ``of`` says; null and an empty object say nothing.
-        Raises Unimplemented where they are not served, InvalidArgument for what they cannot be.
+        """Return the parsed parameters of a request. null and an empty object are the same as no parameters.
+
+        Args:
+            given: the decoded JSON value.
+            n: number of sequences of the request.
+            field: name of the parameters in errors.
+            of: name of the field that ``n`` comes from, in errors.
+
+        Raises:
+            Unimplemented: parameters are not served.
+            InvalidArgument: parameters are not valid.
         """
         if given is None or given == {}:
             return _NONE
@@ -62,14 +75,14 @@ class KvGateway:
             raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
         if flags["do_remote_decode"] and n > 1:
             raise InvalidArgument(
-                f"{field}.do_remote_decode is true and {of} {n}; one sequence goes on elsewhere: {of} must be 1",
+                f"{field}.do_remote_decode is true and {of} {n}; only one sequence can be handed over: {of} must be 1",
                 field=of,
             )
         source = _source(given, field) if flags["do_remote_prefill"] else None
         return KvParams(lease=flags["do_remote_decode"], source=source if self._may_ask(source) else None)
 
     def read_json(self, text: str, *, n: int, field: str) -> KvParams:
-        """As ``read``, of a JSON object as text."""
+        """Return the parsed parameters of a request from JSON text; see ``read``."""
         if not text:
             return _NONE
         if not self.serves:
@@ -91,7 +104,7 @@ class KvGateway:
 
 
 def answer_of(finish: Finish) -> dict[str, Any] | None:
-    """The parameters of the answer of a sequence that has ended so, for whoever goes on with it; None where it has none."""
+    """Return the parameters for the answer of a finished sequence, or None if it has none."""
     if finish.kv_params:
         said: dict[str, Any] = msgspec.json.decode(finish.kv_params)
         return said
@@ -99,7 +112,7 @@ def answer_of(finish: Finish) -> dict[str, Any] | None:
 
 
 def params_of(source: KvSource) -> dict[str, Any]:
-    """In NIXL's words, who keeps the blocks."""
+    """Return the engine that keeps the blocks, in NIXL's format."""
     host, port = split(source.address)
     return {
         "do_remote_prefill": True,
@@ -129,7 +142,9 @@ def _flag(given: dict[str, Any], name: str, field: str) -> bool:
 
 
 def _source(given: dict[str, Any], field: str) -> KvSource | None:
-    """Who keeps the blocks; None where another connector's parameters do not say it: all is computed then."""
+    """Return the engine that keeps the blocks. None if the parameters come from another connector: the prompt is
+    recomputed then.
+    """
     own = given.get(_OWN)
     if own is None:
         return None
@@ -147,7 +162,7 @@ def _source(given: dict[str, Any], field: str) -> KvSource | None:
             fingerprint=_id(said.fingerprint),
         )
     except (msgspec.ValidationError, ValueError) as e:
-        raise InvalidArgument(f"{field} is none that an answer had: {e}", field=field) from None
+        raise InvalidArgument(f"{field} was not returned by an answer: {e}", field=field) from None
 
 
 def _id(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The connections to all engines: the subset this frontend keeps to, data-parallel groups, and what is sent to one."""
+"""Connections to all engines: the subset that this frontend uses, data-parallel groups, and sending to one engine."""
 
 import asyncio
 import hashlib
@@ -24,9 +24,11 @@ from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 
 class Subset:
-    """At most ``max_engines`` of a view's engines: those that serve before others, and of these the ones with the highest hashes
-    of frontend and engine. So every engine is used by about as many frontends, and one that joins or leaves changes one place of
-    some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
+    """Selects at most ``max_engines`` engines of a view: serving engines first, then by highest hash of frontend and
+    engine.
+
+    So every engine is used by about the same number of frontends, and an engine that joins or leaves changes one place
+    in some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
     """
 
     def __init__(self, frontend: str, max_engines: int) -> None:
@@ -35,7 +37,7 @@ class Subset:
         self._weights: dict[str, bytes] = {}
 
     def of(self, engines: Sequence[EngineStatus]) -> Sequence[EngineStatus]:
-        """The engines to keep to; all, where they are not too many."""
+        """Return the engines to use; all engines if they are not too many."""
         if len(engines) <= self._max_engines:
             return engines
         known = self._weights
@@ -49,24 +51,26 @@ class Subset:
         return hashlib.blake2b(engine_id.encode(), key=self._key, digest_size=8).digest()
 
 
-# Data-parallel groups: who takes requests, in which wave, and who is told of one.
+# Data-parallel groups: which ranks accept requests, and which are told to start a wave.
 
 Send = Callable[[FirstRequest | StartDpWave], None]
 
 
 class EngineGroups:
-    """A belief per pool, as the coordinator tells of its group, and what follows from it. Ranks are known by name."""
+    """Tracks the data-parallel group of each pool by the coordinator's view, and sends wave messages. Ranks are
+    identified by name.
+    """
 
     def __init__(self, send: Send) -> None:
-        """``send``: takes a first request to the coordinator, and the start of a wave to a rank."""
+        """``send`` sends a first request to the coordinator, or the start of a wave to a rank."""
         self._send = send
         self._waves: dict[tuple[str, str], Waves] = {}
         self._routed: dict[tuple[str, str], frozenset[str]] = {}
         self._pool_of: dict[str, tuple[str, str]] = {}
-        """By rank that is a member, the pool."""
+        """Pool (model and name) of each rank that is a member of a group."""
 
     def follow_view(self, view: ClusterView) -> None:
-        """What the coordinator says of them. It is never believed to have gone back."""
+        """Apply the coordinator's view of the groups. Older epochs and waves are ignored."""
         for told in view.groups:
             self._follow(told)
 
@@ -81,12 +85,14 @@ class EngineGroups:
         self._pool_of.update((rank, key) for rank in group.members)
 
     def disconnected(self) -> None:
-        """There is no coordinator: the groups are believed idle until there is one."""
+        """Treat all groups as idle while there is no coordinator."""
         self._waves = {key: waves.disconnected()[0] for key, waves in self._waves.items()}
 
     def accepts(self, rank: str) -> bool:
-        """Whether requests may go to a rank: it is in its group, does not leave, and the group does not stand still for want of
-        others. Before anybody has told of groups it may.
+        """Return True if requests may go to a rank.
+
+        The rank must be a member of its group and not leaving it, and the group must not be suspended for lack of
+        ranks. Before the first report on groups every rank accepts requests.
         """
         if not self._waves:
             return True
@@ -94,23 +100,25 @@ class EngineGroups:
         return key is not None and rank in self._routed[key]
 
     def leaves_out(self, rank: str, model: str, pool: str) -> bool:
-        """Whether the pool has a group in which an engine that could be a rank of it has no place."""
+        """Return True if the pool has a group, and this engine is not a member of it."""
         waves = self._waves.get((model, pool))
         members = () if waves is None else waves.view.group.members
         return bool(members) and rank not in members
 
     def stamped(self, rank: str, request: EngineCoreRequest) -> EngineCoreRequest:
-        """The request as it goes to a rank: with the wave that its group is believed to be in."""
+        """Return the request with the epoch and wave of the rank's group."""
         view = self._believed(rank).view
         return msgspec.structs.replace(request, group_epoch=view.group.epoch, current_wave=view.wave)
 
     def sent(self, rank: str) -> None:
-        """A request went to a rank. Of a group that is believed idle, the other ranks are told, and the coordinator."""
+        """Handle a request that was sent to a rank. If its group counts as idle, notify the other ranks and the
+        coordinator.
+        """
         if rank in self._pool_of:
             self._tell(self._believed(rank).sent(rank)[1])
 
     def start_wave(self, message: StartWave) -> None:
-        """A rank waits for the others."""
+        """Handle a rank that waits for the others."""
         key = self._pool_of.get(message.engine)
         if key is not None:
             self._waves[key], told = self._waves[key].start_wave(message)
@@ -126,24 +134,24 @@ class EngineGroups:
 
 
 def error_of_engine(engine: str, error: RequestFailed) -> RequestFailed:
-    """The same error with the engine's name."""
+    """Return the same error with the engine's name in its message."""
     failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
     failed.retry_after = error.retry_after
     return failed
 
 
 LORA = "lora"
-"""The capability of engines that apply LoRA adapters."""
+"""Capability of engines that apply LoRA adapters."""
 KV_TRANSFER = "kv_transfer"
-"""The capability of engines that hand requests over."""
+"""Capability of engines that hand requests over."""
 
 
 class EnginePool:
-    """One connection per engine address. What happens on connections is passed on to who ``listen``s.
+    """Keeps one connection per engine address, and passes its events to the listener.
 
-    What counts is the session: an engine that leaves the list keeps its connection as long as the session holds, so that
-    no stream breaks because of what a coordinator says or fails to say. When the session breaks it is given up. One that lives
-    and is not in this frontend's subset of the engines gets no new requests, and is given up as soon as it has none.
+    The session decides: an engine that leaves the list keeps its connection while the session is open. So no stream
+    breaks because of the coordinator's view. When the session breaks, the connection is given up. A live engine outside
+    this frontend's subset gets no new requests, and its connection is given up once it has none.
     """
 
     def __init__(
@@ -154,11 +162,17 @@ class EnginePool:
         certificates: Certificates,
         on_first_request: Callable[[FirstRequest], None],
     ) -> None:
-        """``certificates``: told when those of these connections end. ``on_first_request``: called when a request went to a
-        data-parallel group believed idle. Raises ConfigError.
+        """Args:
+            config: the frontend's settings.
+            incarnation: incarnation of this frontend.
+            certificates: learns when these connections' certificates expire.
+            on_first_request: called when a request went to a data-parallel group that counts as idle.
+
+        Raises:
+            ConfigError: the TLS settings are not valid.
         """
         self.view = ClusterView()
-        """The coordinator's last view; empty where there is no coordinator."""
+        """The coordinator's latest view; empty without a coordinator."""
         self._config = config
         self._credentials = ClientCredentials(config.engine_tls, field="engine_tls", certificates=certificates)
         self._incarnation = incarnation
@@ -166,25 +180,27 @@ class EnginePool:
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
         self._candidates: Sequence[Candidate] | None = None
-        """None: to be made anew."""
+        """Cached list of candidates; None: to be rebuilt."""
         self._subset = Subset(config.name, config.coordinator.max_engines)
         self._wanted: frozenset[str] = frozenset()
         self._spare: frozenset[str] = frozenset()
-        """Addresses of engines that live and are not in the subset."""
+        """Addresses of live engines that are not in the subset."""
         self._closing: set[asyncio.Task[None]] = set()
         self._groups = EngineGroups(self._tell_group)
         self._on_first_request = on_first_request
 
     def listen(self, listener: ConnectionListener) -> None:
-        """Who is told what happens on connections. To be called before there is one."""
+        """Set the listener of connection events. Must be called before the first connection."""
         self._listener = listener
 
     def __iter__(self) -> Iterator[EngineConnection]:
-        """All connections, up or not, in a stable order."""
+        """Iterate over all connections, up or not, in a stable order."""
         return iter([connection for _, connection in sorted(self._connections.items())])
 
     def candidates(self) -> Sequence[Candidate]:
-        """All engines, connected or not, as the router sees them. Kept between changes: there may be a thousand."""
+        """Return all engines, connected or not, as the router sees them. The list is cached, because there may be a
+        thousand.
+        """
         if self._candidates is None:
             self._candidates = self._current_candidates()
         return self._candidates
@@ -209,14 +225,15 @@ class EnginePool:
         ]
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend. Raises Internal when
-        there is no session.
+        """Start a request on an engine with a session. Raises Internal if there is no session.
+
+        ``first``: the engine had no requests of this frontend.
         """
         connection = self._connections.get(engine)
         if connection is None or connection.session is None:
             raise Internal(f"the router picked {engine}, which has no session")
         if first:
-            connection.heard()  # it has not been silent: there was nothing to say
+            connection.heard()  # the silence until now is not suspicious, because the engine had nothing to do
         rank = connection.group_rank
         if rank is None:
             connection.session.add(request)
@@ -233,7 +250,7 @@ class EnginePool:
                 connection.session.start_dp_wave(message)
 
     def coordinator_lost(self) -> None:
-        """No views come in: groups are told of waves without it."""
+        """Handle the loss of the coordinator: from now on this pool alone announces waves to groups."""
         self._groups.disconnected()
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
@@ -248,11 +265,11 @@ class EnginePool:
 
     @property
     def media_counts(self) -> MediaCounts:
-        """What has been sent of media."""
+        """Counters of media sent to engines."""
         return self._media.counts
 
     def holding(self, features: Sequence[MultiModalFeature]) -> dict[str, list[MultiModalFeature]]:
-        """By engine, those of the features that it has; engines that have none are not in it."""
+        """Return, by engine, the features that the engine has cached. Engines without any are left out."""
         held: dict[str, list[MultiModalFeature]] = {}
         for connection in self.connected():
             kept = None if connection.session is None else connection.session.media
@@ -261,11 +278,11 @@ class EnginePool:
         return held
 
     def connected(self) -> Sequence[EngineConnection]:
-        """Engines with a session."""
+        """Return the engines with a session."""
         return [connection for connection in self if connection.session is not None]
 
     def computing(self) -> Sequence[EngineConnection]:
-        """Of those the ones that compute, and do not wait for a place in a data-parallel group."""
+        """Return the connected engines that compute, without those that wait for a place in a data-parallel group."""
         return [connection for connection in self.connected() if not self._has_no_place(connection)]
 
     def _has_no_place(self, connection: EngineConnection) -> bool:
@@ -273,8 +290,10 @@ class EnginePool:
         return rank is not None and status is not None and self._groups.leaves_out(rank, status.model, status.pool)
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """Connect to these, and give up others as soon as they have no session. The rank of each is its place among them, from 0:
-        what engines that know nothing of each other call their rank would be the same for all.
+        """Connect to these addresses, and give up other connections once they have no session.
+
+        An engine's rank is its position in the list, from 0. The engines' own rank cannot be used: unrelated engines
+        would all have the same one.
         """
         places = {address: place for place, address in enumerate(dict.fromkeys(addresses))}
         self._connect(places)
@@ -299,8 +318,10 @@ class EnginePool:
             self._give_up_unwanted(connection)
 
     def follow_view(self, view: ClusterView) -> None:
-        """Connect to the living engines of a view, and remember what it says of each. One that a view does not name any more has
-        lost its lease: it is asked how it is. It keeps its rank until another engine has its index.
+        """Connect to the live engines of a view, and store the status of each.
+
+        An engine that is not in the view has lost its lease and is probed. It keeps its rank until another engine has
+        its index.
         """
         self.view = view
         self._groups.follow_view(view)
@@ -330,21 +351,21 @@ class EnginePool:
         self._told.on_outputs(connection, outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """The engine takes no more requests."""
+        """Stop sending requests to the engine."""
         self._candidates = None
         self._told.on_draining(connection, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """The session is over."""
+        """Pass on the end of the session."""
         self._candidates = None
         self._told.on_down(connection, end)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """It is known whether an engine lives whose session ended, and not by it."""
+        """Pass on whether an engine lives after a doubtful loss."""
         self._told.on_fate(connection, lives=lives)
 
     def on_start_wave(self, message: StartWave) -> None:
-        """A rank waits for the others of its group."""
+        """Handle a rank that waits for the others of its group."""
         self._groups.start_wave(message)
 
     def has_work(self, connection: EngineConnection) -> bool:
@@ -353,7 +374,7 @@ class EnginePool:
     @property
     def _told(self) -> ConnectionListener:
         if self._listener is None:
-            raise RuntimeError("nobody listens to the pool's connections")
+            raise RuntimeError("the pool has no listener; call listen() first")
         return self._listener
 
     def _idle_spare(self, connection: EngineConnection) -> bool:
@@ -377,6 +398,6 @@ class EnginePool:
 
 
 def _fingerprint(ready: EngineReady | None) -> bytes:
-    """Of blocks that an engine gives away; empty where it gives none."""
+    """Return the fingerprint of the KV blocks that an engine hands over; empty if it hands none over."""
     gives = ready is not None and KV_TRANSFER in ready.capabilities and ready.kv_address
     return ready.kv_fingerprint if ready is not None and gives else b""

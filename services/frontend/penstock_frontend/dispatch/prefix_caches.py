@@ -1,4 +1,4 @@
-"""The prefix caches of engines, as far as known: which has which KV blocks of a prompt, in which medium."""
+"""Index of the engines' prefix caches: which engine has which KV blocks, and in which medium."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,16 +15,20 @@ from penstock_common.types.request import EngineCoreRequest, RequestContext
 
 
 class BlockPlaces:
-    """Of the blocks that one engine has outside its KV cache, in which media they are, the KV cache among them. All others are in
-    the KV cache alone, so an engine without host memory and disk takes no memory here. Pure.
+    """Tracks the media of blocks that one engine has outside its KV cache (host memory, disk). Does no I/O.
+
+    Blocks that are only in the KV cache are not stored here. So an engine without host memory and disk tiers takes no
+    memory.
     """
 
     def __init__(self) -> None:
         self._media: dict[bytes, int] = {}
-        """A bit for each medium."""
+        """Media of each block as a bit mask, with one bit per medium."""
 
     def stored(self, medium: KvMedium, block_hashes: Iterable[bytes], has: Callable[[bytes], bool]) -> None:
-        """The engine has blocks in a medium from now on. ``has``: whether it was known to have one, wherever."""
+        """Record that the engine stored blocks in a medium. ``has`` returns True if the engine was known to have a
+        block in any medium.
+        """
         if medium is KvMedium.DEVICE:
             for block_hash in block_hashes if self._media else ():
                 if block_hash in self._media:
@@ -37,7 +41,7 @@ class BlockPlaces:
             self._media[block_hash] = before | 1 << medium
 
     def removed(self, medium: KvMedium, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """It has them there no more. Returns those that it has nowhere now."""
+        """Record that blocks were removed from a medium. Return the blocks that are in no medium any more."""
         nowhere = []
         for block_hash in block_hashes:
             before = self._media.get(block_hash)
@@ -55,7 +59,7 @@ class BlockPlaces:
         return nowhere
 
     def clear(self) -> None:
-        """It has none."""
+        """Remove all blocks."""
         self._media.clear()
 
 
@@ -63,17 +67,19 @@ _DEVICE = 1 << KvMedium.DEVICE
 
 
 _STRIDE = 32
-"""Blocks of which only the last is looked up while every engine that had the one before has it."""
+"""Number of blocks per lookup step. Only the last block of a step is looked up if all engines of the previous block
+have it.
+"""
 
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class PrefixIndex:
-    """From a block's hash to the engines that have it. Pure: whoever hears of changes tells it.
+    """Maps block hashes to the engines that have the block. Does no I/O.
 
-    An engine is a bit, so that one look-up answers for all of them. The index holds ``max_entries`` pairs of a block and an
-    engine; what comes while it is full is left out, and so is what comes behind a block that is not known: engines evict
-    a prompt's last blocks first, so whoever has a block has those before it.
+    An engine is a bit, so one lookup answers for all engines. The index holds at most ``max_entries`` pairs of block
+    and engine, and drops further ones. It also drops blocks whose parent is unknown. That is safe because engines evict
+    a prompt's last blocks first: an engine with a block also has all blocks before it.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -83,28 +89,29 @@ class PrefixIndex:
         self._blocks: dict[str, set[bytes]] = {}
         self._bits: dict[str, int] = {}
         self._engines: list[str] = []
-        """By place of their bits; empty where there is none."""
+        """Engine name by bit position; empty for a free position."""
 
     def __len__(self) -> int:
-        """Pairs of a block and an engine."""
+        """Return the number of pairs of block and engine."""
         return self._num_entries
 
     @property
     def full(self) -> bool:
-        """Whether something more would be left out."""
+        """True if further entries would be dropped."""
         return self._num_entries >= self._max_entries
 
     def num_on(self, engine: str) -> int:
-        """Blocks that an engine is known to have."""
+        """Return the number of known blocks of an engine."""
         return len(self._blocks.get(engine, ()))
 
     def has(self, engine: str, block_hash: bytes) -> bool:
-        """Whether an engine is known to have a block."""
+        """Return True if an engine is known to have a block."""
         return block_hash in self._blocks.get(engine, ())
 
     def store(self, engine: str, block_hashes: Iterable[bytes], parent: bytes = b"") -> int:
-        """An engine has these blocks from now on, which stand behind ``parent``; empty: at the beginning, or anywhere.
-        Returns how many of them were left out.
+        """Add blocks of an engine that follow ``parent``. Return the number of blocks that were dropped.
+
+        An empty ``parent`` means that the blocks are at the beginning or at any position.
         """
         blocks, bit, holders = self._blocks_of(engine), self._bits[engine], self._holders
         left_out = 0
@@ -122,7 +129,7 @@ class PrefixIndex:
         return left_out
 
     def remove(self, engine: str, block_hashes: Iterable[bytes]) -> None:
-        """An engine has these blocks no longer; those that it is not known to have do not matter."""
+        """Remove blocks of an engine. Unknown blocks are ignored."""
         blocks = self._blocks.get(engine)
         if blocks is None:
             return
@@ -132,7 +139,7 @@ class PrefixIndex:
                 self._release(block_hash, self._bits[engine])
 
     def clear(self, engine: str) -> None:
-        """An engine has no blocks any more, or it is gone."""
+        """Remove all blocks of an engine, and its bit."""
         blocks = self._blocks.pop(engine, None)
         if blocks is None:
             return
@@ -142,8 +149,10 @@ class PrefixIndex:
             self._release(block_hash, bit)
 
     def runs(self, block_hashes: Iterable[bytes], block_size: int = 1) -> dict[str, int]:
-        """By engine, how many of a prompt's tokens are in the blocks that it has; engines without the first block are not there.
-        ``block_hashes`` is read a few blocks further than any engine has them.
+        """Return, by engine, the number of a prompt's leading tokens in cached blocks. Engines without the first block
+        are left out.
+
+        ``block_hashes`` is read at most ``_STRIDE`` blocks further than any engine has them.
         """
         holders = self._holders
         runs: dict[str, int] = {}
@@ -165,7 +174,9 @@ class PrefixIndex:
         return runs
 
     def _first_lost(self, engines: int, stride: Sequence[bytes], first: int) -> int:
-        """The place from ``first`` on of the first block that not all of these engines have; they do not all have the last."""
+        """Return the first position, from ``first``, of a block that some of these engines lack. At least one engine
+        must lack the last block.
+        """
         last = len(stride) - 1
         while first < last:
             middle = (first + last) // 2
@@ -176,7 +187,7 @@ class PrefixIndex:
         return first
 
     def _end(self, runs: dict[str, int], engines: int, length: int) -> None:
-        """The runs of these engines are so long."""
+        """Set the run length of these engines."""
         if engines & (engines - 1):
             digits = f"{engines:b}"[::-1].encode().translate(_DIGITS)
             runs.update(dict.fromkeys(compress(self._engines, digits), length))
@@ -202,11 +213,13 @@ class PrefixIndex:
 
 
 MAX_BLOCKS_LOOKED_UP = 4096
-"""Of a prompt: hashing so many takes some 4 ms of the event loop. What an engine has cached beyond them does not count."""
+"""Maximum number of blocks looked up per prompt. Hashing this many takes about 4 ms of the event loop. Further cached
+blocks are ignored.
+"""
 
 
 class _Sequence(msgspec.Struct):
-    """What blocks are hashed of: a ``penstock_common.block_hash.Hashed``."""
+    """Input of block hashing; implements ``penstock_common.block_hash.Hashed``."""
 
     context: RequestContext
     all_token_ids: list[int]
@@ -217,7 +230,9 @@ class _Sequence(msgspec.Struct):
 
 
 class _Cache(msgspec.Struct):
-    """``recorded``: what has happened since the engine was asked for its whole state; None while that is not under way."""
+    """Cache state of one engine. ``recorded`` has the events since the full state was requested; None if no request is
+    pending.
+    """
 
     block_size: int
     recorded: list[KvCacheEvent] | None = None
@@ -225,44 +240,48 @@ class _Cache(msgspec.Struct):
 
 
 class PrefixCaches:
-    """Follows the prefix caches of engines, and looks prompts up in all of them at once. Does no I/O. A block that an engine has
-    in host memory or on a disk counts as one in its KV cache: to load it takes a few percent of the time to compute it.
+    """Tracks the prefix caches of engines, and looks up prompts in all of them at once. Does no I/O.
 
-    Events tell what changes during a session. What was there before an engine tells when it is asked: ``begin``, then ``settle``
-    with the answer. Events in between are kept and repeated over it: what they say last of a block holds, whether or not
-    the answer has it already, so the answer may be of any moment in between, and each part of it of another.
+    A block in host memory or on disk counts like one in the KV cache: loading it takes a few percent of the time of
+    computing it.
+
+    During a session, events report changes. The state before the session is requested from the engine: ``begin``, then
+    ``settle`` with the answer. Events that arrive in between are recorded, and applied again after the answer. The last
+    event of a block decides, so each part of the answer may be from any moment in between.
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """``max_blocks``: blocks that are remembered, each counted once for every engine that has it."""
+        """``max_blocks`` limits the number of tracked blocks. A block counts once for each engine that has it."""
         self._index = PrefixIndex(max_blocks)
         self._caches: dict[str, _Cache] = {}
         self._hashers: dict[int, BlockHasher] = {}
-        """By block size, of the engines that there are."""
+        """Block hasher by block size, for the sizes of all engines."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are remembered, each counted once for every engine that has it."""
+        """Number of tracked blocks. A block counts once for each engine that has it."""
         return len(self._index)
 
     @property
     def full(self) -> bool:
-        """Whether as many are remembered as may be."""
+        """True if the maximum number of blocks is tracked."""
         return self._index.full
 
     def num_on(self, engine: str) -> int:
-        """Blocks that an engine is known to have."""
+        """Return the number of known blocks of an engine."""
         return self._index.num_on(engine)
 
     def begin(self, engine: str, block_size: int) -> None:
-        """Follow an engine, of which nothing is known yet. It is being asked for what it has: ``settle`` must follow."""
+        """Start to track an engine whose state was requested. ``settle`` must follow."""
         self._index.clear(engine)
         self._caches[engine] = _Cache(block_size, recorded=[])
         self._look_for_block_sizes()
 
     def settle(self, engine: str, answers: Mapping[KvMedium, bytes] | None) -> None:
-        """What an engine has answered: the digests of its blocks in each medium, one behind the other; None: nothing, so only
-        what it has told since is known. Raises Internal where they cannot be digests.
+        """Apply an engine's answer: the concatenated block digests in each medium. If None, only later events are
+        known.
+
+        Raises Internal if the answer does not consist of digests.
         """
         cache = self._caches.get(engine)
         if cache is None or cache.recorded is None:
@@ -278,7 +297,7 @@ class PrefixCaches:
             self._apply(engine, cache, event)
 
     def apply(self, engine: str, events: Sequence[KvCacheEvent]) -> None:
-        """An engine's prefix cache has changed. Engines that are not followed do not matter."""
+        """Apply events of an engine's prefix cache. Engines that are not tracked are ignored."""
         cache = self._caches.get(engine)
         if cache is None:
             return
@@ -288,15 +307,17 @@ class PrefixCaches:
             self._apply(engine, cache, event)
 
     def gone(self, engine: str) -> None:
-        """An engine is followed no longer, and its cache may be gone."""
+        """Stop tracking an engine, and remove its blocks."""
         self._index.clear(engine)
         self._caches.pop(engine, None)
         self._look_for_block_sizes()
 
     def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
-        """By engine, how many of the first tokens of a request, and of the output that it goes on from, need not be computed
-        there; engines that have none are not in it. The last token is always computed. Empty where the request does not read the
-        cache.
+        """Return, by engine, the number of leading tokens of the request and its previous output that need not be
+        computed.
+
+        Engines without any are left out. The last token is always computed. The result is empty if the request skips
+        the prefix cache.
         """
         if not len(self._index) or request.skips_prefix_cache:
             return {}
@@ -312,7 +333,7 @@ class PrefixCaches:
         for size, hasher in self._hashers.items():
             sequence.block_hashes = []
             found = self._index.runs(_hashes(hasher, sequence), size)
-            if num_tokens % size == 0:  # an engine may have all of them
+            if num_tokens % size == 0:  # An engine may have all of them cached, but must compute the last token.
                 found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
             cached |= found
         return cached
@@ -342,8 +363,9 @@ class PrefixCaches:
 
 
 def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
-    """By engine, tokens that need not be computed there, in which the media that it has count as if it had cached their tokens.
-    ``held``: by engine, the media of a request that it has.
+    """Return, by engine, the tokens that need not be computed, counting cached media like cached tokens.
+
+    ``held`` has the media items of the request that each engine has cached.
     """
     counts = dict(cached)
     for engine, features in held.items():
@@ -355,14 +377,14 @@ def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModal
 
 
 def _digests(answer: bytes) -> list[bytes]:
-    """Raises Internal."""
+    """Split an answer into digests. Raises Internal."""
     if len(answer) % DIGEST_SIZE:
         raise Internal(f"the engine's cached blocks are {len(answer)} bytes; a digest has {DIGEST_SIZE}")
     return [answer[start : start + DIGEST_SIZE] for start in range(0, len(answer), DIGEST_SIZE)]
 
 
 def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:
-    """Of the sequence's full blocks, each computed when it is asked for."""
+    """Yield the hash of each full block of the sequence, computed on demand."""
     for index in range(min(len(sequence.all_token_ids) // hasher.block_size, MAX_BLOCKS_LOOKED_UP)):
         hasher.extend(sequence, (index + 1) * hasher.block_size)
         yield sequence.block_hashes[index]

@@ -1,4 +1,4 @@
-"""How often a request may lose its engine, and what becomes of one that engines die of. Does no I/O."""
+"""Retry limits of a request, and quarantine of requests that crash engines. Does no I/O."""
 
 import enum
 
@@ -7,14 +7,16 @@ from penstock_frontend.config import RetriesConfig
 from penstock_frontend.dispatch.journal import JournalEntry
 
 _MAX_CERTAIN = 2
-"""Engines that a request may fail where nothing else can have been the cause."""
+"""Maximum number of engines a request may fail if nothing else can be the cause."""
 
 
 class Blame(enum.Enum):
-    """What an engine that a request leaves says of the request.
+    """Says how far a request may be responsible for the loss of its engine.
 
-    NONE: it is full or drained; SHARED: it failed, maybe because of this request; ALONE: it failed and had nothing but this
-    request's call; STEP: it lives, and found that no step with this request succeeds.
+    - NONE: not at all; the engine is full or drains.
+    - SHARED: possibly; the engine failed while it also had other requests.
+    - ALONE: the engine failed and had only requests of this call.
+    - STEP: the engine is alive and reports that every step with this request fails.
     """
 
     NONE = enum.auto()
@@ -24,17 +26,17 @@ class Blame(enum.Enum):
 
 
 class Retries:
-    """The budget of a request, and the trial of a suspect.
+    """Decides whether a request may be retried on another engine. ``Dispatch`` uses it.
 
-    An engine that is lost may have died of any request that it had brought nothing new for: each of those counts the loss, and
-    what it brings later sets its count back. A request one loss below the limit is a suspect. Suspects are sent out one at a
-    time, each until it brings something: so the one that engines die of is found while it alone is tried, and those that
-    merely were beside it go on. What was alone when its engine died is tried once more, and so is what an engine found to
-    fail its steps.
+    A lost engine may have crashed because of any request for which it had not yet produced output. Each of these
+    requests counts the loss. New output resets the count of a request. A request one loss below the limit is a suspect.
+    Suspects are sent out one at a time, until each produces output. So the request that crashes engines is found while
+    it is tried alone, and the other requests survive. A request that was the only one on a crashed engine is retried
+    once more. The same holds for a request whose steps failed on an engine.
 
-    An engine whose connection broke may live, and the network be at fault. Its loss counts in doubt: it makes suspects, and a
-    request whose losses are enough only with those in doubt goes nowhere until it is known what became of the engines. Of one
-    that lives the loss is taken back.
+    An engine whose connection broke may still be alive. Its loss is in doubt until that is known. Doubtful losses make
+    a request a suspect. If a request reaches the limit only with doubtful losses, it waits until the state of those
+    engines is known. If an engine turns out to be alive, its loss is subtracted again.
     """
 
     def __init__(self, config: RetriesConfig) -> None:
@@ -42,8 +44,14 @@ class Retries:
         self._on_trial: JournalEntry | None = None
 
     def verdict(self, entry: JournalEntry, why: str, blame: Blame, *, in_doubt: bool = False) -> RequestFailed | None:
-        """An entry is about to leave its engine, lost or not: what it ends with if it may not go on. ``in_doubt``: nobody knows
-        whether the engine failed.
+        """Record that an entry leaves its engine. Return the error with which the request ends, or None if it may be
+        retried.
+
+        Args:
+            entry: the sequence that leaves.
+            why: the reason, for messages.
+            blame: how far the request may be responsible.
+            in_doubt: True if it is not known whether the engine failed.
         """
         entry.last_loss = why
         if blame is Blame.STEP:
@@ -59,68 +67,70 @@ class Retries:
             return quarantined
         if entry.num_moves >= self._config.max_moves:
             return Unavailable(
-                f"the request has lost {entry.num_moves + 1} engines; retries.max_moves is {self._config.max_moves}. "
-                f"The last: {why}",
+                f"the request has lost {entry.num_moves + 1} engines; retries.max_moves is "
+                f"{self._config.max_moves}. The last: {why}",
                 reason="RETRIES_EXHAUSTED",
                 retry_after=1.0,
             )
         return None
 
     def _quarantined(self, entry: JournalEntry) -> Internal | None:
-        """What it ends with if the losses that are certain are enough."""
+        """Return the error with which the entry ends if its confirmed losses reach a limit, else None."""
         losses, alone = entry.losses - len(entry.doubts), entry.losses_alone - sum(entry.doubts.values())
         guilt = self._guilt(entry, losses, alone)
         if guilt is None:
             return None
-        return Internal(f"{guilt}; it is not tried again. The last: {entry.last_loss}", reason="QUARANTINED")
+        return Internal(f"{guilt}; it is not retried. The last: {entry.last_loss}", reason="QUARANTINED")
 
     def _guilt(self, entry: JournalEntry, losses: int, losses_alone: int) -> str | None:
         if entry.failed_steps >= _MAX_CERTAIN:
-            return f"the request failed the step of {entry.failed_steps} engines"
+            return f"the request made steps fail on {entry.failed_steps} engines"
         if losses >= self._config.max_strikes:
             return (
-                f"{losses} engines in a row failed before they brought anything for this request, "
-                "which is retries.max_strikes"
+                f"{losses} engines in a row failed before they produced output for this request, which is the "
+                "limit retries.max_strikes"
             )
         if losses_alone >= _MAX_CERTAIN:
-            return f"{losses_alone} engines in a row failed while they had nothing but this request"
+            return f"{losses_alone} engines in a row failed while this was their only request"
         return None
 
     def is_in_doubt(self, entry: JournalEntry) -> bool:
-        """Whether an entry has lost enough engines to go nowhere any more, if they have all died."""
+        """Return True if an entry reaches a limit only when its doubtful losses count."""
         return bool(entry.doubts) and self._guilt(entry, entry.losses, entry.losses_alone) is not None
 
     def acquit(self, entry: JournalEntry, engine: str) -> None:
-        """An engine that an entry lost lives: it was not because of the entry."""
+        """Subtract a doubtful loss from an entry, because that engine is alive."""
         alone = entry.doubts.pop(engine, None)
         if alone is not None:
             entry.losses -= 1
             entry.losses_alone -= alone
 
     def accuse(self, entry: JournalEntry, engine: str) -> RequestFailed | None:
-        """An engine that an entry lost has died. Returns what the entry ends with, if that is one too many."""
+        """Confirm a doubtful loss of an entry, because that engine has died. Return the error that ends the entry, if
+        it reached a limit.
+        """
         return None if entry.doubts.pop(engine, None) is None else self._quarantined(entry)
 
     def presume(self, entry: JournalEntry) -> RequestFailed | None:
-        """Of the engines that an entry lost nothing has been heard for too long: they have died. Returns as ``accuse``."""
+        """Confirm all doubtful losses of an entry after a timeout. Return as ``accuse`` does."""
         entry.doubts.clear()
         return self._quarantined(entry)
 
     def handed_over(self, entry: JournalEntry) -> None:
-        """An entry leaves its engine as it was to: that says something for it where the engine has brought something."""
+        """Reset the losses of an entry that its engine hands over, if the engine produced output for it."""
         if entry.progressed:
             _clear(entry)
 
     def may_leave(self, entry: JournalEntry) -> bool:
-        """Whether an entry would go on if it left an engine that is well."""
+        """Return True if an entry may leave a healthy engine, which uses up a move."""
         return entry.num_moves < self._config.max_moves
 
     def is_suspect(self, entry: JournalEntry) -> bool:
-        """Whether it goes out alone."""
+        """Return True if an entry must be tried alone."""
         return entry.losses >= self._config.max_strikes - 1
 
     def may_go(self, entry: JournalEntry) -> bool:
-        """Whether an entry may be sent now; a suspect that may not waits until ``trial_over``."""
+        """Return True if an entry may be sent now. Otherwise it is a suspect that must wait until ``trial_over``."""
         if not self.is_suspect(entry) or entry is self._on_trial:
             return True
         if self._on_trial is None:
@@ -129,7 +139,11 @@ class Retries:
         return False
 
     def trial_over(self) -> bool:
-        """Whether the next suspect may be sent: the one on trial has brought something, ended, or has to wait for a verdict."""
+        """Return True if the next suspect may be sent.
+
+        The trial of the current suspect is over if it produced output, ended, or waits for doubtful losses to be
+        resolved.
+        """
         current = self._on_trial
         if current is not None and (current.ended or current.progressed or self.is_in_doubt(current)):
             self._on_trial = None
@@ -137,6 +151,6 @@ class Retries:
 
 
 def _clear(entry: JournalEntry) -> None:
-    """An engine has brought something for an entry since the losses that it counts."""
+    """Reset the counted losses of an entry, because an engine has produced output for it."""
     entry.losses = entry.losses_alone = 0
     entry.doubts.clear()

@@ -1,4 +1,4 @@
-"""Which engine serves a request: by load, cached prefix, variant and LoRA adapter."""
+"""Choice of an engine for a request, by load, cached prefix, variant and LoRA adapter."""
 
 import heapq
 import math
@@ -18,39 +18,42 @@ from penstock_frontend.dispatch.adapters import LoraPlaces
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
 _KV_PRESSURE_WEIGHT = 64.0
-"""At a full KV cache an engine counts as if it ran half this many more requests."""
+"""Score per unit of KV cache usage above ``_KV_PRESSURE_FROM``. A full KV cache counts like 32 more running requests.
+"""
 _TOKENS_OF_A_RUNNING_REQUEST = 128
-"""Prompt tokens that an engine need not compute are worth a running request, and four times as many a waiting one: they keep what
-comes next waiting about as long. ``make bench-routing`` compares other numbers.
+"""Number of cached prompt tokens that offsets one running request; four times as many offset a waiting one. Both delay
+the next request by about the same time. ``make bench-routing`` compares other numbers.
 """
 _MOST_COMPARED = 64
 _NUM_SAMPLED = 16
-"""Engines that are compared where there are more than ``_MOST_COMPARED``, and as many that have most of the prompt."""
+"""Number of randomly sampled engines if there are more than ``_MOST_COMPARED``. As many with the longest cached prefix
+are added.
+"""
 
 
 class Candidate(msgspec.Struct, frozen=True):
     """An engine that a request may go to."""
 
     key: str
-    """Its address."""
+    """Address of the engine."""
     rank: int | None
-    """Under which requests may name it; None: under none."""
+    """Rank by which requests may name it; None if they cannot."""
     accepting: bool = True
-    """Connected, and neither draining nor wedged."""
+    """True if it is connected and neither draining nor wedged."""
     variant: str = ""
     """Its ``config_hash``."""
     applies_lora: bool = True
-    """Whether requests with LoRA adapters may go there."""
+    """True if it takes requests with LoRA adapters."""
     modalities: tuple[Modality, ...] = ()
-    """Media that requests which go there may have."""
+    """Media that its requests may have."""
     role: EngineRole = EngineRole.BOTH
-    """What it is preferred for."""
+    """Its preferred role."""
     fingerprint: bytes = b""
-    """Of its blocks: engines of one can have each other's; empty: it gives none away."""
+    """Fingerprint of its KV blocks. Engines with the same one can exchange blocks. Empty: it hands no blocks over."""
 
 
 def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Sequence[Candidate]:
-    """Those that take requests of this kind."""
+    """Return the engines that can serve this kind of request."""
     if request.lora is not None:
         candidates = [c for c in candidates if c.applies_lora]
     if modalities := {feature.modality for feature in request.mm_features}:
@@ -59,28 +62,31 @@ def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Seque
 
 
 class Load(msgspec.Struct):
-    """The router's copy of an engine's counts; requests sent to it since the last report count as waiting."""
+    """The router's copy of an engine's counts. Requests sent since the last report count as waiting."""
 
     waiting: int = 0
     running: int = 0
     kv_cache_usage: float = 0.0
     pending_embeds: int = 0
-    """Embeddings of media that are still to be computed."""
+    """Number of media embeddings still to be computed."""
 
     @property
     def score(self) -> float:
-        """Grows with waiting (x4) and running requests and with embeddings to compute, further as KV usage passes one half."""
+        """Load as a number: waiting requests (times 4), running requests, pending embeddings, and KV cache usage above
+        one half.
+        """
         count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
         return count + _KV_PRESSURE_WEIGHT * pressure if pressure > 0.0 else count
 
 
 class Router:
-    """Picks the engine with the lowest load, less what it has cached of the prompt; does no I/O.
+    """Picks the engine with the lowest load, minus its cached tokens of the prompt. Does no I/O.
 
-    Ties rotate, from a start that should differ between frontends, so that idle engines are not all given the same first. Of many
-    engines a random few are compared, and those that have most of the prompt. Requests with a LoRA adapter go where it is, or to
-    its home, unless those have more to do than loading it elsewhere is worth.
+    Ties rotate. Each frontend should start at a different engine, so that idle engines do not all get the same first
+    request. If there are many engines, only a random sample and the engines with the longest cached prefix are
+    compared. Requests with a LoRA adapter go to an engine that holds it, or to its home engine, unless that engine's
+    load outweighs loading it elsewhere.
     """
 
     def __init__(self, start: int = 0, policy: RoutingPolicy = "prefix_aware") -> None:
@@ -89,15 +95,15 @@ class Router:
         self._random = random.Random(start)
         self._loads: dict[str, Load] = {}
         self._scores: dict[str, float] = {}
-        """Those of ``_loads``."""
+        """Scores of ``_loads``."""
         self.loras = LoraPlaces()
         self._sent: dict[str, set[str]] = {}
-        """By engine, the requests sent to it that no report has counted yet."""
+        """Requests sent since the last report, by engine."""
 
     def report(
         self, key: str, *, waiting: int, running: int, kv_cache_usage: float, pending_embeds: int | None = None
     ) -> None:
-        """An engine's counts are known anew. ``pending_embeds``: None where that is not said."""
+        """Record an engine's new counts. ``pending_embeds`` is None if the report does not contain it."""
         if pending_embeds is None:
             pending_embeds = self.load(key).pending_embeds
         load = self._loads[key] = Load(waiting, running, kv_cache_usage, pending_embeds)
@@ -105,8 +111,9 @@ class Router:
         self._sent.pop(key, None)
 
     def sent(self, key: str, request_id: str, lora: bytes = b"") -> None:
-        """A request is on its way to an engine: it counts as waiting there until the next report, or until it has left. ``lora``:
-        the digest of its adapter; empty: it has none.
+        """Count a request as waiting on an engine until the next report, or until it has left.
+
+        ``lora`` is the digest of its adapter; empty: none.
         """
         if lora:
             self.loras.sent(key, lora)
@@ -114,7 +121,7 @@ class Router:
         self._count_waiting(key, 1)
 
     def left(self, key: str, request_id: str) -> None:
-        """A request has ended on an engine, or gone on elsewhere: unless a report has counted it, it is counted no longer."""
+        """Stop counting a request that has ended or moved, unless a report has already counted it."""
         sent = self._sent.get(key)
         if sent is not None and request_id in sent:
             sent.remove(request_id)
@@ -126,19 +133,19 @@ class Router:
         self._scores[key] = load.score
 
     def forget(self, key: str) -> None:
-        """An engine is gone."""
+        """Forget an engine that is gone."""
         self.loras.forget(key)
         self._loads.pop(key, None)
         self._scores.pop(key, None)
         self._sent.pop(key, None)
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """These are all engines there are."""
+        """Forget all engines except these."""
         for key in self._loads.keys() - set(keys):
             self.forget(key)
 
     def load(self, key: str) -> Load:
-        """The copy of an engine's counts."""
+        """Return the copy of an engine's counts."""
         return self._loads.setdefault(key, Load())
 
     def pick(
@@ -150,11 +157,18 @@ class Router:
         cached: Mapping[str, int] | None = None,
         lora: bytes = b"",
     ) -> str:
-        """The key of the engine for what is to be ``sent`` next.
+        """Return the key of the engine for the next request or call.
 
-        ``variant``: the one they began on; an engine of another is only for where none of it takes requests. ``cached``: tokens
-        of the prompt that engines have cached, by their keys. ``lora``: the digest of the request's adapter, if any. Raises
-        Unavailable when no engine takes requests, InvalidArgument when there is no engine of that rank.
+        Args:
+            candidates: the engines to choose from.
+            rank: the rank that the client named, or None.
+            variant: the variant on which the request started. Another one is used only if no engine of it accepts requests.
+            cached: number of cached prompt tokens, by engine key.
+            lora: digest of the request's adapter; empty: none.
+
+        Raises:
+            Unavailable: no engine accepts requests.
+            InvalidArgument: no engine has that rank.
         """
         usable = [c for c in candidates if c.accepting]
         if rank is not None:
@@ -177,12 +191,12 @@ class Router:
         return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
 
     def likely(self, candidates: Sequence[Candidate], *, cached: Mapping[str, int], lora: bytes = b"") -> Candidate:
-        """The one of these, of which there must be one, that has the lowest load. Nothing is to be sent to it."""
+        """Return the candidate with the lowest load. There must be at least one candidate. Nothing is counted as sent."""
         key = self._lowest([c.key for c in candidates], cached, lora)
         return next(c for c in candidates if c.key == key)
 
     def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
-        """A random few of many, and those that have most of the prompt."""
+        """Return a random sample of many engines, and those with the longest cached prefix."""
         sampled = [c.key for c in self._random.sample(usable, _NUM_SAMPLED)]
         if not cached:
             return sampled
@@ -190,7 +204,7 @@ class Router:
         return [*sampled, *heapq.nlargest(_NUM_SAMPLED, holders, key=cached.__getitem__)]
 
     def _lowest(self, keys: Iterable[str], cached: Mapping[str, int], lora: bytes = b"") -> str:
-        """The first of those with the lowest score."""
+        """Return the first key with the lowest score."""
         scores, best, lowest = self._scores, "", math.inf
         for key in keys:
             score = scores.get(key, 0.0)
@@ -215,19 +229,19 @@ def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable
 
 
 class Engines(Protocol):
-    """All of them, by their keys."""
+    """All engines, by key, as dispatch uses them."""
 
     def candidates(self) -> Sequence[Candidate]:
-        """Those that there are, connected or not."""
+        """Return all engines, connected or not."""
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session. ``first``: it had nothing to do for this frontend."""
+        """Start a request on an engine with a session. ``first``: the engine had no requests of this frontend."""
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """End requests of an engine, if there is a session with it."""
+        """Abort requests on an engine, if it has a session."""
 
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
-        """Have an engine hand requests over, if there is a session with it."""
+        """Ask an engine to hand requests over, if it has a session."""
 
     def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
-        """By engine, those of the features that it keeps; engines that keep none are not in it."""
+        """Return, by engine, the features that the engine has cached. Engines without any are left out."""

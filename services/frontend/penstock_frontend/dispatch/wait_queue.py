@@ -1,4 +1,4 @@
-"""Requests that no engine has, by what they wait for."""
+"""Queues of requests without an engine, one per reason."""
 
 import asyncio
 import math
@@ -8,10 +8,11 @@ from penstock_frontend.dispatch.journal import JournalEntry
 
 
 class HeldRequests:
-    """In the order in which they came. What has waited for ``timeout`` seconds goes to ``on_timeout``.
+    """A queue of held entries in order of arrival. An entry that has waited ``timeout`` seconds is passed to
+    ``on_timeout``.
 
-    A request's clock stands still while it is on an engine and goes on when it is held again; only new output of it, or its
-    end, sets it back. So no event, however often it comes, keeps a request waiting for longer than ``timeout`` in all.
+    The waiting time adds up over all times an entry is held. Only new output resets it. So no sequence of events keeps
+    a request waiting longer than ``timeout`` in total.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[JournalEntry], None]) -> None:
@@ -23,12 +24,12 @@ class HeldRequests:
         return len(self._timers)
 
     def add(self, entry: JournalEntry) -> None:
-        """Hold an entry that is not held."""
+        """Add an entry that is not held."""
         left = max(self._timeout - entry.held_for, 0.0)
         self._timers[entry] = asyncio.get_running_loop().call_later(left, self._give_up, entry)
 
     def discard(self, entry: JournalEntry) -> bool:
-        """Hold it no longer. Returns whether it was held."""
+        """Remove an entry. Return True if it was held."""
         timer = self._timers.pop(entry, None)
         if timer is None:
             return False
@@ -37,17 +38,17 @@ class HeldRequests:
         return True
 
     def take_first(self) -> JournalEntry:
-        """Let go of the one that has been here longest. Raises StopIteration when there is none."""
+        """Remove and return the oldest entry. Raises StopIteration if there is none."""
         entry = next(iter(self._timers))
         self.discard(entry)
         return entry
 
     def take_all(self) -> list[JournalEntry]:
-        """Let go of all."""
+        """Remove and return all entries."""
         return self.take(lambda _: True)
 
     def take(self, which: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
-        """Let go of those."""
+        """Remove and return the entries for which ``which`` is true."""
         entries = [entry for entry in self._timers if which(entry)]
         for entry in entries:
             self.discard(entry)
@@ -59,11 +60,18 @@ class HeldRequests:
 
 
 class Waiting:
-    """``for_engine``: no engine takes them now; ``for_trial``: it is another suspect's turn; ``for_verdict``: until it is known
-    what became of engines that they lost. Each waits ``timeout`` seconds at most, see ``HeldRequests``, and is then given up or,
-    where a verdict is due, presumed to be what its engines died of.
+    """All held entries of a ``Dispatch``. Each waits at most ``timeout`` seconds; see ``HeldRequests``.
 
-    ``on_readmitted``: an engine that some were kept from may have room again.
+    Attributes:
+        for_engine: entries that no engine accepts now.
+        for_trial: suspects that wait for the trial of another suspect.
+        for_verdict: entries that wait until it is known whether their lost engines died.
+
+    Args:
+        timeout: seconds that an entry waits.
+        give_up: called after a timeout in ``for_engine`` or ``for_trial``.
+        presume: called after a timeout in ``for_verdict``; the entry then counts as the cause of the losses.
+        on_readmitted: called when an entry's exclusion from an engine has ended.
     """
 
     def __init__(
@@ -84,11 +92,11 @@ class Waiting:
         return len(self.for_engine) + len(self.for_trial) + len(self.for_verdict)
 
     def discard(self, entry: JournalEntry) -> bool:
-        """Let go of an entry. Returns whether it waited."""
+        """Remove an entry from its queue. Return True if it was held."""
         return any(held.discard(entry) for held in (self.for_engine, self.for_trial, self.for_verdict))
 
     def hold(self, entries: Iterable[JournalEntry]) -> None:
-        """No engine takes these. Where some are kept from an engine for a time, that is tried again then."""
+        """Hold entries that no engine accepts. If some are excluded from an engine for a time, retry them after it."""
         ends = []
         for entry in entries:
             self.for_engine.add(entry)
@@ -97,7 +105,7 @@ class Waiting:
             self._readmit_at(min(ends))
 
     def _readmit_at(self, when: float) -> None:
-        """Try held requests again at this time of the loop."""
+        """Retry held entries at this time of the event loop."""
         pending = self._readmission
         if pending is not None and not pending.cancelled():
             if pending.when() <= when:

@@ -1,4 +1,4 @@
-"""What a frontend believes of the waves of a data-parallel group, as a state machine."""
+"""State machine of a frontend's view of data-parallel waves."""
 
 from typing import Self
 
@@ -6,39 +6,40 @@ import msgspec
 
 from penstock_common.types.data_parallel import FirstRequest, GroupView, StartDpWave, StartWave
 
-# What a frontend believes of the waves of a data-parallel group, as a state machine.
-
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
-    """A frontend's belief. Every method is an event, and returns the next state and what is sent.
+    """A frontend's view of the waves of one data-parallel group. Each method is an event, and returns the next state
+    and the messages to send.
 
-    Only the coordinator's word lets it believe that the group runs; without a coordinator, it is believed idle. Believing wrongly
-    that it is idle costs messages that change nothing. Believing wrongly that it runs costs the time until the rank that waits
-    says so again, to its frontends too, and these pass it on.
+    Only the coordinator's view makes the group count as running. Without a coordinator it counts as idle. If a running
+    group counts as idle, the messages are redundant but harmless. If an idle group counts as running, the group starts
+    late: the waiting rank repeats its request to its frontends, and they pass it on.
     """
 
     view: GroupView = GroupView()
     connected: bool = False
-    """Whether there is a coordinator."""
+    """True while there is a coordinator."""
 
     @property
     def running(self) -> bool:
-        """Whether the group is believed to be in a wave."""
+        """True if the group counts as being in a wave."""
         return self.connected and self.view.running
 
     def seen(self, view: GroupView) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """The coordinator's view. One of an older epoch, or an older wave of it, changes nothing but the connection."""
+        """Apply the coordinator's view. An older epoch, or an older wave of the same epoch, changes only ``connected``
+        and ``pauses``.
+        """
         if (view.group.epoch, view.wave) < (self.view.group.epoch, self.view.wave):
             view = self.view
         newest = msgspec.structs.replace(view, pauses=max(view.pauses, self.view.pauses))
         return msgspec.structs.replace(self, view=newest, connected=True), ()
 
     def disconnected(self) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """The coordinator is gone."""
+        """Handle the loss of the coordinator."""
         return msgspec.structs.replace(self, connected=False), ()
 
     def sent(self, engine: str) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """A request went to this rank."""
+        """Handle a request that was sent to this rank."""
         if self.running:
             return self, ()
         epoch, wave = self.view.group.epoch, self.view.wave
@@ -46,7 +47,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self, first + self._start(excluded=engine)
 
     def start_wave(self, message: StartWave) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """A rank waits for the others in the first exchange of a wave."""
+        """Handle a rank that waits for the others in the first exchange of a wave."""
         view = self.view
         if message.epoch != view.group.epoch or message.wave < view.wave:
             return self, ()

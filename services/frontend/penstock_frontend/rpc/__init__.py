@@ -1,1 +1,1 @@
-"""gRPC of the frontend: engine sessions, media transport, and the coordinator client."""
+"""gRPC connections of the frontend: engine sessions, media transport, and the coordinator client."""

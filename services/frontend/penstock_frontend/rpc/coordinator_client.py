@@ -1,4 +1,4 @@
-"""The frontend's session with the coordinator: which engines there are; and what operators ask of it."""
+"""Frontend session with the coordinator, which provides the view of the cluster, and the Scale call."""
 
 import asyncio
 from collections import deque
@@ -27,19 +27,19 @@ from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView, changed_by
 from penstock_common.types.data_parallel import FirstRequest
 
-# The view of a stream, of which a coordinator tells at first the whole and then what has changed.
+# The received view: the first message on a stream is complete, later ones may be deltas.
 
 
 class ReceivedView:
-    """Puts together what comes on one stream. A coordinator that knows no deltas sends whole views only."""
+    """Assembles the view from the messages of one stream. A coordinator without deltas sends complete views only."""
 
     def __init__(self) -> None:
         self._view = ClusterView()
         self._version = 0
 
     def take(self, message: pb.ClusterView) -> ClusterView:
-        """The view after this message. Raises Internal where it does not follow the one before: then nobody knows the engines,
-        and the stream has to end.
+        """Return the view after this message. Raises Internal if a delta does not fit the current view; the stream must
+        then end.
         """
         view = view_from_proto(message)
         if message.HasField("delta"):
@@ -56,20 +56,23 @@ class ReceivedView:
 
 
 SCALE_TIMEOUT = 20.0
-"""Seconds: the coordinator asks an API server twice, and may be at an earlier change of the number."""
+"""Timeout of a scale call in seconds: the coordinator calls the API server twice, and may have to finish an earlier
+change first.
+"""
 CLOSE_TIMEOUT = 1.0
-"""Seconds that a goodbye may take."""
+"""Timeout of the goodbye message in seconds."""
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""Codes that a call ends with by itself; the coordinator's own errors have details."""
+"""Status codes without an answer of the coordinator. Its own errors have details."""
 
 Session = grpc.aio.StreamStreamCall[pb.FrontendReport, pb.ClusterView]
 
 
 class CoordinatorClient:
-    """Keeps a view of the cluster while ``run`` runs, and keeps the last one while the coordinator is away.
+    """Keeps a session with the coordinator while ``run`` runs. The last view stays while the coordinator is away.
 
-    ``on_view`` is called on the event loop with each view as it comes. An engine that is missing in a view has left the
-    cluster: a coordinator sends none before it can know all engines, not even after a restart. All methods belong to the loop.
+    ``on_view`` is called on the event loop with each view. An engine that is missing in a view has left the cluster: a
+    coordinator sends no view until it knows all engines, even after a restart. All methods must be called on the event
+    loop.
     """
 
     def __init__(
@@ -86,11 +89,17 @@ class CoordinatorClient:
         on_lost: Callable[[], None] = lambda: None,
         loras: LoraRegistry | None = None,
     ) -> None:
-        """``on_lost``: called when no views come in any more. ``loras``: names of LoRA adapters, kept in step with other
-        frontends where the coordinator can; None: none are.
-
-        ``model`` and ``pools``: whose engines views shall have; where empty, of every one. ``reconnect_max``: seconds
-        between two attempts at most.
+        """Args:
+        address: host:port of the coordinator.
+        frontend_id: name of this frontend.
+        incarnation: incarnation of this frontend.
+        on_view: called with each view.
+        model: model whose engines the views contain; empty: all.
+        pools: pools whose engines the views contain; empty: all.
+        reconnect_max: maximum seconds between two connection attempts.
+        credentials: TLS of the connection.
+        on_lost: called when the session ends, so that no views arrive.
+        loras: LoRA names to share with other frontends if the coordinator supports that; None: none.
         """
         self._address = address
         views = pb.ViewSubscription(deltas=True, model=model, pools=pools, loras=loras is not None)
@@ -100,7 +109,9 @@ class CoordinatorClient:
         self._on_lost = on_lost
         self._loras = loras
         self._gossip: Gossip | None = None
-        """Of this session; None while the coordinator has told of no names: it may know none."""
+        """Exchange of LoRA names in this session; None until the coordinator has sent some, because it may not support
+        them.
+        """
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
         self._num_held = 0
@@ -109,33 +120,35 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether views come in: the last one is of now."""
+        """True if views arrive, so the last one is current."""
         return self._reconnector.connected
 
     @property
     def view(self) -> ClusterView | None:
-        """The last view, or None before the first."""
+        """Latest view; None before the first."""
         return self._view
 
     async def run(self) -> None:
-        """Connect, and connect again whenever the connection is lost, until ``close``."""
+        """Connect, and reconnect whenever the connection is lost, until ``close``."""
         await self._reconnector.run()
 
     async def close(self) -> None:
-        """Say goodbye and end ``run``, within ``CLOSE_TIMEOUT`` whatever the coordinator does. Idempotent."""
+        """Send a goodbye and end ``run``, within ``CLOSE_TIMEOUT`` in any case. Idempotent."""
         closing = asyncio.create_task(self._reconnector.close(grace=CLOSE_TIMEOUT))
-        await asyncio.sleep(0)  # until it counts as closing
+        await asyncio.sleep(0)  # lets ``closing`` become true
         self._news.set()
         await closing
 
     def first_request(self, message: FirstRequest) -> None:
-        """Tell the coordinator that a request went to a rank of a group believed idle. It is lost where there is none."""
+        """Tell the coordinator that a request went to a rank of an idle group. The message is dropped while there is no
+        coordinator.
+        """
         if self.connected:
             self._first_requests.append(message)
             self._news.set()
 
     def loras_changed(self) -> None:
-        """Tell the coordinator what has been said of names of adapters."""
+        """Send changes of LoRA names to the coordinator."""
         self._news.set()
 
     def demand(self, num_held_requests: int) -> None:
@@ -144,10 +157,10 @@ class CoordinatorClient:
         self._news.set()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Have ``replicas`` engines in ``pool``; None: it was not said. Returns how many there were to be before.
+        """Scale ``pool`` to ``replicas`` engines. Return the previous number. None: the caller gave no number.
 
-        The session need not be there: a coordinator that has just started sends no views for a while. Raises what the coordinator
-        refuses it with, and Unavailable when it does not answer; then nobody knows whether it has changed the number.
+        This works without a session, because a coordinator sends no views for a while after its start. Raises the
+        coordinator's error, and Unavailable if there is no answer; it is unknown then whether the number has changed.
         """
         request = pb.ScaleRequest(pool=pool, replicas=replicas)
         metadata = tuple((current_call.get() or {}).items())
@@ -167,7 +180,7 @@ class CoordinatorClient:
                 reason="COORDINATOR_AWAY",
                 retry_after=1.0,
             )
-        if isinstance(failed, PermissionDenied):  # it is not the caller who was refused
+        if isinstance(failed, PermissionDenied):  # the coordinator refused the frontend, not the caller
             return FailedPrecondition(f"the coordinator refuses this frontend: {failed.message}", reason=failed.reason)
         return failed
 
@@ -182,7 +195,9 @@ class CoordinatorClient:
             finally:
                 self._on_lost()
                 demand.cancel()
-                await asyncio.gather(demand, return_exceptions=True)  # it fails with the stream, as the reader has
+                await asyncio.gather(
+                    demand, return_exceptions=True
+                )  # the write fails with the stream, as the read does
 
     async def _read(self, call: Session) -> None:
         received = ReceivedView()
@@ -198,7 +213,7 @@ class CoordinatorClient:
 
     def _hear(self, message: pb.LoraRegistrations) -> None:
         if self._loras is None:
-            raise Internal("the coordinator tells of LoRA adapters, which it was not asked for")
+            raise Internal("the coordinator sent LoRA adapters, which this frontend did not ask for")
         if self._gossip is None:
             self._gossip = Gossip(self._loras)
         heard = self._gossip.hear(registrations_from_proto(message))

@@ -1,4 +1,4 @@
-"""The stream between this frontend and one engine, and the requests that go up on it."""
+"""Session stream between this frontend and one engine, and the messages sent on it."""
 
 import asyncio
 import itertools
@@ -50,23 +50,24 @@ from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe
 from penstock_frontend.rpc.tensor_sender import MediaMirror, NotWrittenError, TensorSender
 
-# Outgoing requests. Without I/O.
+# Outgoing requests. Does no I/O.
 
 
 class _NotSentError(Exception):
-    """There is no message after all."""
+    """Raised if there is no message to send after all."""
 
 
 class OutgoingRequests:
-    """The messages of one stream, made when it is their turn. Large tensors go ahead in chunks, once for all requests that share
-    them, or lie in shared memory. No message is larger than the engine takes: a request that is too large ends as if the
-    engine had refused it.
+    """Queue of the messages of one stream. Messages are made when they are sent.
+
+    Large tensors go ahead in chunks, once for all requests that share them, or in shared memory. No message exceeds the
+    engine's limit: a request that is too large ends as if the engine had refused it.
     """
 
     def __init__(
         self, media: MediaTransport, *, on_refused: Callable[[EngineCoreOutputs], None], max_message_bytes: int
     ) -> None:
-        """``on_refused``: told the end of each request that is not sent."""
+        """``on_refused``: receives the final output of each request that is not sent."""
         self._transport = media
         self._on_refused = on_refused
         self._limits = Limits(max_message_bytes, 0)
@@ -75,8 +76,13 @@ class OutgoingRequests:
         self._tensors: TensorSender | None = None
 
     def greeted(self, ready: EngineReady, limits: Limits, revision: int, probe: Probe | None = None) -> None:
-        """The engine has said who it is. ``limits``: what both ends take, ``revision``: of the contract, on this stream;
-        ``probe``: of shared memory, that it was given.
+        """Apply the engine's greeting.
+
+        Args:
+            ready: the greeting.
+            limits: the limits of both ends.
+            revision: protocol revision of this stream.
+            probe: the shared memory segment that the engine was asked to read.
         """
         self._limits, self._revision = limits, revision
         self._outgoing.limit(limits)
@@ -84,7 +90,7 @@ class OutgoingRequests:
 
     @property
     def mirror(self) -> MediaMirror | None:
-        """What the engine keeps of media; None before it has said who it is."""
+        """Mirror of the engine's media cache; None before its greeting."""
         return None if self._tensors is None else self._tensors.mirror
 
     def put(self, message: pb.SessionRequest) -> None:
@@ -96,7 +102,7 @@ class OutgoingRequests:
         self._add(request, 0)
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """End requests: those that still wait for their tensors here, others on the engine."""
+        """Abort requests: locally if they still wait for their tensors, otherwise on the engine."""
         unsent = self._outgoing.discard(request_ids)
         if self._tensors is not None:
             self._tensors.not_queued(unsent)
@@ -105,22 +111,22 @@ class OutgoingRequests:
             self.put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
 
     def take(self, outputs: EngineCoreOutputs) -> None:
-        """Look at what the engine says, and take out of it what only concerns the sending: those requests go again."""
+        """Process the engine's outputs, and remove refusals that lead to a resend. Those requests are queued again."""
         if self._tensors is not None:
             for request, again in self._tensors.take(outputs):
                 self._add(request, again)
 
     def media_cleared(self) -> None:
-        """The engine has forgotten what it had kept of media."""
+        """Handle that the engine has cleared its media cache."""
         if self._tensors is not None:
             self._tensors.cleared()
 
     def __bool__(self) -> bool:
-        """Whether there is something to send."""
+        """Return True if there is something to send."""
         return bool(self._outgoing) or (self.mirror is not None and self.mirror.has_drops)
 
     def next(self) -> list[pb.SessionRequest]:
-        """The next messages, in order, none of which may be left out; empty where there is none after all."""
+        """Return the next messages. All of them must be sent, in order. The list may be empty."""
         drops = self._drops()
         if not self._outgoing:
             return drops
@@ -128,11 +134,11 @@ class OutgoingRequests:
             message = self._outgoing.next()
         except _NotSentError:
             return drops
-        # What makes room for the message goes before it.
+        # Drops that make room for the message go before it.
         return drops if message is None else [*drops, *self._drops(), message]
 
     def drop_stale(self) -> None:
-        """Remove what nobody reads."""
+        """Free shared memory that was not read in time."""
         if self._tensors is not None:
             self._tensors.drop_stale()
 
@@ -144,7 +150,7 @@ class OutgoingRequests:
         return [] if self._tensors is None else self._tensors.take_drops()
 
     def _add(self, request: EngineCoreRequest, again: int) -> None:
-        """``again``: how often the request was sent before to this engine, as the same attempt."""
+        """Queue a request. ``again``: number of times it was sent to this engine before, as the same attempt."""
         plain = _is_plain(request)
         if self._tensors is not None and not plain:
             self._tensors.queued(request)
@@ -157,8 +163,8 @@ class OutgoingRequests:
         return self._tensors.in_chunks(request, again, self._outgoing.is_under_way)
 
     def _make(self, request: EngineCoreRequest, again: int, refs: Sequence[TensorRef]) -> pb.SessionRequest:
-        """The message of a request, when it is its turn. Raises _NotSentError for one that cannot be sent: it has ended then, or
-        is queued again.
+        """Make the message of a request. Raises _NotSentError if it cannot be sent; it has ended then, or is queued
+        again.
         """
         tensors = None if _is_plain(request) else self._tensors
         places: dict[int, Place] = {}
@@ -173,7 +179,8 @@ class OutgoingRequests:
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
-                message.add.time_left = request.context.deadline - time.time()  # the engine's clock may be another
+                # relative, because the engine's clock may differ
+                message.add.time_left = request.context.deadline - time.time()
             if tensors is not None:
                 tensors.fill(message.add, request, places, again)
             if (size := message.ByteSize()) > self._limits.max_message_bytes:
@@ -207,7 +214,7 @@ class OutgoingRequests:
 
 
 def _is_plain(request: EngineCoreRequest) -> bool:
-    """Whether it has no tensors."""
+    """Return True if the request has no tensors."""
     return request.prompt_embeds is None and not request.mm_features
 
 
@@ -216,12 +223,12 @@ def _chunk(chunk: Chunk) -> pb.SessionRequest:
 
 
 def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool) -> None:
-    """Raise InvalidArgument for vectors that are too large for a message where no chunks are taken."""
+    """Check that embeddings fit into one message, for engines that accept no chunks. Raises InvalidArgument."""
     size = embeds.num_tokens * embeds.row_bytes if every_position else len(embeds.data)
     limit = limits.max_message_bytes
     if size > limit:
         raise InvalidArgument(
-            f"the vectors of the prompt have {size} bytes; engines take up to {limit}",
+            f"the embeddings of the prompt have {size} bytes; engines take up to {limit}",
             field="prompt",
             reason="MESSAGE_TOO_LARGE",
         )
@@ -230,26 +237,31 @@ def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool
 _HANDSHAKE_TIMEOUT = 10.0
 
 _OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""How a stream ends whose connection breaks, whichever end or part of the network broke it."""
+"""Status codes of a stream whose connection breaks, on whichever side."""
 
 
 class SessionEnd(NamedTuple):
-    """Why a session is over. ``by_engine``: the engine failed or ended it; else the network may have, and the engine live."""
+    """Reason for the end of a session. ``by_engine``: the engine failed or ended it. Otherwise the network may have
+    failed.
+    """
 
     why: str
     by_engine: bool
 
 
 class EngineSession:
-    """One ``EngineCoreService.Session``: hello up, ready down; then requests, aborts and utility calls up, one frame of
-    outputs per step down. The engine says ``draining`` when it takes no new requests and ``engine_dead`` when it failed;
-    a broken stream means the same.
+    """One ``EngineCoreService.Session`` stream to an engine.
 
-    Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks: a queue feeds the stream, and what
-    is sent after the end goes nowhere. All callbacks run on the event loop.
+    The frontend sends ``hello`` and gets ``ready``. Then it sends requests, aborts and utility calls, and gets one
+    frame of outputs per step. The engine sends ``draining`` when it accepts no new requests, and ``engine_dead`` when
+    it has failed. A broken stream has the same meaning.
 
-    Neither end sends a message larger than the other said it takes. Large tensors of requests lie in shared memory, or go ahead
-    in chunks, once for all requests that share them; a request that is too large ends as if the engine had refused it.
+    Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks, because a queue feeds the
+    stream. Messages sent after the end are dropped. All callbacks run on the event loop.
+
+    Neither end sends a message larger than the other end accepts. Large tensors of requests go in shared memory or
+    ahead in chunks, once for all requests that share them. A request that is too large ends as if the engine had
+    refused it.
     """
 
     def __init__(
@@ -267,16 +279,24 @@ class EngineSession:
         follows_cache: bool = False,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
-        """``on_draining``: called with the seconds until the engine ends what it has, None where it does not say.
-        ``on_start_wave``: called, without a name of the rank, when the engine waits for others of its data-parallel group.
-        ``media``: how tensors go to engines of this host; None: as to others. ``max_message_bytes``: the largest message either
-        way, ``revision``: the newest, as far as this end is concerned. ``follows_cache``: be told what the engine caches.
+        """Args:
+        address: host:port of the engine.
+        frontend_id: name of this frontend.
+        incarnation: incarnation of this frontend.
+        on_outputs: called with each frame.
+        on_draining: called with the seconds until the engine ends its requests, None if unknown.
+        on_start_wave: called when the engine waits for others of its data-parallel group. The message does not name the rank.
+        credentials: TLS of the connection.
+        media: shared transport of tensors to engines on this host; None: no shared memory.
+        max_message_bytes: largest message in either direction.
+        follows_cache: ask for prefix cache events.
+        revision: newest protocol revision that this end supports.
         """
         self.address = address
         self._on_outputs = on_outputs
         self._on_draining = on_draining
         self._on_start_wave = on_start_wave
-        # An engine of an earlier version does not heed what this end says it takes.
+        # An engine of an earlier version ignores the limit that this end announces.
         most = max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
         self._max_message_bytes = max_message_bytes
@@ -306,7 +326,7 @@ class EngineSession:
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
 
     async def open(self) -> EngineReady:
-        """Wait for the engine to greet back. Raises Unavailable when it cannot be reached or speaks another revision."""
+        """Wait for the engine's greeting. Raises Unavailable if it cannot be reached or speaks an unsupported revision."""
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
                 first = await anext(self._responses, None)
@@ -328,7 +348,7 @@ class EngineSession:
         return ready
 
     async def run(self) -> SessionEnd:
-        """Hand on what the engine says until it says no more. Returns why the stream ended."""
+        """Process the engine's messages until the stream ends. Return the reason of the end."""
         take = taker(self._incoming)
         try:
             async for response in self._responses:
@@ -355,30 +375,30 @@ class EngineSession:
         return SessionEnd("the engine closed the session", by_engine=True)
 
     def start_dp_wave(self, message: StartDpWave) -> None:
-        """Have the engine, a rank of a data-parallel group, be in a wave."""
+        """Tell the engine, a rank of a data-parallel group, to start or join a wave."""
         self._put(pb.SessionRequest(start_dp_wave=to_message(message, data_parallel_pb2.GroupWave)))
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Start a request. One that the engine would not take ends with an ERROR output; nothing is raised."""
+        """Send a request. If the engine cannot take it, it ends with an ERROR output; nothing is raised."""
         self._outgoing.add(request)
         self._queued.set()
 
     @property
     def media(self) -> MediaMirror | None:
-        """What the engine keeps of media; None before ``open``."""
+        """Mirror of the engine's media cache; None before ``open``."""
         return self._outgoing.mirror
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """End requests."""
+        """Abort requests."""
         self._outgoing.abort(request_ids, reason)
         self._queued.set()
 
     def hand_over(self, request_ids: Sequence[str]) -> None:
-        """Have the engine, which must be capable of that, hand requests over."""
+        """Ask the engine to hand requests over. It must have that capability."""
         self._put(pb.SessionRequest(handoff=pb.Handoff(request_ids=request_ids)))
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a registered method of the engine; returns its result. Raises what it failed with."""
+        """Call a registered method of the engine and return its result. Raises the call's error."""
         call_id = next(self._call_ids)
         self._utility_calls[call_id] = asyncio.get_running_loop().create_future()
         call = pb.UtilityCall(call_id=call_id, method=method, arguments=msgspec.msgpack.encode(list(arguments)))
@@ -389,7 +409,7 @@ class EngineSession:
             del self._utility_calls[call_id]
 
     async def load(self, within: float) -> SchedulerStats | None:
-        """The engine's load and whether it is wedged; None when it does not say so ``within`` seconds."""
+        """Return the engine's load and whether it is wedged; None if it does not answer ``within`` seconds."""
         try:
             info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
         except grpc.aio.AioRpcError:
@@ -397,15 +417,15 @@ class EngineSession:
         return stats.from_proto(info.scheduler_stats)
 
     async def close(self, reason: str = "the session was closed") -> None:
-        """End the stream and the connection. Utility calls under way fail. Idempotent."""
+        """End the stream and the connection. Pending utility calls fail. Idempotent."""
         for future in self._utility_calls.values():
             if not future.done():
                 future.set_exception(Unavailable(f"engine at {self.address}: {reason}", reason="ENGINE_GONE"))
         self._call.cancel()
-        # Or the task that feeds the stream would wait until it is collected, and complain.
+        # Otherwise the task that feeds the stream would wait until it is garbage collected, and log an error.
         self._closed = True
         self._queued.set()
-        # gRPC ends that task only with a call that still runs: where none could begin, it would wait for ever.
+        # gRPC ends that task only together with a running call. If no call could start, the task would wait forever.
         feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
         if feeding is not None:
             feeding.cancel()
@@ -414,7 +434,7 @@ class EngineSession:
         await self._channel.close()
 
     def drop_stale(self) -> None:
-        """Drop what has come of vectors whose rest does not come, and what nobody reads."""
+        """Drop incomplete tensors whose remaining chunks are overdue, and shared memory that was not read in time."""
         self._incoming.drop_stale()
         self._outgoing.drop_stale()
 

@@ -1,6 +1,6 @@
 """``python -m penstock_frontend.rpc.first_call``: one call over gRPC and one over HTTP, as a client makes them.
 
-The chart's ``helm test`` runs it in a pod of its own. It prints what it was answered; the exit code is 1 where a call failed.
+The chart's ``helm test`` runs it in a separate pod. It prints the answers. The exit code is 1 if a call failed.
 """
 
 import argparse
@@ -28,32 +28,32 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 
-_NEEDS_KEY = "frontends ask for a key or a token; the chart takes the Secret of one in test.keySecret.name"
+_NEEDS_KEY = "frontends require a key or a token; set the chart's test.keySecret.name to a Secret with one"
 
 
 class CallError(PenstockError):
-    """A call failed. The message says which one, where, and with what."""
+    """Raised if a call failed. The message has the call, the address and the error."""
 
 
 class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What to call, and as whom. ``grpc`` and ``http`` are host:port."""
+    """Options of the calls. ``grpc`` and ``http`` are host:port."""
 
     grpc: str
     http: str
     prompt: str
     max_tokens: int
     timeout: float
-    """Seconds for everything together."""
+    """Total timeout in seconds."""
     certificate: str = ""
-    """File of the certificate that the frontends show; empty: no TLS. It is trusted itself, whoever issued it, and its own first
-    name is asked for: the pods' addresses are seldom among its names.
+    """File with the frontends' certificate; empty: no TLS. This certificate itself is trusted, whoever issued it, and
+    its first DNS name is expected, because the pods' addresses are seldom among its names.
     """
     key: str = ""
     """API key or token; empty: none."""
 
 
 async def call(options: FirstCall) -> list[str]:
-    """Make the calls. Returns a line about each. Raises CallError, and ConfigError for a certificate that cannot be read."""
+    """Make the calls. Return one line per call. Raises CallError, and ConfigError if the certificate cannot be read."""
     started = time.monotonic()
     try:
         async with asyncio.timeout(options.timeout):
@@ -66,14 +66,14 @@ async def call(options: FirstCall) -> list[str]:
 
 
 async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
-    """The model's name, what it does, and a line about the call."""
+    """Return the model's name, its kind, and a line about the call."""
     metadata = [("authorization", f"Bearer {options.key}")] if options.key else []
     async with make_channel(options.grpc, credentials=_credentials(options)) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         try:
             listed: Any = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, wait_for_ready=True)
             (model,) = listed.models
-            if not model.capabilities:  # no engine is up; a call is held, and has one started where none is kept
+            if not model.capabilities:  # No engine is up. A call is held, and starts one if the pool is scaled to zero.
                 await _until_an_engine_is_up(stub, options, metadata)
                 listed = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
                 (model,) = listed.models
@@ -85,7 +85,7 @@ async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
 
 
 async def _until_an_engine_is_up(stub: Any, options: FirstCall, metadata: Any) -> None:
-    """Have a call wait for one. Where engines embed it is refused when one has come."""
+    """Wait for an engine with a call that is held. If the engines only embed, the call is refused once one is up."""
     try:
         await _generate(stub, options, metadata)
     except grpc.aio.AioRpcError as e:
@@ -122,8 +122,9 @@ _CALLS = {"generate": _generate, "embed": _embed, "score": _score, "classify": _
 
 
 def _over_http(options: FirstCall, model: str, kind: str, left: float) -> str:
-    """A line about the call, which may take ``left`` seconds. What neither generates nor embeds has no API over HTTP: its model
-    is listed.
+    """Return a line about the call, which may take ``left`` seconds.
+
+    Models that neither generate nor embed have no call of their own over HTTP here, so the models are listed.
     """
     if kind == "generate":
         body = {"model": model, "prompt": options.prompt, "max_tokens": options.max_tokens}
@@ -158,16 +159,16 @@ def _request(options: FirstCall, left: float, method: str, path: str, body: dict
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """HTTPS with a server that shows one certain certificate, under whatever name it is reached."""
+    """HTTPS connection to a server with one known certificate, whatever name it is reached by."""
 
     def __init__(self, host: str, port: int, *, timeout: float, certificate: str) -> None:
         self._own = ssl.create_default_context(cafile=certificate)
-        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate need not be an authority's
         self._name = _name_in(certificate)
         super().__init__(host, port, timeout=timeout, context=self._own)
 
     def connect(self) -> None:
-        """Connect, and ask for the name in the certificate."""
+        """Connect, and verify the name in the certificate."""
         http.client.HTTPConnection.connect(self)
         self.sock = self._own.wrap_socket(self.sock, server_hostname=self._name)
 
@@ -180,17 +181,19 @@ def _credentials(options: FirstCall) -> ClientCredentials:
 
 
 def _name_in(path: str) -> str:
-    """A name that the certificate is for. Raises CallError where it has none."""
+    """Return a name that the certificate is for. Raises CallError if it has none."""
     try:
         certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise CallError(f"{path}: the certificate has no subject alternative names: no client would take it") from None
+        raise CallError(
+            f"{path}: the certificate has no subject alternative names, so clients will not accept it"
+        ) from None
     except ValueError as e:
         raise CallError(f"{path}: {e}") from None
     for name in names.get_values_for_type(x509.DNSName):
         return name.replace("*", "test")
-    raise CallError(f"{path}: the certificate is for no DNS name")
+    raise CallError(f"{path}: the certificate has no DNS name")
 
 
 def _failed(protocol: str, address: str, error: RequestFailed) -> CallError:
@@ -199,22 +202,26 @@ def _failed(protocol: str, address: str, error: RequestFailed) -> CallError:
 
 
 def parse(arguments: Sequence[str] | None = None) -> FirstCall:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="first_call", description="One call over gRPC and one over HTTP.")
-    parser.add_argument("--grpc", required=True, help="host:port of the gRPC API")
-    parser.add_argument("--http", required=True, help="host:port of the HTTP API")
-    parser.add_argument("--prompt", default="Once upon a time", help="text to go on from, or to embed")
-    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to generate")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for everything together")
-    parser.add_argument("--certificate", default="", help="file of the certificate that the frontends show")
-    parser.add_argument("--key-file", default="", help="file with an API key or a token")
+    parser.add_argument("--grpc", required=True, help="Address (host:port) of the gRPC API")
+    parser.add_argument("--http", required=True, help="Address (host:port) of the HTTP API")
+    parser.add_argument(
+        "--prompt", default="Once upon a time", help="Text to continue, or to embed (default: %(default)r)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=16, help="Number of tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument("--timeout", type=float, default=240, help="Total timeout in seconds (default: %(default)g)")
+    parser.add_argument("--certificate", default="", help="File with the frontends' certificate (default: no TLS)")
+    parser.add_argument("--key-file", default="", help="File with an API key or a token (default: none)")
     found = vars(parser.parse_args(arguments))
     file = found.pop("key_file")
     return FirstCall(**found, key=Path(file).read_text(encoding="utf-8").strip() if file else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call, and print what came of it. Returns the exit code."""
+    """Make the calls and print the result. Return the exit code."""
     try:
         lines = asyncio.run(call(parse(arguments)))
     except (PenstockError, OSError) as e:

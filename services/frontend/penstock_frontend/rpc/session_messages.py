@@ -1,4 +1,6 @@
-"""Messages of ``penstock.enginecore.v1`` to the domain and back. Decoding outputs is hot: once per step and engine."""
+"""Conversion between ``penstock.enginecore.v1`` messages and domain types. Decoding outputs is hot: once per step and
+engine.
+"""
 
 import math
 import time
@@ -36,8 +38,12 @@ _EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 def add_request(
     request: EngineCoreRequest, place: parts.Place | None = None, *, every_position: bool = False
 ) -> pb.SessionRequest:
-    """The message that starts a request. ``place``: where the vectors of its prompt are, None: inline; ``every_position``: with a
-    row for each token id of a mixed prompt, for engines that need it.
+    """Return the message that starts a request.
+
+    Args:
+        request: the request.
+        place: place of the prompt embeddings; None: inline.
+        every_position: include a row for every token of a mixed prompt, for engines that need it.
     """
     message = pb.SessionRequest()
     add = message.add
@@ -57,15 +63,15 @@ def add_request(
 
 
 def engine_ready(message: pb.Ready) -> EngineReady:
-    """Who the engine is."""
+    """Return the engine's greeting."""
     return from_message(message, EngineReady, media=limits_from_proto(message.media))
 
 
 def draining_time_left(message: pb.Draining) -> float | None:
-    """Seconds until the engine ends what it has, at least 0; None where it does not say."""
+    """Return the seconds until the engine ends its requests, at least 0; None if unknown."""
     if message.HasField("time_left"):
         time_left = message.time_left
-    elif message.deadline:  # an engine of an earlier version, whose clock is taken to agree
+    elif message.deadline:  # an engine of an earlier version; assumes synchronized clocks
         time_left = message.deadline - time.time()
     else:
         return None
@@ -73,10 +79,10 @@ def draining_time_left(message: pb.Draining) -> float | None:
 
 
 def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:
-    """What one step produced for this frontend. ``take``: gives the vectors that came in chunks.
+    """Return the outputs of one step for this frontend. ``take``: returns the tensors that came in chunks.
 
-    An output that cannot be read has an ``error`` and no ``finish_reason``: its request is to end here and on the engine. Nothing
-    in a frame raises but columns that do not fit together, as Internal: the engine cannot be trusted any more.
+    An unreadable output has an ``error`` and no ``finish_reason``: its request must end here and on the engine. Raises
+    Internal only if the token columns are inconsistent: the engine can no longer be trusted then.
     """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
@@ -122,7 +128,7 @@ def _readable_output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None
 
 
 def unreadable(error: Exception, request_id: str) -> Internal:
-    """What an answer of an engine ends its request with when it cannot be read."""
+    """Return the error for a request whose output from the engine cannot be read."""
     return incident(error, request=request_id, doing="reading the engine's output")
 
 
@@ -150,7 +156,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("spec_decoding_stats"):
         output.spec_decoding_stats = from_message(message.spec_decoding_stats, SpecDecodingStats)
     if message.finish_reason:
-        # A reason that this revision does not know is no normal end either.
+        # An unknown reason is not a normal end either.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):

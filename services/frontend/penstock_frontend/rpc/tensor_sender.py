@@ -1,6 +1,6 @@
-"""Sending of request tensors to one engine, and the mirror of the engine's media cache.
+"""Transfer of request tensors to one engine, and a mirror of the engine's media cache.
 
-Tensors are omitted, or go inline, in chunks or in shared memory.
+Each tensor is omitted (the engine has it), or goes inline, in chunks, or in shared memory.
 """
 
 from collections import Counter, OrderedDict
@@ -19,11 +19,11 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Finish
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe, Transport
 
-# What an engine keeps of this frontend's media, as the frontend has told it to. Does no I/O.
+# Mirror of the media that an engine caches for this frontend. Does no I/O.
 
 
 class Sent(NamedTuple):
-    """How a feature goes into a message: with its data or without, and whether the engine is to keep that."""
+    """Form of a feature in a message: with or without its data, and whether the engine caches the data."""
 
     feature: MultiModalFeature
     with_data: bool
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
 
 
 def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-    """The first of each identifier: it stands for the others of the same message."""
+    """Return the first feature of each identifier. It stands for the others in the same message."""
     found: dict[str, MultiModalFeature] = {}
     for feature in features:
         found.setdefault(feature.identifier, feature)
@@ -39,54 +39,55 @@ def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeatu
 
 
 class MediaMirror:
-    """The items that a session's engine keeps, those used last at the end, within the bytes that the engine allows.
+    """Mirror of the media cache of one session's engine, in order of last use, within the engine's byte limit.
 
-    The engine obeys and evicts nothing, so both ends agree at every message if what is done here is told in the same order:
-    ``take_drops`` goes out before anything that is done here afterwards. Each stream has a mirror of its own, which begins empty,
-    as the engine's end does.
+    The frontend decides what the engine caches and evicts. Both ends stay in sync if messages go out in the order of
+    the calls here: messages from ``take_drops`` go before the results of later calls. Each stream has its own mirror,
+    which starts empty like the engine's cache.
 
-    What the engine has forgotten by itself it says (``cleared``), and what it could not take its refusals say (``refused``).
-    Messages that were under way then may have had it keep something after all: so both are answered with drops.
+    The engine reports when it has cleared its cache (``cleared``). Refused requests report items that it could not take
+    (``refused``). Messages in flight may have made it cache items after that, so both lead to drop messages.
     """
 
     def __init__(self, quota: int) -> None:
-        """``quota``: bytes that the engine keeps for this session; 0: none."""
+        """``quota``: bytes that the engine caches for this session; 0: none."""
         self._quota = quota
         self._kept: OrderedDict[str, int] = OrderedDict()
-        """Bytes by identifier, the ones used least recently first."""
+        """Size in bytes by identifier, least recently used first."""
         self._drops: dict[str, None] = {}
         self.num_bytes = 0
         self.num_queries = 0
-        """Items that were sent, or left out."""
+        """Number of items sent or omitted."""
         self.num_hits = 0
-        """Items that were left out."""
+        """Number of items omitted."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __contains__(self, identifier: str) -> bool:
-        """Whether the engine has it, once it has read what was told so far."""
+        """Return True if the engine has the item after reading all messages so far."""
         return identifier in self._kept
 
     @property
     def identifiers(self) -> frozenset[str]:
-        """What the engine has, once it has read what was told so far."""
+        """Identifiers of the items that the engine has after reading all messages so far."""
         return frozenset(self._kept)
 
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-        """Those that are to go with their data, the first of each identifier."""
+        """Return the features that must be sent with data, the first of each identifier."""
         return first_of_each(feature for feature in features if feature.identifier not in self._kept)
 
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
-        """How the features of a request go into the message that goes next. ``plain``: whatever is kept, all go with their data,
-        and nothing is to be kept of them.
+        """Return the form of a request's features in the next message.
+
+        If ``plain`` is True, all features are sent with data and the engine caches none of them.
         """
         sent: list[Sent] = []
         here = {feature.identifier for feature in features}
         told: set[str] = set()
         for feature in features:
             identifier = feature.identifier
-            if identifier in told:  # what stands for one stands for the others of the same message
+            if identifier in told:  # the first feature stands for the others with this identifier
                 sent.append(Sent(feature, with_data=False, keep=False))
                 continue
             told.add(identifier)
@@ -106,8 +107,8 @@ class MediaMirror:
         return sent
 
     def _make_room(self, size: int, but: set[str]) -> bool:
-        """Drop what was used least recently, ``but`` these, until so many bytes fit. Returns whether they do; nothing is dropped
-        where they cannot.
+        """Drop the least recently used items, except ``but``, until ``size`` bytes fit. Return True if they fit. If
+        they cannot fit, nothing is dropped.
         """
         if size > self._quota:
             return False
@@ -124,22 +125,22 @@ class MediaMirror:
         return True
 
     def cleared(self) -> None:
-        """The engine has forgotten everything."""
+        """Handle that the engine has cleared its cache."""
         self._drop(list(self._kept))
 
     def refused(self, identifiers: Iterable[str]) -> None:
-        """The engine has refused a request with these, or has not had them: it may have some or none."""
+        """Handle that the engine refused a request with these items, or lacked them. It may have some of them."""
         identifiers = list(identifiers)
         self._drop(identifiers)
         self._drops |= dict.fromkeys(identifiers)
 
     @property
     def has_drops(self) -> bool:
-        """Whether something is to be dropped."""
+        """True if drop messages are pending."""
         return bool(self._drops)
 
     def take_drops(self, at_most: int) -> list[str]:
-        """What the engine is to drop, so many at a time: to be sent before the next message is made."""
+        """Return up to ``at_most`` identifiers that the engine must drop. Send them before the next message is made."""
         drops = list(self._drops)[:at_most]
         for identifier in drops:
             del self._drops[identifier]
@@ -155,49 +156,51 @@ class MediaMirror:
 NOT_CACHED = "MEDIA_NOT_CACHED"
 CACHE_FULL = "MEDIA_CACHE_FULL"
 _SENT_AGAIN = (NOT_CACHED, CACHE_FULL, UNREADABLE)
-"""Reasons for which an engine refuses a request that has only to be sent otherwise."""
+"""Refusal reasons after which the request is sent again in another form."""
 MAX_RESENDS = 2
-"""Times that a request is sent again to its engine. The last time with all data and nothing to be kept, which needs no memory of
-the engine's.
+"""Maximum number of resends of a request to its engine. The last one has all data and caches nothing, so it needs no
+cache memory.
 """
 _DROPS_AT_ONCE = 256
 _TENSOR_BYTES = 256
-"""Of a tensor's message beside its elements, at most."""
+"""Maximum overhead of a tensor's message beyond its data, in bytes."""
 
 
 class NotWrittenError(Exception):
-    """Shared memory could not be written after all: the message is to be queued again."""
+    """Raised if shared memory could not be written. The message must be queued again."""
 
 
 class TensorSender:
-    """Of one session. What it decides holds for the message that goes next: ``take_drops`` before it.
+    """Decides how the tensors of one session's requests are sent. Its decisions hold for the next message, after
+    ``take_drops``.
 
-    Requests that an engine refuses because it has not what they leave out, or cannot read where they lie, are sent again, which
-    nobody else hears of. Vectors that several requests have go once, in chunks; all others go as media do.
+    If an engine refuses a request because it lacks omitted data or cannot read shared memory, the request is sent
+    again. Callers do not notice this. Embeddings that several requests share go once, in chunks. All other embeddings
+    go like media.
     """
 
     def __init__(self, transport: MediaTransport, ready: EngineReady, limits: Limits, probe: Probe | None) -> None:
-        """``probe``: what the engine was given to read."""
+        """``probe``: the shared memory segment that the engine was asked to read."""
         self.mirror = MediaMirror(ready.receiver_cache_bytes)
         self._counts = transport.counts
         self._segments = transport.session(ready, probe)
         self._limits = limits
         self._queued: dict[str, int] = {}
-        """By request that is to be sent, the identity of its vectors, which it holds."""
+        """Identity of the embeddings of each queued request. The request keeps them alive."""
         self._num_queued: Counter[int] = Counter()
         self._sent: dict[str, tuple[EngineCoreRequest, int]] = {}
-        """Requests that may have to be sent again, which have not ended, and how often they were."""
+        """Sent requests that may have to be sent again, with the number of resends so far."""
 
     # Sending.
 
     def queued(self, request: EngineCoreRequest) -> None:
-        """A request is to be sent."""
+        """Record that a request was queued."""
         if request.prompt_embeds is not None:
             self._queued[request.request_id] = key = id(request.prompt_embeds.data)
             self._num_queued[key] += 1
 
     def not_queued(self, request_ids: Iterable[str]) -> None:
-        """These are sent now, or will not be."""
+        """Record that requests are being sent, or will not be sent."""
         for request_id in request_ids:
             if (key := self._queued.pop(request_id, None)) is not None:
                 self._num_queued[key] -= 1
@@ -207,8 +210,10 @@ class TensorSender:
     def in_chunks(
         self, request: EngineCoreRequest, num_resends: int, is_under_way: Callable[[Buffer], bool]
     ) -> list[Buffer]:
-        """The tensors of a request that have to go ahead in chunks, as things are now; none where they are too many: the request
-        is refused when it is its turn. ``is_under_way``: whether a tensor goes in chunks already.
+        """Return the tensors of a request that must go in chunks before its message.
+
+        The list is empty if they are too large in total; the request is then refused when its message is made.
+        ``is_under_way`` returns True if a tensor is already being sent in chunks.
         """
         large = self._large(request, num_resends)
         if not large or _num_bytes(large) > self._limits.max_tensor_bytes:
@@ -216,9 +221,16 @@ class TensorSender:
         return [] if self._may_share(request, large, is_under_way) else large
 
     def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
-        """Where the tensors of a request are that do not go inline, by identity: its message goes next. ``refs``: of those that
-        went ahead, what ``in_chunks`` says; ``again``: how often it was sent again. Raises InvalidArgument for what is too large,
-        and NotWrittenError.
+        """Return the places of a request's tensors that do not go inline, by identity. Its message must go next.
+
+        Args:
+            request: the request.
+            refs: references to the tensors that went ahead in chunks, in the order of ``in_chunks``.
+            again: number of resends so far.
+
+        Raises:
+            InvalidArgument: a tensor is too large.
+            NotWrittenError: shared memory could not be written.
         """
         large = self._large(request, again)
         self._check(request, large)
@@ -227,7 +239,7 @@ class TensorSender:
         return self._write(large) if large and self._segments is not None else {}
 
     def forsake(self, places: Mapping[int, Place]) -> None:
-        """The message that was to say so does not go."""
+        """Free shared memory whose message is not sent."""
         for place in places.values():
             if isinstance(place, SegmentRef) and self._segments is not None:
                 self._segments.remove(place)
@@ -235,7 +247,7 @@ class TensorSender:
     def fill(
         self, message: pb.EngineCoreRequest, request: EngineCoreRequest, places: Mapping[int, Place], again: int
     ) -> None:
-        """Put a request's media into its message, which has its vectors and goes next."""
+        """Fill in the media of a request whose message goes next. The message already has the embeddings of the prompt."""
         queries, hits = self.mirror.num_queries, self.mirror.num_hits
         for sent in self.mirror.send(request.mm_features, plain=again >= MAX_RESENDS):
             self._add(message.mm_features.add(), sent, places)
@@ -247,12 +259,12 @@ class TensorSender:
             self._sent[request.request_id] = request, again
 
     def not_sent(self, request: EngineCoreRequest) -> None:
-        """The message that was filled does not go after all."""
+        """Handle that a filled message is not sent."""
         if self._sent.pop(request.request_id, None) is not None:
             self.mirror.refused(_identifiers(request))
 
     def take_drops(self) -> list[pb.SessionRequest]:
-        """Messages that go before the one that was filled last."""
+        """Return the drop messages that must go before the last filled message."""
         messages = []
         while drops := self.mirror.take_drops(_DROPS_AT_ONCE):
             messages.append(pb.SessionRequest(drop_media=pb.DropMedia(identifiers=drops)))
@@ -264,8 +276,9 @@ class TensorSender:
         return self.mirror.missing(request.mm_features)
 
     def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
-        """What does not go inline, each once, vectors before media: large tensors, and all that come when half a message is full
-        of small ones.
+        """Return the tensors that do not go inline, each once, embeddings before media.
+
+        These are large tensors, and all tensors after small ones have filled half a message.
         """
         if not self._limits.max_tensor_bytes:
             return []
@@ -284,7 +297,7 @@ class TensorSender:
     def _may_share(
         self, request: EngineCoreRequest, large: Sequence[Buffer], is_under_way: Callable[[Buffer], bool]
     ) -> bool:
-        """Whether what is large may lie in shared memory."""
+        """Return True if the large tensors may go in shared memory."""
         segments, embeds = self._segments, request.prompt_embeds
         if segments is None or not segments.has_room(_num_bytes(large)):
             return False
@@ -299,7 +312,7 @@ class TensorSender:
             return
         embeds = request.prompt_embeds
         if embeds is not None and embeds.data is large[0]:
-            what, field = f"the vectors of the prompt have {size} bytes", "prompt"
+            what, field = f"the embeddings of the prompt have {size} bytes", "prompt"
         else:
             what, field = f"the media of the request have {size} bytes once they are processed", "mm_features"
         raise InvalidArgument(f"{what}; engines take up to {limit}", field=field, reason="MESSAGE_TOO_LARGE")
@@ -331,11 +344,11 @@ class TensorSender:
             transport = "chunks" if isinstance(place, TensorRef) else "shared_memory"
         self._counts.num_bytes[transport] += num_bytes
 
-    # Hearing of it.
+    # Receiving.
 
     def take(self, outputs: EngineCoreOutputs) -> list[tuple[EngineCoreRequest, int]]:
-        """Look at what an engine says, and take out of it what nobody else is to hear. Returns the requests that are to be put
-        again, and how often they will have been sent again then.
+        """Process an engine's outputs, and remove refusals that lead to a resend. Return those requests and their new
+        number of resends.
         """
         if not self._sent:
             return []
@@ -353,7 +366,7 @@ class TensorSender:
             error = output.error
             if output.finish_reason is not FinishReason.ERROR or error is None:
                 continue
-            if error.field.startswith("mm_features"):  # the engine may have some of them, or none
+            if error.field.startswith("mm_features"):  # the engine may have cached some of them
                 self.mirror.refused(_identifiers(request))
             elif not error.field.startswith("prompt_embeds"):
                 continue
@@ -372,27 +385,27 @@ class TensorSender:
         return again
 
     def cleared(self) -> None:
-        """The engine has forgotten what it had kept."""
+        """Handle that the engine has cleared its media cache."""
         self.mirror.cleared()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These have ended without an output, or were aborted."""
+        """Forget requests that ended without an output, or were aborted."""
         for request_id in request_ids:
             self._sent.pop(request_id, None)
 
     def drop_stale(self) -> None:
-        """Remove shared memory that nobody reads."""
+        """Remove shared memory that was not read in time."""
         if self._segments is not None:
             self._segments.remove_old()
 
     def close(self) -> None:
-        """The session is over."""
+        """Free everything at the end of the session."""
         if self._segments is not None:
             self._segments.close()
 
 
 def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
-    """Write an item of media into its message. ``places``: where tensors are that do not go inline, by identity."""
+    """Write a feature into its message. ``places``: places of tensors that do not go inline, by identity."""
     feature = sent.feature
     fill(message, feature, "data")
     message.keep = sent.keep

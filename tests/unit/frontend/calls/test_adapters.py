@@ -106,7 +106,7 @@ async def test_names_that_are_too_many_are_told_once(tmp_path: Path, capsys: pyt
         rig.save(name)
     for _ in range(3):
         assert await rig.names() == ["a", "b"]
-    assert capsys.readouterr().out.count("has names that are too many, taken, or cannot be names: c") == 1
+    assert capsys.readouterr().out.count("has names that are too many, taken, or not valid: c") == 1
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
@@ -121,7 +121,7 @@ async def test_one_subdirectory_that_cannot_be_looked_into_holds_up_no_other(
     assert await rig.names() == ["poet"]
     rig.save("pirate")
     assert await rig.names() == ["pirate", "poet"]
-    assert capsys.readouterr().out.count("has 1 subdirectories that cannot be looked into: evil: Too many levels") == 1
+    assert capsys.readouterr().out.count("has 1 subdirectories that cannot be read: evil: Too many levels") == 1
     shutil.rmtree(rig.path / "evil")
     rig.save("evil")
     assert await rig.names() == ["evil", "pirate", "poet"]

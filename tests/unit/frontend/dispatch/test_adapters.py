@@ -105,12 +105,12 @@ def test_where_none_are_served_lora_is_refused_and_other_models_are_unknown():
 
 def test_names_are_listed_where_none_is_alike() -> None:
     adapters = Adapters(LoraConfig(adapters={"pirate": "/a"}), model="base", frontend_id="f")
-    with pytest.raises(NotFound, match=r"^name is 'x', which is no LoRA adapter; known: pirate$"):
+    with pytest.raises(NotFound, match=r"^name is 'x', which is not a LoRA adapter; known: pirate$"):
         adapters.named("x")
     with pytest.raises(NotFound, match=r"^model is 'x'; known: base, pirate$"):
         adapters.asked_for("x", "")
     with pytest.raises(
-        NotFound, match=r"^name is 'pirat', which is no LoRA adapter; there is 1; did you mean 'pirate'\?$"
+        NotFound, match=r"^name is 'pirat', which is not a LoRA adapter; there is 1; did you mean 'pirate'\?$"
     ):
         adapters.named("pirat")
     many = Adapters(LoraConfig(adapters={f"a{i}": "/a" for i in range(9)}), model="base", frontend_id="f")
@@ -180,9 +180,9 @@ def test_names_that_others_give_are_not_given_or_taken_here():
     adapters = make(adapters={"a": "/config"})
     adapters.follow_directory({"b": "/directory"}, {})
     for name, words in (("a", "configuration"), ("b", "watched directory")):
-        with pytest.raises(AlreadyExists, match=f"the {words} gives"):
+        with pytest.raises(AlreadyExists, match=f"defined in the {words}"):
             adapters.check_registrable(name)
-        with pytest.raises(FailedPrecondition, match=f"the {words} gives"):
+        with pytest.raises(FailedPrecondition, match=f"defined in the {words}"):
             adapters.unregister(name)
 
 

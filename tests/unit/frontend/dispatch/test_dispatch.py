@@ -882,7 +882,7 @@ async def test_a_request_that_fails_a_step_is_tried_on_one_more_engine() -> None
     error = world.ended["r0"]
     assert isinstance(error, Internal)
     assert error.reason == "QUARANTINED"
-    assert "failed the step of 2 engines" in error.message
+    assert "made steps fail on 2 engines" in error.message
 
 
 async def test_a_request_that_fails_a_step_goes_on_where_its_step_does_not_fail() -> None:
@@ -911,7 +911,7 @@ async def test_a_request_that_two_engines_died_with_alone_is_not_given_a_third()
         error = world.ended[request_id]
         assert isinstance(error, Internal)
         assert error.reason == "QUARANTINED"
-        assert "2 engines in a row failed while they had nothing but this request" in error.message
+        assert "2 engines in a row failed while this was their only request" in error.message
 
 
 @pytest.mark.parametrize("others", [1, 2])
@@ -1346,7 +1346,7 @@ async def test_a_gap_in_columns_is_an_engines_fault_and_what_stands_before_it_co
     world.add("r0")
     world.add("r1", rank="ab".index(world.where("r0")))
     rows = [(world.number_of("r0"), 0, tokens_of("r0", 0, 1)), (world.number_of("r1"), 1, tokens_of("r1", 1, 2))]
-    with pytest.raises(EngineFaultError, match="r1 goes on at token 1, not 0"):
+    with pytest.raises(EngineFaultError, match="r1 continues at token 1, expected 0"):
         world.deliver_in_columns(world.where("r0"), *rows)
     assert world.read["r0"] == tokens_of("r0", 0, 1)
 

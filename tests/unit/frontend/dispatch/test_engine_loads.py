@@ -44,7 +44,7 @@ def test_engines_that_say_only_a_hash_are_variants_of_which_nothing_is_known() -
 def test_a_mixture_is_described_in_one_line() -> None:
     variants = variants_of([engine("a", "1", dtype="float32"), engine("b", "2", dtype="bfloat16"), engine("c")])
     assert describe_variants(variants) == (
-        "c: does not say what its tokens depend on (no config_hash); a: dtype=float32 (1); b: dtype=bfloat16 (2)"
+        "c: does not report its settings (no config_hash); a: dtype=float32 (1); b: dtype=bfloat16 (2)"
     )
 
 

@@ -13,7 +13,7 @@ def test_an_engine_is_asked_only_when_it_has_work_and_is_silent_for_longer_than_
     watchdog = Watchdog(CONFIG, now=100.0)
     assert watchdog.doubt(101.9, has_work=True, lease_lost=False) == ""
     assert watchdog.doubt(103.0, has_work=False, lease_lost=False) == ""
-    assert watchdog.doubt(103.0, has_work=True, lease_lost=False) == "it has work and has said nothing for 3.0 s"
+    assert watchdog.doubt(103.0, has_work=True, lease_lost=False) == "it has requests but has sent nothing for 3.0 s"
     watchdog.heard(103.0)
     assert watchdog.doubt(104.0, has_work=True, lease_lost=True) == ""
 

@@ -130,9 +130,9 @@ async def test_adapters_are_json_for_programs(admin: FakeAdmin, capsys: pytest.C
 
 
 async def test_a_refusal_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:
-    admin.error = NotFound("name is 'poets', which is no LoRA adapter", field="name")
+    admin.error = NotFound("name is 'poets', which is not a LoRA adapter", field="name")
     assert await admin.run("unload", "poets") == 1
-    assert "NOT_FOUND: name is 'poets', which is no LoRA adapter" in capsys.readouterr().err
+    assert "NOT_FOUND: name is 'poets', which is not a LoRA adapter" in capsys.readouterr().err
 
 
 async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
