@@ -17,7 +17,7 @@ from penstock_frontend.config import FrontendConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a stop signal. Returns the exit code: 2 when the configuration is wrong."""
+    """Run until a stop signal. Return the exit code, 2 for a wrong configuration."""
     try:
         source = from_command_line(
             FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name_process("frontend", config.frontend_id)
         use_few_arenas()
         give_back_large_blocks()
-        # An interrupt comes through during start-up alone; later the signal is handled.
+        # KeyboardInterrupt can occur only during startup; later a signal handler is installed.
         with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
             runner.run(run(config_file))
     except ConfigError as e:

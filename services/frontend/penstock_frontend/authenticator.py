@@ -1,4 +1,4 @@
-"""Who calls, from the credentials of a call: API keys and JSON Web Tokens."""
+"""Authentication of callers by API keys and JSON Web Tokens."""
 
 import hashlib
 import hmac
@@ -16,15 +16,15 @@ from penstock_common.security.reloaded_files import WatchedFiles, read_bytes
 from penstock_frontend.call_types import Principal, Scope
 from penstock_frontend.config import AuthConfig, JwtConfig
 
-# JSON Web Tokens (RFC 7519) checked against a JSON Web Key Set (RFC 7517).
+# JSON Web Tokens (RFC 7519), verified with a JSON Web Key Set (RFC 7517).
 
 _MAX_TOKEN_BYTES = 16 * 1024
 _PRIVATE = ("d", "p", "q", "dp", "dq", "qi", "k")
-"""Members of a JWK that nobody but the issuer may have."""
+"""Members of a JWK that only the issuer may have."""
 
 
 class _KeySet:
-    """The usable keys of a set; equal when read from the same text."""
+    """The usable keys of a key set. Two are equal if they were read from the same text."""
 
     def __init__(self, text: bytes, keys: Sequence[jwt.PyJWK]) -> None:
         self._text = text
@@ -36,7 +36,9 @@ class _KeySet:
     __hash__ = None  # type: ignore[assignment]
 
     def pick(self, kid: object, algorithm: str) -> jwt.PyJWK | None:
-        """The key that a token's header names; without a name, the only one for the algorithm."""
+        """Return the key that a token's header names. Without a name, return the only key for the algorithm, if there
+        is just one.
+        """
         fitting = [key for key in self.keys if key.algorithm_name == algorithm]
         if kid is not None:
             return next((key for key in fitting if key.key_id == kid), None)
@@ -44,15 +46,15 @@ class _KeySet:
 
 
 class Tokens:
-    """Checks tokens by the keys of a file, as it is now."""
+    """Verifies tokens with the keys in a file. The file is reloaded when it changes."""
 
     def __init__(self, config: JwtConfig) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if the file cannot be used."""
         self._config = config
         self._keys = WatchedFiles((config.jwks,), lambda: _read(config.jwks), what="keys of auth.jwt.jwks")
 
     def principal(self, token: str) -> Principal:
-        """Whose token this is. Raises Unauthenticated, which says what is wrong and nothing of the token's text."""
+        """Return the caller of a token. Raises Unauthenticated with the reason, which never contains the token's text."""
         claims = self._claims(token)
         scopes = _scopes(claims)
         allowed: set[Scope] = set()
@@ -74,7 +76,7 @@ class Tokens:
                 raise _wrong(f"its algorithm is not one of {', '.join(self._config.algorithms)}")
             key = self._keys.current().pick(header.get("kid"), algorithm)
             if key is None:
-                raise _wrong("none of the known keys is for it")
+                raise _wrong("no known key fits it")
             claims: dict[str, Any] = jwt.decode(
                 token,
                 key,
@@ -91,13 +93,13 @@ class Tokens:
         except jwt.InvalidAudienceError:
             raise _wrong("it is for another audience") from None
         except jwt.InvalidIssuerError:
-            raise _wrong("it is of another issuer") from None
+            raise _wrong("it is from another issuer") from None
         except jwt.MissingRequiredClaimError as e:
             raise _wrong(f"it has no claim {e.claim}") from None
         except jwt.InvalidSignatureError:
             raise _wrong("its signature is wrong") from None
         except (jwt.PyJWTError, ValueError, TypeError):
-            # What the parser says may quote the token.
+            # The parser's message may quote the token.
             raise _wrong("it is malformed") from None
         return claims
 
@@ -115,29 +117,33 @@ def _read(path: str) -> _KeySet:
     keys = [_key(member, f"{field}: {path}, keys[{index}]") for index, member in enumerate(members)]
     usable = [key for key in keys if key is not None]
     if not usable:
-        raise ConfigError(f"{field}: {path} has no key for signatures that is understood")
+        raise ConfigError(f"{field}: {path} has no supported signature key")
     return _KeySet(text, usable)
 
 
 def _key(member: object, where: str) -> jwt.PyJWK | None:
-    """None for what issuers have in their sets for others: keys for encryption, and of kinds that are not known here."""
+    """Return the key, or None for keys that are not for signatures or not supported. Issuers have such keys for other
+    uses.
+    """
     if not isinstance(member, dict):
         raise ConfigError(f"{where} is not an object")
     if member.get("kty") == "oct":
-        raise ConfigError(f"{where} is a symmetric key; whoever can check tokens with it can make them")
+        raise ConfigError(
+            f"{where} is a symmetric key; every party that can verify tokens with it can also create them"
+        )
     if any(name in member for name in _PRIVATE):
-        raise ConfigError(f"{where} holds a private key; this service needs the public one alone")
+        raise ConfigError(f"{where} holds a private key; this service needs only the public one")
     if member.get("use", "sig") != "sig":
         return None
     try:
         return jwt.PyJWK(member)
     except jwt.PyJWTError as e:
-        get_logger().warning("a key is left out", key=where, problem=str(e))
+        get_logger().warning("unsupported key skipped", key=where, problem=str(e))
         return None
 
 
 def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
-    """``scope`` as RFC 8693 has it, words in a text, or the lists that some issuers write, also as ``scp``."""
+    """Return the scopes: a space-separated text as in RFC 8693, or a list, which some issuers use; also from ``scp``."""
     value = claims.get("scope", claims.get("scp", ""))
     words = value.split() if isinstance(value, str) else value
     return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
@@ -154,16 +160,16 @@ def _wrong(what: str) -> Unauthenticated:
     return Unauthenticated(f"the token is not accepted: {what}", reason="CREDENTIALS_WRONG")
 
 
-# API keys: a file with one per line.
+# API keys: a file with one key per line.
 #
-# A line is the key, then what it stands for; empty lines and what follows ``#`` count for nothing::
+# A line has the key and then its properties. Empty lines and text after ``#`` are ignored::
 #
 #     # key, or sha256: and the key's SHA-256 in hex
 #     sk-4f2c...                                  name=alice tenant=acme
 #     sha256:9f86d081884c7d659a2feaa0c55ad015...  name=gateway tenant=*
 #     sk-88d1...                                  name=oncall scopes=inference,admin
 #
-# ``tenant=*`` may speak for every tenant. Without ``tenant`` the key's requests have none.
+# ``tenant=*`` allows the caller to act for every tenant. Without ``tenant`` the key's requests have no tenant.
 
 _MIN_KEY_CHARS = 16
 _MAX_KEYS = 1000
@@ -177,14 +183,14 @@ class _Key(msgspec.Struct, frozen=True):
 
 
 class ApiKeys:
-    """The keys of a file, as it is now."""
+    """The API keys in a file, which is reloaded when it changes."""
 
     def __init__(self, path: str, *, field: str) -> None:
-        """Raises ConfigError that names the line, and never says what is in it."""
+        """Raises ConfigError with the line number, but never with the content of the line."""
         self._keys = WatchedFiles((path,), lambda: tuple(_parse(path, field=field)), what=f"API keys of {field}")
 
     def find(self, key: str) -> Principal | None:
-        """Whose key this is. Takes as long for a wrong key as for any right one."""
+        """Return the caller of a key, or None. Takes the same time for wrong keys as for valid ones."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for each in self._keys.current():
@@ -206,11 +212,11 @@ def _parse(path: str, *, field: str) -> Iterator[_Key]:
         where = f"{field}: {path}, line {number}"
         key = _Key(_digest(words[0], where), _principal(words[1:], where, number))
         if key.digest in seen:
-            raise ConfigError(f"{where}: the key stands in line {seen[key.digest]} already")
+            raise ConfigError(f"{where}: the key is already in line {seen[key.digest]}")
         seen[key.digest] = number
         yield key
     if not seen:
-        raise ConfigError(f"{field}: {path} has no key; nobody could call")
+        raise ConfigError(f"{field}: {path} has no keys, so no client could call")
     if len(seen) > _MAX_KEYS:
         raise ConfigError(f"{field}: {path} has {len(seen)} keys; the limit is {_MAX_KEYS}")
 
@@ -257,26 +263,29 @@ _HOW = "send an API key or a token as 'authorization: Bearer ...', or an API key
 
 
 class Authenticator:
-    """Knows API keys and tokens. The files are read anew when they change."""
+    """Authenticates callers by API key or token. The files are reloaded when they change."""
 
     def __init__(self, config: AuthConfig) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Raises ConfigError if a file cannot be used."""
         self._keys = ApiKeys(config.api_keys, field="auth.api_keys") if config.api_keys else None
         self._tokens = Tokens(config.jwt) if config.jwt.jwks else None
 
     def principal(self, headers: Mapping[str, str], *, scope: Scope) -> Principal:
-        """Who sent these headers (names in lower case). Raises Unauthenticated or PermissionDenied, without the credentials."""
+        """Return the caller by the call's headers (names in lower case). Raises Unauthenticated or PermissionDenied.
+
+        Error messages never contain the credentials.
+        """
         caller = self._caller(headers)
         if scope not in caller.scopes:
             raise PermissionDenied(
-                f"{caller.name or 'the caller'} may not use this: it is for the scope {scope}", reason="SCOPE_MISSING"
+                f"{caller.name or 'the caller'} may not use this: it requires the scope {scope}", reason="SCOPE_MISSING"
             )
         return caller
 
     def _caller(self, headers: Mapping[str, str]) -> Principal:
-        """Return who sent the first credentials that are valid: clients send a stale key of another server beside the right one.
+        """Return the caller of the first valid credentials. Clients may send a stale key of another server as well.
 
-        Raises Unauthenticated for the first header, if the credentials of none are valid.
+        Raises Unauthenticated for the first header, if no credentials are valid.
         """
         refused: list[Unauthenticated] = []
         for name, check in (("authorization", self._bearer), ("x-api-key", self._key)):

@@ -1,4 +1,4 @@
-"""What calls ask for and what they get, whatever protocol they come by, and who calls."""
+"""Types of calls and their results, for all protocols, and the authenticated caller."""
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -15,16 +15,16 @@ from penstock_common.types.request import PoolingParams, RequestContext
 
 
 class EncodedFile(msgspec.Struct, frozen=True, tag=True):
-    """An encoded file's bytes."""
+    """The bytes of an encoded file."""
 
     data: bytes
 
 
 class Url(msgspec.Struct, frozen=True, tag=True):
-    """Where the file is: ``data:``, ``https:`` or ``http:``.
+    """URL of a file: ``data:``, ``https:`` or ``http:``.
 
-    ``unwritten``: characters at the start of a ``data:`` URL that the protocol's code put there and the client did not write;
-    errors count positions without them.
+    ``unwritten`` is the number of characters at the start of a ``data:`` URL that the protocol's code added. Errors
+    count positions without them.
     """
 
     url: str
@@ -32,21 +32,21 @@ class Url(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A picture of a video: an encoded file, and when it is seen in seconds."""
+    """A frame of a video: an encoded image file, and its time in seconds."""
 
     data: bytes
     timestamp: float
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
-    """A video as pictures."""
+    """A video as a sequence of frames."""
 
     frames: Sequence[Frame]
 
 
 class Features(msgspec.Struct, frozen=True, tag=True):
-    """Processed already: the model's own inputs, by the names of its processor in transformers; ``embeds`` alone is what the
-    tower would give.
+    """Preprocessed inputs of the model, by the names of its processor in transformers. ``embeds`` alone has the
+    encoder's output.
     """
 
     tensors: Mapping[str, TensorData]
@@ -56,10 +56,13 @@ Source = EncodedFile | Url | Frames | Features
 
 
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, a sound or a video of a request.
+    """An image, audio item or video of a request.
 
-    ``field``: its path in the request, for errors (``messages[0].content[1].image_url``). ``processor_kwargs``: more arguments of
-    the model's processor.
+    Attributes:
+        modality: the kind of media.
+        source: the content or its URL.
+        field: its path in the request, for errors, such as ``messages[0].content[1].image_url``.
+        processor_kwargs: additional arguments of the model's processor.
     """
 
     modality: Modality
@@ -69,7 +72,7 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of what the client sent."""
+        """Number of bytes that the client sent."""
         match self.source:
             case EncodedFile(data):
                 return len(data)
@@ -83,29 +86,29 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
 
 Part = str | Sequence[int] | PromptEmbeds | MediaPart
 Prediction = str | Sequence[int]
-"""What an output may turn out to be: text, or token ids. Drafts are looked up in it; it changes no token."""
+"""Predicted output from the client: text or token ids. Drafts are looked up in it; it changes no output token."""
 
 
 class MixedPrompt(msgspec.Struct, frozen=True):
-    """The parts of a prompt, in order."""
+    """A prompt of several parts, in order."""
 
     parts: tuple[Part, ...]
     fields: tuple[str, ...]
-    """What each part is called in the request, for errors."""
+    """Name of each part in the request, for errors."""
 
     @property
     def text(self) -> str:
-        """Its texts, without what stands between them."""
+        """The text parts, concatenated."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def media(self) -> list[MediaPart]:
-        """Its images, sounds and videos, in order."""
+        """The media parts, in order."""
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to continue: text, token ids, or parts of these, vectors and media."""
+    """A prompt to continue: text, token ids, or a mixed prompt with embeddings and media."""
 
     prompt: str | Sequence[int] | MixedPrompt
     sampling: dict[str, Any] = {}
@@ -121,102 +124,105 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    """What the engine produced, the tokens of a stop string included."""
+    """Output tokens of the engine, including those of a stop string."""
     accepted_draft_tokens: int = 0
-    """Of these, those that engines have said were drafted. An attempt that ended without its engine's word says nothing: its
-    engine was lost, or a stop string or the client ended it here."""
+    """Output tokens that came from accepted drafts, as reported by engines. An attempt does not count if its engine was
+    lost, or if a stop string or the client ended it, because its engine reported nothing.
+    """
     rejected_draft_tokens: int = 0
-    """Drafted tokens that the model did not choose, known as the accepted ones are."""
+    """Draft tokens that the model rejected, as reported by engines."""
     reasoning_tokens: int | None = None
-    """Of the completion tokens, those of reasoning, its tags included; None where reasoning is not looked for."""
+    """Completion tokens that are reasoning, including its tags; None if outputs are not parsed for reasoning."""
     media_tokens: dict[Modality, int] = {}
-    """Of the prompt tokens, those that media stand at; a modality that the prompt does not have is left out."""
+    """Prompt tokens at media positions, by modality. Modalities without media are left out."""
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """How an output ended."""
+    """End of an output."""
 
     reason: FinishReason
     stop_reason: int | str | None
     """The stop string or the stop token's id; None at the model's own end of sequence."""
     usage: Usage
     kv_source: KvSource | None = None
-    """Who keeps its keys and values, where that was asked for."""
+    """Engine that keeps the KV blocks, if that was requested."""
     kv_params: str = ""
-    """What engines' own connector says of them, a JSON object; empty: nothing."""
+    """Parameters from the engines' own KV connector, as a JSON object; empty: none."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one of the n sequences, or all of it, as the output kind says."""
+    """A piece of one of the n sequences, or all of it, depending on the output kind."""
 
     index: int = 0
-    """Which of the sequences it is of."""
+    """Index of the sequence."""
     text: str
     token_ids: Sequence[int]
     logprobs: Logprobs | None = None
-    """As many positions as ``token_ids``; None when they were not asked for, or there are no tokens."""
+    """Log-probabilities for each of ``token_ids``; None if not requested, or without tokens."""
     prompt_logprobs: Logprobs | None = None
-    """On the first piece of sequence 0; position i belongs to prompt token i + 1."""
+    """Set on the first piece of sequence 0. Position i belongs to prompt token i + 1."""
     finish: Finish | None = None
-    """On the last piece of its sequence."""
+    """Set on the last piece of its sequence."""
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message, as OpenAI's protocol has them."""
+    """A part of a message, as in OpenAI's protocol."""
 
     type: str
-    """``text`` or ``media``; another is refused."""
+    """``text`` or ``media``; other types are refused."""
     text: str = ""
     media: MediaPart | None = None
-    """Set where the type is ``media``."""
+    """Set if the type is ``media``."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool that an assistant asked for."""
+    """A tool call that an assistant made."""
 
     id: str = ""
     name: str
     arguments: str = ""
-    """A JSON object as text; empty is an empty one."""
+    """A JSON object as text; an empty text stands for an empty object."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str | Sequence[ContentPart] | None = None
-    """Texts of parts are joined with line breaks, unless the model's chat template reads parts."""
+    """Content of the message. The texts of parts are joined with line breaks, unless the model's chat template reads
+    parts.
+    """
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     reasoning: str = ""
-    """What the assistant thought before its content."""
+    """Reasoning of the assistant before its content."""
     name: str = ""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
-    """The JSON schema of its arguments, None when it takes none."""
+    """JSON schema of the arguments; None if it takes none."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to answer."""
+    """A conversation to continue."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
     """``auto``, ``none`` or ``required``."""
     named_tool: str = ""
-    """The tool that must be called, whatever ``tool_choice`` says; empty: no such one."""
+    """Tool that must be called, regardless of ``tool_choice``; empty: none."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str = ""
-    """A chat template to use instead of the model's own; empty: the model's."""
+    """Chat template that replaces the model's own; empty: the model's."""
     template_kwargs: dict[str, Any] = {}
-    """More variables of the chat template, as ``enable_thinking``."""
+    """Additional variables of the chat template, such as ``enable_thinking``."""
     sampling: dict[str, Any] = {}
     """The sampling parameters that the client set, under the names of ``SamplingParams``."""
     prediction: Prediction | None = None
@@ -224,86 +230,92 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_call(self) -> bool:
-        """Whether the model may call tools: else it is not told of them, and no calls are looked for."""
+        """True if the model may call tools. Otherwise it does not see them, and outputs are not parsed for calls."""
         return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
 
 
 Prompt = str | Sequence[int]
-"""Text, or token ids used as they are."""
+"""Text, or token ids that are used unchanged."""
 PoolingPrompt = Prompt | MixedPrompt
-"""The same, or text and media one after the other."""
+"""A prompt, or a sequence of text and media."""
 
 
 Truncation = Literal["none", "end", "start"]
-"""Where inputs of pooling requests that are too long are cut."""
+"""End at which too long inputs of pooling requests are truncated."""
 
 
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs to embed, classify or score, each on its own."""
+    """Inputs to embed, classify or score, independently of each other."""
 
     inputs: Sequence[PoolingPrompt]
     fields: Sequence[str]
-    """What each input is called in the request, for errors, as ``inputs[0].text``."""
+    """Name of each input in the request, for errors, such as ``inputs[0].text``."""
     params: PoolingParams
     seconds: Sequence[str] = ()
-    """The second text of every pair, for a model that reads pairs."""
+    """Second text of every pair, for cross-encoders."""
     truncate_prompt_tokens: int | None = None
-    """Tokens that longer inputs are cut to; -1: as many as the model reads. None: as ``truncation`` says."""
+    """Maximum tokens of an input; longer inputs are truncated. -1: the model's maximum. None: see ``truncation``."""
     truncation: Truncation | None = None
-    """Where longer inputs are cut, to as many tokens as the model reads unless ``truncate_prompt_tokens`` is set; ``none``: an
-    input that is too long is refused. None: at the end if ``truncate_prompt_tokens`` is set, else as the server's
-    ``limits.pooling_truncation`` says."""
+    """End at which longer inputs are truncated, to ``truncate_prompt_tokens`` or else to the model's maximum. ``none``:
+    longer inputs are refused. None: the end if ``truncate_prompt_tokens`` is set, otherwise the server's
+    ``limits.pooling_truncation``.
+    """
     add_special_tokens: bool = True
-    """False for a rendered conversation, whose template writes them."""
+    """False for a rendered conversation, whose template adds them."""
     context: RequestContext = RequestContext()
 
 
 class PoolingResult(msgspec.Struct, frozen=True):
-    """What the inputs of a PoolingRequest came to."""
+    """Result of a PoolingRequest."""
 
     outputs: Sequence[EngineCoreOutput]
-    """The engine's output for every input, in order."""
+    """Engine output of each input, in order."""
     prompt_tokens: int
-    """Of all inputs."""
+    """Number of tokens of all inputs."""
     held: Held | None = None
-    """Counts the bytes of the outputs for as long as this is there; None where nobody counts them."""
+    """Counts the bytes of the outputs while it exists; None if they are not counted."""
     media_tokens: dict[Modality, int] = {}
-    """Of the prompt tokens, those that media stand at."""
+    """Prompt tokens at media positions, by modality."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How well documents fit queries: the only one, or each its own."""
+    """Queries and documents to score: one query for all documents, or one query per document."""
 
     queries: Sequence[Prompt]
-    """One, or as many as ``documents``."""
+    """One query, or as many as ``documents``."""
     query_fields: Sequence[str]
-    """What each is called in the request, for errors, as ``query.text``."""
+    """Name of each query in the request, for errors, such as ``query.text``."""
     documents: Sequence[Prompt]
     document_fields: Sequence[str]
     use_activation: bool = True
-    """False: the model's bare scores. Only for models that read pairs."""
+    """False: the model's raw scores. Only for cross-encoders."""
     truncate_prompt_tokens: int | None = None
-    """As of a PoolingRequest: of every pair where the model reads pairs, else of every text."""
+    """As in a PoolingRequest: applies to each pair for cross-encoders, otherwise to each text."""
     truncation: Truncation | None = None
     context: RequestContext = RequestContext()
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ScoreRequest came to: a score for each document."""
+    """Result of a ScoreRequest: a score for each document."""
 
     request_id: str
     scores: Sequence[float]
     prompt_tokens: int
-    """Of everything that was read."""
+    """Number of tokens that the model read."""
 
 
 Scope: TypeAlias = Literal["inference", "admin"]
-"""What a caller may use: what the public APIs serve to everyone, or what is the operators'."""
+"""Permission of a caller: the public APIs, or the operators' API."""
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
-    """A caller whose credentials were right. ``name`` is for logs; ``any_tenant``: it may speak for every tenant, as gateways
-    do, else its requests are ``tenant``'s.
+    """An authenticated caller.
+
+    Attributes:
+        name: its name, for logs.
+        tenant: the tenant of its requests, unless ``any_tenant``.
+        any_tenant: it may act for every tenant, as gateways do.
+        scopes: its permissions.
     """
 
     name: str
@@ -313,16 +325,16 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 current_principal: ContextVar[Principal | None] = ContextVar("current_principal", default=None)
-"""Who makes the call that this task serves; None where nobody is asked."""
+"""Caller of the call that this task serves; None if authentication is off."""
 
 
 def tenant_of_caller(claimed: str) -> str:
-    """The tenant whose request this is: the caller's own, whatever it claims, unless it may speak for others."""
+    """Return the tenant of a request: the caller's own tenant, or ``claimed`` if the caller may act for others."""
     principal = current_principal.get()
     return claimed if principal is None or principal.any_tenant else principal.tenant
 
 
 def caller_named(address: str) -> str:
-    """Whose call this is, for logs: the caller's tenant or the name of its credentials, else the address that it comes from."""
+    """Return the caller's name for logs: its tenant or the name of its credentials, otherwise its address."""
     principal = current_principal.get()
     return address if principal is None else principal.tenant or principal.name

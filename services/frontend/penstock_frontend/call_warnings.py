@@ -1,7 +1,7 @@
-"""Warnings about a call that is answered although a part of its request was left out or changed.
+"""Warnings about a call that is served although a part of its request was left out or changed.
 
-``warn`` may be called wherever the call is served. The API puts the warnings into the header ``penstock-warning``, and in gRPC
-into initial metadata of that name.
+``warn`` may be called anywhere while the call is served. The API returns the warnings in the header
+``penstock-warning``, in gRPC in initial metadata of that name.
 """
 
 import enum
@@ -16,17 +16,19 @@ from penstock_common.observability.logging import get_logger
 
 _MAX_CLIENTS = 1024
 _MAX_THINGS = 64
-"""Things that are logged of one client, at most."""
+"""Maximum number of items logged per client."""
 
 
 class LoggedOnce:
-    """Remembers what was logged of each client, within bounds: it forgets the client that was heard of longest ago."""
+    """Remembers the items that were logged for each client. At its limit it forgets the client that was seen longest
+    ago.
+    """
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, set[str]] = OrderedDict()
 
     def new(self, client: str, things: Iterable[str]) -> list[str]:
-        """Return those of ``things`` that are to be logged now, and remember them. A client has at most 64."""
+        """Return the items that must be logged now, and remember them. At most 64 items are logged per client."""
         told = self._told.setdefault(client, set())
         self._told.move_to_end(client)
         if len(self._told) > _MAX_CLIENTS:
@@ -38,48 +40,50 @@ class LoggedOnce:
 
 HEADER = "penstock-warning"
 _MAX_TEXT = 240
-"""Characters of one warning, its kind included."""
+"""Maximum characters of one warning, including its kind."""
 _MAX_HEADER = 1024
-"""Characters of the header's value: proxies bound the size of all headers, often to 4 or 8 KiB."""
+"""Maximum characters of the header's value. Proxies often limit all headers together to 4 or 8 KiB."""
 _SEPARATOR = "; "
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 
 
 class WarningKind(enum.StrEnum):
-    """What was done to the request. Each kind is a label of the metric, so that there are few."""
+    """Kind of a change to the request. Each kind is a label of the metric, so there must be few."""
 
     TOOL_LEFT_OUT = "tool_left_out"
-    """The model is not told of a tool that this server does not run."""
+    """The model does not see a tool that this server does not run."""
     TOOL_FORMAT_NOT_ENFORCED = "tool_format_not_enforced"
-    """A custom tool's input is free text, although the tool has a grammar."""
+    """The input of a custom tool is free text, although the tool has a grammar."""
     HISTORY_LEFT_OUT = "history_left_out"
-    """The model does not see an item of the conversation, which only its author can read."""
+    """The model does not see an item of the conversation, because only its author can read it."""
     HISTORY_AS_TEXT = "history_as_text"
-    """The model sees an item of the conversation as text, since chat templates have no form for it."""
+    """The model sees an item of the conversation as text, because chat templates have no form for it."""
     ARGUMENTS_NOT_JSON = "arguments_not_json"
-    """The arguments of a call in the conversation are no JSON object; the model sees them as a text."""
+    """The arguments of a call in the conversation are not a JSON object. The model sees them as text."""
     RESULT_WITHOUT_CALL = "result_without_call"
-    """A tool's result in the conversation belongs to no call in it."""
+    """A tool result in the conversation has no matching call."""
     MEDIA_LEFT_OUT = "media_left_out"
-    """The model sees a text in the place of an image, a sound or a video of a tool's result, which it does not read."""
+    """The model sees a text instead of an image, audio item or video in a tool result, because it does not take that
+    modality.
+    """
     DOUBLE_BOS = "double_bos"
-    """The prompt begins with the token that begins a text, and the tokenizer puts another one in front."""
+    """The prompt begins with the beginning-of-sequence token, and the tokenizer adds another one."""
     HINT_IGNORED = "hint_ignored"
-    """A value of a field has no effect here; the answer is as without it."""
+    """A value of a field has no effect; the answer is the same without it."""
 
 
 class CallWarnings:
-    """The warnings of one call, in the order in which they were added."""
+    """The warnings of one call, in order."""
 
     def __init__(self, log: "WarningLog", client: str) -> None:
         self._log = log
         self._client = client
         self._texts: dict[str, None] = {}
         self.names: Mapping[str, str] = {}
-        """Our names of fields to the client's, for warnings that are still to come."""
+        """Map from our field names to the client's, for later warnings."""
 
     def add(self, kind: WarningKind, field: str, text: str) -> None:
-        """Add a warning unless the call has it already; log and count it."""
+        """Add a warning unless the call already has it. Log and count it."""
         for ours, theirs in self.names.items():
             rest = field.removeprefix(ours)
             if rest != field and rest[:1] in ("", ".", "["):
@@ -92,15 +96,16 @@ class CallWarnings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header ``penstock-warning``, of printable ASCII and at most 1024 characters; empty without warnings."""
+        """Header ``penstock-warning``, printable ASCII of at most 1024 characters; empty without warnings."""
         return {HEADER: _joined(list(self._texts))} if self._texts else {}
 
 
 class WarningLog:
-    """Logs warnings, each kind once per client, and counts them. Belongs to the event loop's thread and those it waits for.
+    """Logs warnings, each kind once per client, and counts them. Must be used on the event loop's thread, or while that
+    thread waits.
 
     Args:
-        registry: For the count of warnings by kind; None counts nothing.
+        registry: Registry for the count of warnings by kind; None: they are not counted.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -117,13 +122,15 @@ class WarningLog:
         )
 
     def begin(self, client: str) -> CallWarnings:
-        """Collect the warnings of the call that this task serves. ``client``: who calls, for the log."""
+        """Start to collect the warnings of the call that this task serves. ``client``: name of the caller, for the log."""
         warnings = CallWarnings(self, client)
         _current.set(warnings)
         return warnings
 
     def tell(self, kind: WarningKind, field: str, client: str) -> None:
-        """Count a warning, and log it if it is the client's first of its kind. Logs do not have texts of clients."""
+        """Count a warning, and log it if it is the client's first of its kind. The log never contains texts from
+        clients.
+        """
         if self._count is not None:
             self._count.labels(kind.value).inc()
         if self._logged.new(client, [kind]):
@@ -131,24 +138,26 @@ class WarningLog:
 
 
 def warn(kind: WarningKind, field: str, text: str) -> None:
-    """Warn the client of the call that this task serves. Outside of a call the warning is logged only.
+    """Warn the client of the call that this task serves. Outside of a call the warning is only logged.
 
     Args:
-        kind: What was done to the request.
-        field: The place in the request, as the client calls it, such as ``tools[1]``.
-        text: Goes on behind the field: ``is of type 'web_search', ...``. Values of clients are excerpts in it.
+        kind: The kind of change.
+        field: The path in the request, in the client's names, such as ``tools[1]``.
+        text: Text that follows the field: ``is of type 'web_search', ...``. Values from clients must be shortened.
     """
     (_current.get() or CallWarnings(_OUTSIDE, "local")).add(kind, field, text)
 
 
 def name_fields(names: Mapping[str, str]) -> None:
-    """Have the call's later warnings name the client's fields. ``names``: our names, where a field begins, to the client's."""
+    """Make later warnings of the call use the client's field names. ``names``: map from our field prefixes to the
+    client's.
+    """
     if (warnings := _current.get()) is not None:
         warnings.names = names
 
 
 def _header_safe(text: str) -> str:
-    """Printable ASCII without the separator, cut to its length."""
+    """Return the text as printable ASCII without the separator, shortened to the limit."""
     safe = _UNSAFE.sub("?", text).replace(";", ",")
     return safe if len(safe) <= _MAX_TEXT else f"{safe[: _MAX_TEXT - 3]}..."
 

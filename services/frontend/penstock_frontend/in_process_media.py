@@ -1,4 +1,4 @@
-"""Media as Python programs in the same process give them: PIL images, arrays, bytes, paths, in prompts and in messages."""
+"""Media from Python programs in the same process: PIL images, arrays, bytes and paths, in prompts and messages."""
 
 import io
 import itertools
@@ -33,18 +33,20 @@ _MAX_RATE = 768_000
 
 
 class UnplacedPrompt(MixedPrompt, frozen=True):
-    """Its first part is the prompt, text or token ids, in which the model's own tokens stand for the media that follow, in order
-    of each modality.
+    """A prompt followed by its media, not yet merged.
+
+    The first part is the prompt, as text or token ids. The model's placeholder tokens in it stand for the media that
+    follow, in order per modality.
     """
 
 
 def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: str) -> UnplacedPrompt:
-    """A prompt with its ``multi_modal_data`` and ``mm_processor_kwargs``. Raises InvalidArgument."""
+    """Return a prompt with its ``multi_modal_data`` and ``mm_processor_kwargs``. Raises InvalidArgument."""
     field = f"{name}.multi_modal_data"
     if not isinstance(data, Mapping):
         raise InvalidArgument(f'{field} is of type {type(data).__name__}; write e.g. {{"image": image}}', field=field)
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidArgument(f"{name}.mm_processor_kwargs is no mapping", field=f"{name}.mm_processor_kwargs")
+        raise InvalidArgument(f"{name}.mm_processor_kwargs is not a mapping", field=f"{name}.mm_processor_kwargs")
     media: list[MediaPart] = []
     for modality in data:
         if modality not in MODALITIES:
@@ -58,7 +60,7 @@ def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: st
 
 
 def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[str, Any] | None = None) -> MediaPart:
-    """A medium in one of the forms that it may have. Raises InvalidArgument for another form."""
+    """Return a media part from any supported form. Raises InvalidArgument for other forms."""
     return MediaPart(
         modality=modality,
         source=_source(value, modality, field),
@@ -68,7 +70,7 @@ def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[st
 
 
 def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) -> MixedPrompt:
-    """The prompt with each medium in its place. Raises InvalidArgument unless there are as many places as media."""
+    """Return the prompt with each media item at its placeholder. Raises InvalidArgument if their numbers differ."""
     given, *media = prompt.parts
     name = prompt.fields[0]
     queues: dict[Modality, list[MediaPart]] = {}
@@ -82,7 +84,7 @@ def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) 
         count, found = len(queues[modality]), sum(piece == modality for piece, is_place in pieces if is_place)
         if count != found:
             raise InvalidArgument(
-                f"{name} has {count} of {modality} and {found} places for them; write {token} where each is to stand",
+                f"{name} has {count} of {modality} and {found} placeholders for them; write {token} where each belongs",
                 field=name,
             )
     parts = [queues[piece].pop(0) if is_place else piece for piece, is_place in pieces]
@@ -96,7 +98,7 @@ def _check_taken(part: MediaPart, family: Family | None) -> None:
 
 
 _Pieces = list[tuple[Any, bool]]
-"""Texts or lists of token ids, none empty, and between them modalities, which are marked as places."""
+"""Non-empty texts or lists of token ids, with modalities in between. The flag marks modalities."""
 
 
 def _split_text(text: str, tokens: Mapping[str, Modality]) -> _Pieces:
@@ -118,7 +120,9 @@ def _split_ids(ids: Any, tokens: Mapping[str, Modality], tokenizer: Tokenizer) -
 
 
 def _are_several(value: object, modality: str) -> bool:
-    """Whether a value is a list of media. A list of pictures is one video, a pair of samples and rate one sound."""
+    """Return True if a value is a list of media items. A list of images is one video; a pair of samples and rate is one
+    audio item.
+    """
     if not isinstance(value, list):
         return False
     return modality != "video" or not value or isinstance(value[0], (list, np.ndarray, str, Frames))
@@ -152,7 +156,7 @@ def _read(path: Path, field: str) -> bytes:
 
 
 def _picture(value: object) -> bytes | None:
-    """Return a PNG file of an image, or None for what is no image. Modes that PNG does not have are converted to RGB."""
+    """Return an image as a PNG file, or None if the value is not an image. Modes that PNG lacks are converted to RGB."""
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4) or not value.size:
             return None
@@ -165,10 +169,12 @@ def _picture(value: object) -> bytes | None:
 
 
 def _sound(samples: object, rate: object, *, field: str) -> bytes:
-    """A WAV file of float samples, mono or ``[samples, channels]``."""
+    """Return a WAV file of float samples, mono or ``[samples, channels]``."""
     array = np.asarray(samples)
     if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating) or not array.size:
-        raise InvalidArgument(f"{field}: the samples are no floats, [samples] or [samples, channels]", field=field)
+        raise InvalidArgument(
+            f"{field}: the samples are not floats of shape [samples] or [samples, channels]", field=field
+        )
     if not isinstance(rate, int) or not 1 <= rate <= _MAX_RATE:
         raise InvalidArgument(
             f"{field}: the rate is {quoted(rate)}; it must be in Hz, from 1 to {_MAX_RATE}", field=field
@@ -182,12 +188,13 @@ def _sound(samples: object, rate: object, *, field: str) -> bytes:
 
 _OPTIONS = MediaOptions()
 _PIL = "image_pil"
-"""vLLM's type of a part with a PIL image."""
+"""vLLM's part type for a PIL image."""
 
 
 def contents_of(parts: Sequence[object], path: str) -> list[object]:
-    """The parts, those with media as the domain's; what is none stays as it is, for others to refuse. Raises InvalidArgument,
-    Unimplemented.
+    """Convert the parts with media to domain objects. Other parts stay unchanged and are checked later.
+
+    Raises InvalidArgument and Unimplemented.
     """
     return [_part(part, f"{path}[{index}]") for index, part in enumerate(parts)]
 

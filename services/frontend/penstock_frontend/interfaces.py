@@ -1,7 +1,7 @@
-"""What the rooms of the frontend know of each other.
+"""Interfaces between the parts of the frontend.
 
-Requests go from the calls to the engines, outputs come back from the engines to processing, and everybody may look at what is
-known of the engines.
+Requests go from the calls to the engines. Outputs come back from the engines to processing. Every part may read the
+engines' state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +16,16 @@ from penstock_common.types.media import MediaLimits
 from penstock_common.types.outputs import Drafts, EngineCoreOutput, NewTokens
 from penstock_common.types.request import EngineCoreRequest
 
-# What the rooms of the frontend know of each other.
-#
-# Requests go from the calls to the engines, outputs come back from the engines to processing, and everybody may look at what is
-# known of the engines.
-
 
 class ModelLimits(NamedTuple):
-    """What engines can take: tokens of prompt and output together, and the number of token ids. ``hidden_size``: numbers in a
-    vector that stands for a token; 0 where none are taken, None where an engine does not say.
-    ``embedding_size``: numbers in a vector that engines compute; 0 where they compute none, or do not say. ``media``: what they
-    take of each modality.
+    """Limits of the engines.
+
+    Attributes:
+        max_model_len: maximum tokens of prompt and output together.
+        vocab_size: number of token ids.
+        hidden_size: length of an embedding in a prompt; 0: not accepted; None: unknown.
+        embedding_size: length of an embedding that engines compute; 0: none, or unknown.
+        media: limits per modality.
     """
 
     max_model_len: int
@@ -37,34 +36,34 @@ class ModelLimits(NamedTuple):
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a connected engine is that requests may name."""
+    """Load of a connected engine that requests may name."""
 
     rank: int
-    """No two engines have the same."""
+    """Unique number of the engine."""
     num_running_reqs: int
     num_waiting_reqs: int
     kv_cache_usage: float
-    """Used share of the KV cache, 0 to 1."""
+    """Used fraction of the KV cache, 0 to 1."""
     capacity: int
-    """Tokens that its KV cache holds."""
+    """Number of tokens that its KV cache holds."""
     max_running: int
-    """Requests that it runs at once, 0 where it does not say."""
+    """Maximum number of running requests; 0 if unknown."""
     cache_hit_rate: float
-    """Share of the prompt tokens looked up since its start that its prefix cache had, 0 to 1."""
+    """Fraction of looked-up prompt tokens found in its prefix cache since its start, 0 to 1."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines whose tokens depend on the same configuration."""
+    """Engines whose output depends on the same configuration."""
 
     config_hash: str
-    """Empty where the engines do not say."""
+    """Hash of that configuration; empty if the engines do not report one."""
     engine_ids: tuple[str, ...]
     differs: Mapping[str, str]
-    """Of what tokens depend on, by name, that which is not the same in all variants."""
+    """Settings that affect the output and differ between variants, by name."""
 
 
 class OutputHandler(Protocol):
-    """Who gets what engines produce."""
+    """Receives the outputs of engines."""
 
     def process(
         self,
@@ -74,80 +73,85 @@ class OutputHandler(Protocol):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> Sequence[str]:
-        """Take a step's outputs; returns the ids of requests that the engine need not go on with.
+        """Process the outputs of a step. Return the ids of requests that the engine need not continue.
 
-        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
-        tokens and nothing else, which come before the others; ``drafts``: what is known of the drafts of some of these.
+        Args:
+            outputs: outputs of the step.
+            engine: the engine's id.
+            timestamp: end of the step on the engine's clock.
+            tokens: outputs that are only new tokens; they come before ``outputs``.
+            drafts: statistics of speculative decoding for some of these.
         """
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests."""
+        """End these requests with an error."""
 
     def fail_all(self, error: RequestFailed) -> Sequence[str]:
-        """End every request; returns their ids."""
+        """End all requests with an error. Return their ids."""
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests have lost their engine and go on elsewhere: the clock of their outputs is another one."""
+        """Handle that these requests resume on another engine, whose clock differs."""
 
 
 class EngineView(Protocol):
-    """What is known of the engines now."""
+    """The current state of the engines."""
 
     @property
     def limits(self) -> ModelLimits | None:
-        """What every connected engine can take; None while there is none."""
+        """Limits that every connected engine supports; None while there is none."""
 
     @property
     def capabilities(self) -> Sequence[str]:
-        """What at least one connected engine serves."""
+        """Capabilities of at least one connected engine."""
 
     @property
     def num_engines(self) -> int:
-        """Engines that take requests now."""
+        """Number of engines that accept requests now."""
 
     def serving(self, capability: str) -> Sequence[str]:
-        """Ids of the connected engines that serve it, in order."""
+        """Return the ids of the connected engines with this capability, sorted."""
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """The engines as this frontend sees them, connected or not."""
+        """Return the engines as this frontend sees them, connected or not."""
 
     def variants(self) -> Sequence[Variant]:
-        """The variants among the connected engines, by their hashes."""
+        """Return the variants among the connected engines, sorted by hash."""
 
     def groups(self) -> Sequence[PoolGroup]:
-        """The data-parallel groups that engines are ranks of, as the coordinator last told."""
+        """Return the data-parallel groups in the coordinator's latest view."""
 
     def rank_loads(self) -> Sequence[RankLoad]:
-        """The load of every connected engine that requests may name, by rank."""
+        """Return the load of every connected engine that requests may name, sorted by rank."""
 
 
 class EngineClient(Protocol):
-    """Takes requests to engines. Their outputs come through an OutputHandler."""
+    """Sends requests to engines. Their outputs arrive at an OutputHandler."""
 
     @property
     def view(self) -> EngineView:
-        """What is known of the engines."""
+        """The state of the engines."""
 
     @property
     def usable(self) -> bool:
-        """Whether an engine takes requests now."""
+        """True if an engine accepts requests now."""
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
-        """Wait for an engine, until ``deadline`` (Unix seconds) at most. Returns what all of them can take.
+        """Wait for an engine, at most until ``deadline`` (Unix seconds). Return the limits that all engines support.
 
-        Raises Unavailable, DeadlineExceeded, and ResourceExhausted where too many requests of ``tenant`` wait already.
+        Raises Unavailable, DeadlineExceeded, and ResourceExhausted if too many requests of ``tenant`` already wait.
         """
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests that belong together on one engine. Raises InvalidArgument when they name one that is not there."""
+        """Start requests that belong together on one engine. Raises InvalidArgument if they name an unknown engine."""
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """End those of the requests that have not ended, wherever they are; nothing more comes of them."""
+        """Abort requests that have not ended, wherever they are. They produce no more output."""
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
-        """Call a registered method on every connected engine, or on that with the id ``engine``. Returns by engine id what it
-        answered, or the RequestFailed that the call ended with.
+        """Call a registered method on every connected engine, or only on ``engine``.
+
+        Return, by engine id, its result or the RequestFailed with which the call ended.
         """
 
     def refuse(self) -> None:
-        """Take no more requests; those that wait for an engine fail."""
+        """Stop accepting requests. Requests that wait for an engine fail."""

@@ -1,19 +1,19 @@
-"""Work that is spread over turns of the event loop, so that a large piece of it holds nobody up."""
+"""Pacing of large work over several turns of the event loop, so that it does not block other requests."""
 
 import asyncio
 from collections import deque
 
 SEQUENCES_PER_TURN = 32
-"""Sequences that are sent to engines in one turn of the event loop; each takes some 60 us."""
+"""Sequences sent to engines per turn of the event loop. Each takes about 60 us."""
 
 NUMBERS_PER_TURN = 32_768
-"""Numbers of vectors that are made into an answer in one turn of the event loop; they take some 3 ms."""
+"""Numbers of embeddings converted into an answer per turn of the event loop. This takes about 3 ms."""
 
 
 class Pace:
-    """Lets in so many units of work per turn of the event loop; what is beyond waits for later turns, in its order.
+    """Limits the units of work per turn of the event loop. Further work waits for later turns, in order.
 
-    A piece of more units than are left begins where any are left: a turn takes a piece more than ``limit`` at most.
+    A piece of work starts if any units are left, so a turn may exceed ``limit`` by one piece.
     """
 
     def __init__(self, limit: int) -> None:
@@ -23,7 +23,7 @@ class Pace:
         self._is_scheduled = False
 
     async def take(self, units: int = 1) -> None:
-        """Wait for room for so many units. Returns at once while there is some."""
+        """Wait until ``units`` may run. Returns at once if units are left in this turn."""
         loop = asyncio.get_running_loop()
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -39,7 +39,7 @@ class Pace:
         self._left, self._is_scheduled = self._limit, False
         while self._waiting and self._left > 0:
             units, turn = self._waiting.popleft()
-            if not turn.done():  # it may be cancelled
+            if not turn.done():  # it may have been cancelled
                 turn.set_result(None)
                 self._left -= units
         if self._waiting or self._left < self._limit:
@@ -48,5 +48,5 @@ class Pace:
 
 
 def loop_time() -> float:
-    """Seconds on the clock of the running event loop."""
+    """Return the time of the running event loop, in seconds."""
     return asyncio.get_running_loop().time()

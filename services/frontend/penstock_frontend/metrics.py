@@ -1,4 +1,4 @@
-"""The frontend's Prometheus metrics, under the names that vLLM's dashboards and the Gateway API extension read."""
+"""Prometheus metrics of the frontend, under the names that vLLM's dashboards and the Gateway API extension use."""
 
 import functools
 import time
@@ -21,8 +21,8 @@ from penstock_common.observability.metrics import (
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.rpc.media_transport import TRANSPORTS, MediaCounts
 
-# Upper ends of buckets are vLLM's, so that the quantiles of both can be compared. Its counts of tokens end at the model's
-# length, which a frontend learns later than it makes its metrics.
+# Bucket bounds are vLLM's, so that quantiles can be compared. vLLM's token buckets end at the model's length, which a
+# frontend learns only after it has created its metrics.
 _BELOW_A_SECOND = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _FIRST_TOKEN = (*_BELOW_A_SECOND, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -50,7 +50,7 @@ _OF_SEQUENCES = (
     Instrument(Histogram, "vllm:request_generation_tokens", "Output tokens of a request", (), _TOKENS),
     Instrument(Histogram, "vllm:request_params_max_tokens", "max_tokens of a request", (), _TOKENS),
 )
-"""Of each of a call's ``n`` sequences, as engines count; labelled with the engine, too."""
+"""Instruments per sequence (``n`` per call), labelled with model and engine."""
 _OF_CALLS = (
     Instrument(Histogram, "vllm:request_params_n", "n of a request", (), _SEQUENCES),
     Instrument(Counter, "penstock:requests_failed", "Requests that failed", ("code",)),
@@ -66,7 +66,7 @@ _OF_CALLS = (
     Instrument(
         Counter,
         "penstock:legs",
-        "Calls by the legs they were planned to go in, where there are engines of prompts",
+        "Calls by planned number of engines (legs), while there are prefill engines",
         ("plan", "why"),
     ),
     Instrument(
@@ -77,17 +77,17 @@ _OF_MEDIA = (
     Instrument(
         Histogram,
         "penstock:media_seconds",
-        "An item's time by stage: fetched, waiting for a media worker, decoded and processed",
+        "Time of a media item by stage: fetching, waiting for a media worker, decoding and preprocessing",
         ("modality", "stage"),
         _SECONDS,
     ),
-    Instrument(Counter, "penstock:media_refused", "Items not taken", ("modality", "reason")),
-    Instrument(Counter, "penstock:media_store_queries", "Items looked up among those processed before"),
-    Instrument(Counter, "penstock:media_store_hits", "Items found there"),
-    Instrument(Gauge, "penstock:media_store_bytes", "Bytes of processed items that are kept"),
-    Instrument(Gauge, "penstock:media_queued", "Items that wait for a media worker"),
+    Instrument(Counter, "penstock:media_refused", "Media items refused", ("modality", "reason")),
+    Instrument(Counter, "penstock:media_store_queries", "Media items looked up in the cache of processed items"),
+    Instrument(Counter, "penstock:media_store_hits", "Media items found in the cache of processed items"),
+    Instrument(Gauge, "penstock:media_store_bytes", "Bytes of cached processed media items"),
+    Instrument(Gauge, "penstock:media_queued", "Media items waiting for a media worker"),
     Instrument(
-        Counter, "penstock:media_workers_replaced", "Media workers that ended or were ended, and had to be replaced"
+        Counter, "penstock:media_workers_replaced", "Media workers that ended or were stopped, and were replaced"
     ),
 )
 _MEDIA_SENT = (
@@ -110,9 +110,9 @@ _MEDIA_SENT = (
 
 
 class EngineSteps:
-    """What one frame of an engine's outputs brought, counted once per frame rather than once per output.
+    """Totals of one frame of an engine's outputs, counted once per frame instead of once per output.
 
-    ``timestamp``: when the step ended, on the engine's clock.
+    ``timestamp``: end of the step on the engine's clock.
     """
 
     __slots__ = ("gaps", "num_tokens", "timestamp")
@@ -121,38 +121,38 @@ class EngineSteps:
         self.timestamp = timestamp
         self.num_tokens = 0
         self.gaps: dict[float, int] = {}
-        """Sequences by the time since their last token; those of one batch have the same."""
+        """Number of sequences by the time since their last token. Sequences of one batch have the same time."""
 
 
 class EngineMetrics:
-    """What is measured of sequences that run on one engine. Times are in seconds."""
+    """Metrics of sequences on one engine. Times are in seconds."""
 
     def __init__(self, of_sequences: Instruments, engine: str) -> None:
         self._series = {row.name: of_sequences.series(row.name, engine) for row in _OF_SEQUENCES if not row.labels}
         self._ended = functools.partial(of_sequences.series, _SUCCESS, engine)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """The first output of a sequence came, ``seconds`` after it arrived."""
+        """Record the first output of a sequence, ``seconds`` after its arrival."""
         self._series["vllm:time_to_first_token_seconds"].observe(seconds)
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
 
     def step(self, step: EngineSteps) -> None:
-        """A frame is done."""
+        """Record the totals of a frame."""
         if step.num_tokens:
             self._series["vllm:generation_tokens"].inc(step.num_tokens)
         for seconds, count in step.gaps.items():
             self._series["vllm:inter_token_latency_seconds"].observe(seconds, count)
 
     def nans(self, count: int) -> None:
-        """NaN logits were seen."""
+        """Count NaN logits."""
         self._series["penstock:nan_logits"].inc(count)
 
     def scheduled(self, queued: float) -> None:
-        """A sequence ended that had waited for ``queued`` seconds before it was first scheduled."""
+        """Record, at the end of a sequence, its ``queued`` seconds before it was first scheduled."""
         self._series["vllm:request_queue_time_seconds"].observe(queued)
 
     def generated(self, *, prefill: float | None, decode: float) -> None:
-        """A sequence ended: the time to its first token since it was scheduled, if that is known, and to its last."""
+        """Record, at the end of a sequence, its prefill time (None if unknown) and its decode time."""
         if prefill is not None:
             self._series["vllm:request_prefill_time_seconds"].observe(prefill)
         self._series["vllm:request_decode_time_seconds"].observe(decode)
@@ -160,7 +160,9 @@ class EngineMetrics:
     def finished(
         self, started: float, reason: FinishReason, *, prompt: int, generated: int = 0, max_tokens: int | None = None
     ) -> None:
-        """A sequence ended normally. ``started``: ``time.monotonic()`` at its arrival; ``prompt``, ``generated``: tokens."""
+        """Record the normal end of a sequence. ``started``: ``time.monotonic()`` at arrival; ``prompt``, ``generated``:
+        tokens.
+        """
         self._series["vllm:e2e_request_latency_seconds"].observe(time.monotonic() - started)
         self._series["vllm:request_prompt_tokens"].observe(prompt)
         self._series["vllm:request_generation_tokens"].observe(generated)
@@ -169,14 +171,14 @@ class EngineMetrics:
         self._ended(reason.name.lower()).inc()
 
     def pooled(self, started: float, prompt_tokens: int) -> None:
-        """A pooling request ended normally. ``started``: ``time.monotonic()`` at its arrival."""
+        """Record the normal end of a pooling request. ``started``: ``time.monotonic()`` at arrival."""
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
         self.finished(started, FinishReason.STOP, prompt=prompt_tokens)
 
 
 class FrontendMetrics(Instruments):
-    """What this frontend counts, in a registry of its own. What is measured of sequences is labelled with the model's name and
-    the engine's, what is measured of calls with the model's alone.
+    """Metrics of this frontend, in its own registry. Metrics of sequences are labelled with model and engine, metrics
+    of calls with the model.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -187,24 +189,24 @@ class FrontendMetrics(Instruments):
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
-        """The series of an engine, by its id; they show as 0 from the first time it is asked for."""
+        """Return the series of an engine by its id. They show as 0 from the first call on."""
         if (found := self._engines.get(engine)) is None:
             found = self._engines[engine] = EngineMetrics(self._of_sequences, engine)
         return found
 
     def add_engine_loads(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
-        """Serve the engines' load as well."""
+        """Add the engines' load to the metrics."""
         self.registry.register(Readings(lambda: engine_families(loads())))
 
     def add_adapters(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Serve how many LoRA adapters have names, too; ``count``: by where these come from."""
+        """Add the number of LoRA adapter names to the metrics. ``count`` returns it by source."""
         names = Reading(
             GaugeMetricFamily, "penstock:lora_names", "LoRA adapters by name", lambda _: dict(count()), ("source",)
         )
         self._add([names], None)
 
     def add_media(self, counts: MediaCounts) -> None:
-        """Serve what engines have been sent of media, too."""
+        """Add the counters of media sent to engines to the metrics."""
         self._add(_MEDIA_SENT, counts)
 
     def _add(self, table: Iterable[Reading], source: object) -> None:
@@ -212,7 +214,7 @@ class FrontendMetrics(Instruments):
 
 
 class MediaMetrics(Instruments):
-    """Series of this frontend's media, labelled with the model's name."""
+    """Media metrics of this frontend, labelled with the model's name."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         super().__init__(registry, _OF_MEDIA, model_name=model_name)

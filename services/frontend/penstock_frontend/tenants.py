@@ -1,4 +1,4 @@
-"""Which tenants have series of their own in metrics, and which are refused, for the log and for ``penstock status``."""
+"""Tenant labels in metrics, and counts of refused requests by tenant for the log and ``penstock status``."""
 
 import asyncio
 import contextvars
@@ -14,34 +14,35 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 
 MAX_LABELS = 20
-"""Tenants with a series of their own."""
+"""Maximum number of tenants with their own series."""
 OTHER = "other"
-"""The label of all other tenants. No tenant has it: see ``own_label``."""
+"""Label of all other tenants. No tenant has it: see ``own_label``."""
 _PREFIX = "tenant:"
 _MAX_KNOWN = 1000
-"""Tenants whose traffic is followed at once."""
+"""Maximum number of tenants whose traffic is tracked."""
 _HALF_LIFE = 60.0
-"""Seconds after which traffic counts half."""
+"""Half-life of counted traffic, in seconds."""
 
 
 def own_label(tenant: str) -> str:
-    """Return the label that stands for one tenant alone: its name, behind ``tenant:`` where it could be mistaken.
+    """Return a label that stands for one tenant only: its name, with the prefix ``tenant:`` if it could be confused.
 
-    Names are the clients' to choose, ``other`` too. A name that begins with ``tenant:`` gets a further one.
+    Clients choose tenant names, so a tenant may be called ``other``. A name that begins with ``tenant:`` gets the
+    prefix again.
     """
     return f"{_PREFIX}{tenant}" if tenant == OTHER or tenant.startswith(_PREFIX) else tenant
 
 
 class TenantLabels:
-    """Gives the tenants with the most traffic a label of their own, so that the number of series is bounded.
+    """Gives the tenants with the most traffic their own label, so that the number of series is bounded.
 
-    A tenant takes the place of a labelled one only once it has more than twice its traffic, so that tenants of like traffic
-    do not alternate. From then on its requests count under its name; those before stay under ``OTHER``. The series of the
-    tenant that lost its place ends. So a label stands for one tenant at all times, and every request counts once.
+    A tenant replaces a labelled one only if it has more than twice its traffic, so that tenants with similar traffic do
+    not alternate. Its later requests count under its name; earlier ones stay under ``OTHER``. The series of the
+    replaced tenant is removed. So a label always stands for one tenant, and every request counts once.
     """
 
     def __init__(self, on_ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """``on_ended``: called with each label whose series has to end. ``clock``: seconds."""
+        """``on_ended``: called with each label whose series must be removed. ``clock``: monotonic seconds."""
         self._on_ended = on_ended
         self._clock = clock
         self._halved_at = clock()
@@ -53,7 +54,7 @@ class TenantLabels:
         if (now := self._clock()) - self._halved_at >= _HALF_LIFE:
             self._halve(now)
         if tenant not in self._traffic and len(self._traffic) >= _MAX_KNOWN:
-            return  # until those with a single request have been forgotten
+            return  # until tenants with a single request have been forgotten
         self._traffic[tenant] = traffic = self._traffic.get(tenant, 0.0) + 1.0
         if tenant in self._labelled:
             return
@@ -67,33 +68,34 @@ class TenantLabels:
             self._on_ended(least)
 
     def label_of(self, tenant: str) -> str:
-        """The label that a tenant has now."""
+        """Return the current label of a tenant."""
         return tenant if tenant in self._labelled else OTHER
 
     def _halve(self, now: float) -> None:
         halvings = int((now - self._halved_at) / _HALF_LIFE)
         self._halved_at += halvings * _HALF_LIFE
         factor = 0.5**halvings
-        # A labelled tenant keeps its label while nobody else needs it, also without traffic.
+        # A labelled tenant keeps its label without traffic while no other tenant needs the place.
         self._traffic = {name: count * factor for name, count in self._traffic.items() if count * factor >= 1.0}
 
 
 LOG_INTERVAL = 10.0
-"""Seconds that one line of the log covers."""
+"""Interval of log lines per tenant, in seconds."""
 _WINDOW = 60.0
-"""Seconds that ``recent`` covers."""
+"""Time span that ``recent`` covers, in seconds."""
 _MAX_TENANTS = 1000
-"""Tenants and reasons counted apart in one interval; those beyond count as OTHER."""
+"""Maximum number of tenant and reason pairs counted separately in one interval. Further ones count as OTHER."""
 _MAX_NAME = 256
-"""Characters of a tenant's name."""
+"""Maximum characters of a tenant's name."""
 _SHOWN = 20
-"""Tenants in ``recent``, and in the log for one interval."""
+"""Maximum number of entries in ``recent`` and in the log for one interval."""
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """How many requests of a tenant were refused for a reason.
+    """Number of requests of a tenant that were refused for one reason.
 
-    ``tenant``: its ``own_label``; empty for requests that name none, OTHER for all tenants that are not shown apart.
+    ``tenant`` is its ``own_label``; empty for requests without a tenant; OTHER for all tenants that are not listed
+    separately.
     """
 
     tenant: str
@@ -102,9 +104,9 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class TenantRefusals:
-    """Counts, by tenant, the requests that were refused because a limit was reached (RESOURCE_EXHAUSTED).
+    """Counts requests that were refused because a limit was reached (RESOURCE_EXHAUSTED), by tenant.
 
-    Each tenant is logged once per interval, however often it was refused. Belongs to the event loop.
+    Each tenant is logged at most once per interval. Must be used on the event loop.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,19 +122,19 @@ class TenantRefusals:
         self._labels = TenantLabels(self._end_series, clock)
         self._since = 0.0
         self._now: Counter[tuple[str, str]] = Counter()
-        """Of the interval that is not logged yet."""
+        """Counts of the current interval, not logged yet."""
         self._past: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def accepted(self, tenant: str) -> None:
-        """A request of a tenant was accepted."""
+        """Count an accepted request as traffic of its tenant."""
         self._labels.seen(own_label(tenant[:_MAX_NAME]))
 
     def refused(self, tenant: str, error: RequestFailed) -> None:
-        """A request of a tenant ends with an error before it has begun. Only those at a limit count."""
+        """Count a request that ends with an error before it has started, if a limit was the reason."""
         if error.code != "RESOURCE_EXHAUSTED":
             return
-        tenant = own_label(tenant[:_MAX_NAME])  # it may not have been checked yet
+        tenant = own_label(tenant[:_MAX_NAME])  # the name may not have been checked yet
         self._labels.seen(tenant)
         label = self._labels.label_of(tenant)
         self._reasons.setdefault(label, set()).add(error.reason)
@@ -141,11 +143,11 @@ class TenantRefusals:
             self._since = self._clock()
         _count(self._now, (tenant, error.reason), 1)
         if self._timer is None:
-            # In a context of its own: the lines are of no one request.
+            # Run in an empty context, because the lines do not belong to one request.
             self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL, self.flush, context=contextvars.Context())
 
     def flush(self) -> None:
-        """Write the lines of the interval that has passed."""
+        """Write the log lines of the past interval."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -165,7 +167,9 @@ class TenantRefusals:
             )
 
     def recent(self) -> list[Refused]:
-        """Refusals of the last minute, the most first; tenants beyond the first ones are summed as OTHER."""
+        """Return the refusals of the last minute, the largest counts first. Tenants beyond the maximum are summed as
+        OTHER.
+        """
         self._forget(self._clock())
         total: Counter[tuple[str, str]] = Counter(self._now)
         for _, counts in self._past:

@@ -37,7 +37,7 @@ def test_the_only_key_need_not_be_named(tmp_path: Path) -> None:
         ({"kty": "oct", "k": "c2VjcmV0"}, "keys[0] is a symmetric key"),
         (Issuer().jwk | {"d": "c2VjcmV0"}, "keys[0] holds a private key"),
         ("key", "keys[0] is not an object"),
-        ({"kty": "lattice"}, "has no key for signatures that is understood"),
+        ({"kty": "lattice"}, "has no supported signature key"),
     ],
 )
 def test_what_should_not_be_in_a_set_is_refused_without_showing_it(member: Any, why: str, tmp_path: Path) -> None:

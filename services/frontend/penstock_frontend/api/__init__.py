@@ -1,1 +1,1 @@
-"""The public APIs, a package for each protocol, and rules that all protocols share."""
+"""The public APIs, one package per protocol, and rules that all protocols share."""

@@ -1,4 +1,4 @@
-"""Access control: credentials of gRPC and HTTP calls, and refusal of calls by web pages of other origins."""
+"""Access control: credentials of gRPC and HTTP calls, and refusal of calls from web pages of other origins."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -19,18 +19,19 @@ from penstock_frontend.call_types import current_principal
 _HEALTH = "/grpc.health."
 _VLLM = "/vllm.grpc.engine.VllmEngine/"
 OPERATORS_METHODS = frozenset(
-    # Each reaches beyond the caller's own requests: the last one tells what others' prompts are.
+    # Each reaches beyond the caller's own requests. SubscribeKvEvents reveals the prompts of others.
     _VLLM + name
     for name in ("Abort", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 )
-"""Methods of the public server that only callers with the scope admin may use."""
+"""Methods of the public server that require the scope admin."""
 
 
 def grpc_check(
     authenticator: Authenticator, *, scope: call_types.Scope, operators: Collection[str] = ()
 ) -> Callable[[str, Mapping[str, str]], None]:
-    """For CallerGuard: every method but those of the health service is for callers with the scope; ``operators``, methods for
-    those with the scope admin.
+    """Return a check for CallerGuard: methods require ``scope``, and ``operators`` methods the scope admin.
+
+    The health service requires no credentials.
     """
 
     def check(method: str, metadata: Mapping[str, str]) -> None:
@@ -42,8 +43,8 @@ def grpc_check(
 
 
 class HttpAuthentication:
-    """Wraps an application: requests for all but the ``open_paths`` need credentials, those for ``operators_paths`` with the
-    scope admin.
+    """ASGI middleware that requires credentials, except for ``open_paths``. ``operators_paths`` require the scope
+    admin.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class HttpAuthentication:
         await self._app(scope, receive, send)
 
 
-# Calls by web pages of other origins.
+# Calls from web pages of other origins.
 
 PROBES = frozenset(("/health", "/ping"))
-"""Paths that tell only whether the server serves. Probes call them by any address, of a pod among others."""
+"""Paths that report only whether the server is up. Probes call them by any address, such as that of a pod."""
 
 
 class WebCallers:
-    """Wraps an application: calls that the rules refuse end here, before their bodies are read."""
+    """ASGI middleware that refuses calls by the rules before their bodies are read."""
 
     def __init__(self, app: ASGIApp, rules: CallerRules) -> None:
         self._app = app

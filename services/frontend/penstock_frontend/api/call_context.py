@@ -1,4 +1,4 @@
-"""What a call says of its requests beside their messages. gRPC's metadata and HTTP's headers have the same names."""
+"""Request context from a call's metadata. gRPC metadata and HTTP headers use the same names."""
 
 import time
 from collections.abc import Mapping
@@ -12,15 +12,16 @@ _INT32 = range(-(2**31), 2**31)
 _UINT32 = range(2**32)
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _RANK_HEADERS = ("x-penstock-data-parallel-rank", "x-data-parallel-rank")
-"""Ours, and vLLM's."""
+"""Header names of Penstock and of vLLM."""
 _NO_HINTS = pb.RoutingHints()
 
 
 def context_of_call(
     metadata: Mapping[str, str], *, deadline: float | None = None, hints: pb.RoutingHints = _NO_HINTS
 ) -> RequestContext:
-    """The context that a call gives each of its requests. A message's ``hints`` go before the call's ``metadata``, which is
-    not looked at then. ``deadline``: the call's, in seconds since the Unix epoch. Raises InvalidArgument, naming the key.
+    """Return the context of a call's requests. A value in the message's ``hints`` overrides the call's ``metadata``.
+
+    ``deadline`` is the call's, in seconds since the Unix epoch. Raises InvalidArgument with the name of the key.
     """
     return RequestContext(
         data_parallel_rank=hints.data_parallel_rank
@@ -36,17 +37,19 @@ def context_of_call(
 
 
 def tenant_of_call(metadata: Mapping[str, str]) -> str:
-    """The tenant of a call whose message has not been read: that of the caller, or the one that its ``metadata`` names."""
+    """Return the tenant of a call whose message has not been read: the caller's, or the one that its ``metadata``
+    names.
+    """
     return tenant_of_caller(metadata.get("x-penstock-tenant", ""))
 
 
 def tenant_of_message(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> str:
-    """Return the tenant of a message with such ``hints``, or of its call where they name none."""
+    """Return the tenant of a message with such ``hints``, or of its call if the hints name none."""
     return tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata)
 
 
 def deadline_after(time_left: float | None) -> float | None:
-    """Seconds since the Unix epoch when a call ends that has ``time_left`` seconds; None for never."""
+    """Return the deadline of a call with ``time_left`` seconds, in seconds since the Unix epoch; None: no deadline."""
     return None if time_left is None else time.time() + time_left
 
 

@@ -1,8 +1,6 @@
-"""Request fields that are accepted and have no effect: the only list of them.
+"""List of request fields that are accepted but have no effect. docs/reference/openai-api.md shows the same list as a table.
 
-docs/reference/ignored-fields.md shows the same list as a table.
-
-A field that is in no struct and not in this list is unknown (``openai/field_policy.py``).
+A field that is in no struct and not in this list is unknown (``openai/unknown_fields.py``).
 """
 
 from functools import cache
@@ -14,10 +12,10 @@ class IgnoredField(NamedTuple):
 
     Attributes:
         protocol: The routes or RPCs that have the field.
-        place: Where its object stands in the body, such as ``messages[].content[]``; empty for the body itself.
+        place: Path of its object in the body, such as ``messages[].content[]``; empty for the body itself.
         name: The field.
         example: A value that clients send.
-        why: Why it has no effect.
+        why: Reason why it has no effect.
         structs: The structs of the objects that may have the field; empty in gRPC.
         repeated: Whether the answer repeats the value; it has no other effect.
     """
@@ -32,7 +30,7 @@ class IgnoredField(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The field's place and name."""
+        """The field's path: place and name."""
         return f"{self.place}.{self.name}" if self.place else self.name
 
 
@@ -60,13 +58,13 @@ _OF_RUNS: tuple[tuple[str, object], ...] = (
     ("pending_safety_checks", [{"id": "x"}]),
     ("acknowledged_safety_checks", [{"id": "x"}]),
 )
-"""Fields of calls and results in conversations, for who runs the tools: name, example."""
+"""Fields of calls and results in conversations, meant for the party that runs the tools: name, example."""
 _CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
 _PARTS = ("PartBody",)
 
 
 def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Fields for OpenAI's own service, which all its generating routes have."""
+    """Return fields for OpenAI's own service, which all its generating routes have."""
     return (
         IgnoredField(protocol, "", "safety_identifier", "u1", _LABEL, structs),
         IgnoredField(protocol, "", "prompt_cache_key", "k", _CACHED, structs),
@@ -112,7 +110,7 @@ _HINTS: tuple[tuple[str, object, str], ...] = (
 
 
 def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Fields of other servers and of clients, which every route that generates text may get."""
+    """Return fields of other servers and of clients that every generating route may get."""
     return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
 
 
@@ -223,5 +221,5 @@ IGNORED: tuple[IgnoredField, ...] = (
 
 @cache
 def ignored_in(struct: str) -> frozenset[str]:
-    """Return the fields without effect that objects of a struct may have, by the struct's name."""
+    """Return the names of the fields without effect that objects of a struct may have."""
     return frozenset(field.name for field in IGNORED if struct in field.structs)

@@ -1,4 +1,4 @@
-"""Sources of media in requests of every protocol (URLs, base64), and the names of media in errors."""
+"""Media sources in requests of all protocols (URLs, base64), and field names of media in errors."""
 
 import itertools
 import math
@@ -13,20 +13,20 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, Frame, Frames
 from penstock_frontend.processing.media.data_urls import DataUrlError, decode_base64, is_data_url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-"""What a video as pictures begins with, as vLLM has it; the pictures follow, with commas between."""
+"""Prefix of a video given as frames, as in vLLM. The frames follow, separated by commas."""
 _FRAMES_HEAD = re.compile(r"[ \t\r\n\f]*" + _JPEG_FRAMES, re.IGNORECASE)
 _COMMA = re.compile(",|%2[Cc]")
 _BARE = "data:;base64,"
 MAX_FRAMES = 4096
-"""Pictures of a video that are looked at, before the frontend's own limit is applied."""
+"""Maximum number of frames that are parsed. The configured limit applies later."""
 DEFAULT_FPS = 1.0
-"""Pictures a second of a video that does not say it, as in vLLM."""
+"""Default frame rate of a video, in frames per second, as in vLLM."""
 
 
 def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFAULT_FPS) -> Source:
-    """What a URL stands for. ``fps``: pictures a second of a video as pictures. Nothing is fetched here.
+    """Return the source for a URL. ``fps``: frame rate of a video given as frames. Nothing is fetched here.
 
-    Raises InvalidArgument for one that is empty, Unimplemented for a video that is not given as pictures.
+    Raises InvalidArgument if the URL is empty, Unimplemented for a video that is not given as frames.
     """
     if not url:
         raise InvalidArgument(f"{field} is empty", field=field)
@@ -34,20 +34,20 @@ def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFA
         return Url(url)
     if (head := _FRAMES_HEAD.match(url)) is None:
         raise Unimplemented(
-            f"{field} is no {_JPEG_FRAMES}...; video files are not read: give the frames as JPEG files in base64, with commas "
-            "between",
+            f"{field} does not begin with {_JPEG_FRAMES}; video files are not read: give the frames as JPEG files "
+            "in base64, separated by commas",
             field=field,
         )
     return Frames(_frames(url, head.end(), field, fps))
 
 
 def source_of_base64(text: str) -> Source:
-    """Return the source of a file that a client gives in base64; a ``data:`` URL in its place is taken, too."""
+    """Return the source for a file in base64. A ``data:`` URL is accepted as well."""
     return Url(text) if is_data_url(text) else Url(_BARE + text, unwritten=len(_BARE))
 
 
 def check_fps(fps: float, field: str) -> float:
-    """The pictures a second. Raises InvalidArgument unless they are above 0 and at most 1000."""
+    """Check and return a frame rate. Raises InvalidArgument unless it is above 0 and at most 1000."""
     if not (math.isfinite(fps) and 0.0 < fps <= 1000.0):
         raise InvalidArgument(f"{field} is {fps}; it must be above 0 and at most 1000", field=field)
     return fps
@@ -69,11 +69,11 @@ def _frames(url: str, start: int, field: str, fps: float) -> list[Frame]:
     return frames
 
 
-# Names of media in errors, where messages get their places after they are read.
+# Field names of media in errors, for messages whose position becomes known after parsing.
 
 
 def placed(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages with the fields of their media, which are relative to their messages, as those of the conversation."""
+    """Return the messages with media fields relative to the conversation instead of their message."""
     return [_placed(message, f"messages[{index}].") for index, message in enumerate(messages)]
 
 

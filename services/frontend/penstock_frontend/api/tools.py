@@ -1,4 +1,4 @@
-"""Tools of a request: which ones the model is told of and under which names, and the inputs of custom tools in answers."""
+"""Tools of a request: selection and names of the tools that the model sees, and inputs of custom tools in answers."""
 
 import json
 import re
@@ -16,21 +16,21 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 INPUT = "input"
-"""The only argument of the function that a custom tool becomes: a text."""
+"""Name of the only argument of the function that represents a custom tool; its value is a text."""
 _SEPARATOR = "__"
 
 
 class ServedTool(NamedTuple):
-    """A tool that the model is told of.
+    """A tool that the model sees.
 
     Attributes:
         tool: The function that the model sees.
-        field: The object in the request that has the tool's name, such as ``tools[1].function``.
+        field: Path of the object in the request that has the tool's name, such as ``tools[1].function``.
         name: The client's name of the tool.
-        namespace: The client's name of the group that the tool is of; empty: of none.
-        custom: Whether the client wants a text as the call's input, instead of arguments.
-        syntax: The form of the grammar that the input must match; empty: any text.
-        schema: The client's name of the schema of a function's arguments.
+        namespace: The client's name of the tool's group; empty: none.
+        custom: Whether the call's input is a text instead of arguments.
+        syntax: Syntax of the grammar that the input must match; empty: any text.
+        schema: The client's name of the arguments' schema.
     """
 
     tool: Tool
@@ -43,14 +43,14 @@ class ServedTool(NamedTuple):
 
 
 class ToolChoice(NamedTuple):
-    """What a request says of calls.
+    """The tool choice of a request.
 
     Attributes:
         mode: ``auto``, ``none`` or ``required``.
-        named: The tool that must be called, by the name that the model sees; empty: no such one.
-        allowed: The tools that may be called, by the same names; None: all.
-        hosted: The type of a tool that must be called, where the choice has no name; empty: it is no such choice.
-        field: What errors about the choice name.
+        named: Tool that must be called, by the name that the model sees; empty: none.
+        allowed: Tools that may be called, by the same names; None: all.
+        hosted: Type of a tool that must be called, if the choice gives a type instead of a name; empty: none.
+        field: Field name in errors about the choice.
     """
 
     mode: str
@@ -61,7 +61,7 @@ class ToolChoice(NamedTuple):
 
 
 class ChosenTools(NamedTuple):
-    """What a conversation has of the tools. ``names``: our names of fields to the client's, for errors."""
+    """The tools that apply to a conversation. ``names``: map from our field names to the client's, for errors."""
 
     tools: Sequence[Tool]
     mode: str
@@ -87,8 +87,8 @@ class ServedTools:
         namespace: str = "",
         schema: str = "parameters",
     ) -> None:
-        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument for a schema of something else
-        than an object.
+        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument if the schema is not
+        for an object.
         """
         kind = (parameters or {}).get("type")
         if kind is not None and kind != "object":
@@ -107,7 +107,7 @@ class ServedTools:
         definition: str = "",
         namespace: str = "",
     ) -> None:
-        """Add a custom tool, whose input is a text, as a function of one text. ``syntax``: of the grammar ``definition``."""
+        """Add a custom tool as a function with one text argument. ``syntax``: syntax of the grammar ``definition``."""
         text = {"type": "string"}
         told = description or ""
         if syntax:
@@ -119,7 +119,7 @@ class ServedTools:
         self._add(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
 
     def leave_out(self, kind: str, field: str, name: str = "") -> None:
-        """Leave a tool out that this server does not run, and warn of it. ``kind``: its type."""
+        """Leave out a tool that this server does not run, and warn about it. ``kind``: its type."""
         self._left_out.append((kind, field, name))
         warn(
             WarningKind.TOOL_LEFT_OUT,
@@ -132,15 +132,15 @@ class ServedTools:
 
     @property
     def has_custom(self) -> bool:
-        """Whether there are custom tools."""
+        """True if there are custom tools."""
         return any(served.custom for served in self._served)
 
     def called(self, name: str) -> ServedTool | None:
-        """Return the tool that the model calls so; None where there is none."""
+        """Return the tool that the model calls by this name, or None."""
         return self._by_name.get(name)
 
     def chosen(self, choice: ToolChoice) -> ChosenTools:
-        """Apply the choice. Raises InvalidArgument for a choice of a tool that is left out, or that is not there."""
+        """Apply the choice. Raises InvalidArgument if it requires a tool that was left out or does not exist."""
         self._check(choice)
         served = [
             each
@@ -192,7 +192,7 @@ class ServedTools:
 
 
 def flat_name(name: str, namespace: str | None = "") -> str:
-    """Return the name that the model sees of a tool in a namespace: models know no groups of tools."""
+    """Return the name of a namespaced tool as the model sees it, because models do not know tool groups."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
@@ -218,16 +218,18 @@ def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
         )
 
 
-# Inputs of custom tools are texts. The model writes them as an argument of the function that stands for the tool.
+# Inputs of custom tools are texts. The model writes them as an argument of the function that represents the tool.
 
 _BEGIN = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
 _CHARACTER = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])|[^\\]", re.DOTALL)
 _HIGH = re.compile(r"\\u[dD][89abAB]")
-"""The first half of a character, whose second half may come with the next piece."""
+"""First half of a surrogate pair, whose second half may come with the next piece."""
 
 
 class InputReader:
-    """Reads the text ``input`` from a call's arguments while they are being written. Other arguments are handed on as text."""
+    """Extracts the text ``input`` from a call's arguments while they are generated. Other arguments are passed on as
+    text.
+    """
 
     def __init__(self) -> None:
         self._raw = ""
@@ -235,7 +237,7 @@ class InputReader:
         self._ended = False
 
     def push(self, arguments: str) -> str:
-        """Return more of the text."""
+        """Add a piece of the arguments. Return the new part of the text."""
         if self._ended:
             return ""
         self._raw += arguments
@@ -247,7 +249,7 @@ class InputReader:
         return self._text()
 
     def finish(self) -> str:
-        """Return what is left when the call has ended: all of the arguments, if they do not begin with the text."""
+        """Return the rest of the text at the end of the call, or all arguments if they do not begin with the text."""
         if self._begun:
             return "" if self._ended else self._text(ended=True)
         try:
@@ -270,12 +272,12 @@ class InputReader:
         written, self._raw = self._raw[:upto], self._raw[upto:]
         try:
             return whole(json.loads(f'"{written}"', strict=False))
-        except ValueError:  # an escape that JSON does not have
+        except ValueError:  # an escape sequence that JSON does not have
             return whole(written)
 
 
 class CustomInputs:
-    """Makes the calls of one sequence those of the client's tools: of custom tools the arguments become the input."""
+    """Converts the tool calls of one sequence: the arguments of custom tools become their inputs."""
 
     def __init__(self, tools: ServedTools) -> None:
         self._tools = tools
@@ -284,7 +286,7 @@ class CustomInputs:
         self._last: ToolCallDelta | None = None
 
     def read(self, output: ChatOutput) -> ChatOutput:
-        """Return the output with the inputs of custom tools in the place of their arguments."""
+        """Return the output with the inputs of custom tools instead of their arguments."""
         if not self._has_custom:
             return output
         calls: list[ToolCallDelta] = []
@@ -303,7 +305,7 @@ class CustomInputs:
         return msgspec.structs.replace(output, tool_calls=calls)
 
     def _finish(self, calls: list[ToolCallDelta]) -> None:
-        """Add what is left of the last call to its piece, or as a piece of its own."""
+        """Add the rest of the last call's input to its piece, or as a new piece."""
         last, self._last = self._last, None
         if last is None or (reader := self._readers.pop(last.index, None)) is None:
             return
@@ -316,5 +318,5 @@ class CustomInputs:
 
 
 def input_arguments(text: str) -> str:
-    """Return the arguments of a custom tool's call with that input, as the model writes them."""
+    """Return the arguments of a custom tool's call with that input, in the form that the model writes."""
     return json.dumps({INPUT: text}, ensure_ascii=False)

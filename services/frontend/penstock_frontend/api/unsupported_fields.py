@@ -1,9 +1,7 @@
-"""Request fields that are known and not served: the only list of them.
+"""List of request fields that are known but not supported. docs/reference/request-fields.md shows the same list as a table.
 
-docs/reference/request-fields.md shows the same list as a table.
-
-Every field here would change the output or the answer, so a request that sets one is refused. Fields that change nothing are in
-``ignored_fields.py``.
+Every field here would change the output or the answer, so a request that sets one is refused. Fields without effect are
+in ``ignored_fields.py``.
 """
 
 from collections.abc import Mapping
@@ -17,11 +15,11 @@ from penstock_frontend.api.ignored_fields import ignored_in
 CHAT, COMPLETIONS, RESPONSES = ("ChatCompletionRequest",), ("CompletionRequest",), ("ResponseBody",)
 MESSAGES = ("MessagesBody", "ConversationBody")
 GENERATING = CHAT + COMPLETIONS + RESPONSES + MESSAGES
-"""Structs of the bodies that have text generated. ``UnsupportedField.structs`` are names of structs."""
+"""Structs of the request bodies that generate text. ``UnsupportedField.structs`` has names of structs."""
 SCORES, CLASSIFY, POOLING, RERANK = ("ScoreBody",), ("ClassificationBody",), ("PoolingBody",), ("RerankBody",)
 EMBEDDINGS = ("EmbeddingRequest",)
 POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK
-"""Structs of the bodies whose inputs become vectors, classes or scores."""
+"""Structs of the request bodies for embeddings, classes and scores."""
 ROUTES: Mapping[str, str] = {
     "ChatCompletionRequest": "/v1/chat/completions",
     "CompletionRequest": "/v1/completions",
@@ -35,20 +33,20 @@ ROUTES: Mapping[str, str] = {
     "ClassificationBody": "/classify",
     "RerankBody": "/rerank",
 }
-"""What users call the objects that structs are made of."""
+"""Public names of the objects that the structs represent."""
 
 
 class UnsupportedField(NamedTuple):
-    """A field, or several that would do the same.
+    """A field, or several with the same effect.
 
     Attributes:
         names: The field's names.
-        effect: What it would do, as a noun.
-        instead: What a client can use instead; empty: nothing.
-        structs: The structs of the objects that clients send it in. A struct that has the field itself serves it.
-        neutral: Values that ask for nothing, beside null, false, 0 and what is empty.
-        strict: Whether false, 0 and what is empty ask for something, too.
-        wraps: Whether the field is an object of other fields. It asks for nothing if these are all ignored.
+        effect: The effect that it would have, as a noun.
+        instead: An alternative for clients; empty: none.
+        structs: The structs of the objects that clients send it in. A struct that has the field itself supports it.
+        neutral: Values without effect, in addition to null, false, 0 and empty values.
+        strict: Whether false, 0 and empty values have an effect as well.
+        wraps: Whether the field is an object of other fields. It has no effect if these are all ignored.
     """
 
     names: tuple[str, ...]
@@ -60,7 +58,7 @@ class UnsupportedField(NamedTuple):
     wraps: bool = False
 
     def asks(self, value: object, struct: str) -> bool:
-        """Return whether a value of the field asks for something, in an object of a struct."""
+        """Return True if a value of the field would have an effect, in an object of this struct."""
         if value is None or any(_same(value, each) for each in self.neutral):
             return False
         if self.wraps and isinstance(value, dict) and value.keys() <= ignored_in(struct):
@@ -68,13 +66,13 @@ class UnsupportedField(NamedTuple):
         return self.strict or bool(value)
 
     def refusal(self, path: str) -> Unimplemented:
-        """Return the error for a request that has the field. ``path``: where it stands in the body."""
+        """Return the error for a request that has the field. ``path``: its path in the body."""
         remedy = f"use {self.instead}" if self.instead else "leave it out"
         return Unimplemented(f"{path} is not served; {remedy}", field=path)
 
 
 def _same(value: object, other: object) -> bool:
-    # True equals 1 in Python, and not in JSON.
+    # True equals 1 in Python, but not in JSON.
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -27,7 +27,7 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:
-    """The message of what is known of an adapter."""
+    """Return the message about an adapter."""
     message = to_message(info.held or HeldAdapter(b""), pb.LoraInfo, digest=None, pinned=None)
     fill(message, info.adapter)
     fill(message, info)
@@ -45,10 +45,10 @@ _PAUSE_MODES: dict[int, str] = {
 }
 _MAX_SLEEP_LEVEL = 2
 _MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
-"""Of the arguments of a method of workers, which are an argument themselves."""
+"""Maximum nesting depth of the arguments of a worker method, which are an argument themselves."""
 _MAX_DRAIN_TIMEOUT = 86_400.0
 _DRAIN_INTERVAL = 0.1
-"""Seconds between two looks at a draining engine."""
+"""Seconds between two checks of a draining engine."""
 _WAKE_UP_TAGS = ("weights", "kv_cache")
 
 add_to_server = service_pb2_grpc.add_AdminServiceServicer_to_server
@@ -57,10 +57,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class AdminServicer(service_pb2_grpc.AdminServiceServicer):
-    """Controls engines through their sessions. What comes later is refused by name.
+    """Controls engines through their sessions. Methods that are not served yet are refused by name.
 
-    A call goes to every connected engine at once. When one of them fails the call fails with its error, which names the
-    engine, after all have answered: the others have done what was asked.
+    A call goes to every connected engine at once. If an engine fails, the call fails with that engine's error after all
+    have answered. The other engines have then carried out the call.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         lost: LostEngines,
         tenants: TenantRefusals,
     ) -> None:
-        """``coordinator``: None where the engines are those of the configuration."""
+        """``coordinator``: None if the engines come from the configuration."""
         self._lost = lost
         self._tenants = tenants
         self._engines = engines
@@ -80,24 +80,24 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         self._coordinator = coordinator
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        """Stops scheduling; answers when the engines are paused."""
+        """Stop scheduling. Returns once all engines are paused."""
         await self._ask("pause", _pause_mode(request.mode), request.clear_cache)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
-        """Starts scheduling again."""
+        """Resume scheduling."""
         await self._ask("resume")
         return pb.ResumeResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
-        """Frees device memory."""
+        """Free device memory."""
         if request.level > _MAX_SLEEP_LEVEL:
             raise InvalidArgument(f"level is {request.level}; it must be from 0 to {_MAX_SLEEP_LEVEL}", field="level")
         await self._ask("sleep", request.level, _pause_mode(request.mode or control_pb2.PAUSE_MODE_ABORT))
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
-        """Takes device memory back."""
+        """Allocate device memory again."""
         for index, tag in enumerate(request.tags):
             if tag not in _WAKE_UP_TAGS:
                 raise InvalidArgument(
@@ -107,18 +107,18 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.WakeUpResponse()
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
-        """Which engines sleep."""
+        """Return which engines sleep."""
         return pb.IsSleepingResponse(engines=await self._ask("is_sleeping"))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
-        """What each engine is and holds."""
+        """Return the properties and memory of each engine."""
         infos = await self._ask("engine_info")
         return pb.GetEngineInfoResponse(
             engines={engine: msgspec.json.encode(info).decode() for engine, info in infos.items()}
         )
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
-        """The cluster as this frontend sees it."""
+        """Return the cluster as this frontend sees it."""
         return pb.GetClusterResponse(
             engines=[to_message(status, control_pb2.EngineStatus) for status in self._engines.view.cluster()],
             coordinator_connected=self._coordinator is not None and self._coordinator.connected,
@@ -133,7 +133,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(
         self, request: pb.ResetPrefixCacheRequest, context: Context
     ) -> pb.ResetPrefixCacheResponse:
-        """Forgets cached prefixes."""
+        """Clear the prefix caches."""
         return pb.ResetPrefixCacheResponse(
             num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
         )
@@ -141,34 +141,34 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def ResetMultimodalCache(
         self, request: pb.ResetMultimodalCacheRequest, context: Context
     ) -> pb.ResetMultimodalCacheResponse:
-        """Forgets media that engines have had."""
+        """Clear the engines' caches of received media."""
         return pb.ResetMultimodalCacheResponse(num_engines_reset=len(await self._ask("reset_mm_cache")))
 
     async def ResetEncoderCache(
         self, request: pb.ResetEncoderCacheRequest, context: Context
     ) -> pb.ResetEncoderCacheResponse:
-        """Forgets embeddings of media."""
+        """Clear the engines' caches of media embeddings."""
         return pb.ResetEncoderCacheResponse(num_engines_reset=len(await self._ask("reset_encoder_cache")))
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
-        """Starts the profilers."""
+        """Start the profilers."""
         await self._ask("start_profile")
         return pb.StartProfileResponse()
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
-        """Stops them; the paths are those on the engines' machines."""
+        """Stop the profilers. The returned paths are on the engines' machines."""
         paths = await self._ask("stop_profile")
         return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
-        """Has an engine take no new requests, and tells whenever it has fewer, until it has none or is gone."""
+        """Drain an engine. Yields its remaining requests whenever their number changes, until it has none or is gone."""
         known = {status.engine_id: status for status in self._engines.view.cluster()}
         if request.engine_id not in known:
             raise NotFound(
                 f"engine_id is {quoted(request.engine_id)}; engines: {', '.join(sorted(known)) or 'none'}",
                 field="engine_id",
             )
-        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # NaN is not either
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # also false for NaN
             raise InvalidArgument(
                 f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
                 field="timeout_seconds",
@@ -196,8 +196,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         *,
         gives: bool,
     ) -> tuple[int, int]:
-        """Tell an engine to drain, again if need be. Returns how many requests it has, and bytes of blocks that it keeps for
-        others, if it ``gives`` any; 0 when it is gone.
+        """Tell an engine to drain; may be repeated. Return its number of requests, and the bytes of KV blocks that it
+        keeps for others.
+
+        The bytes are requested only if it ``gives`` blocks. Both are 0 if the engine is gone.
         """
         requests = await self._ask_of("drain", [timeout], engine)
         info = await self._ask_of("engine_info", [], engine) if gives else None
@@ -205,7 +207,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return int(requests or 0), int(kept.get("leased_bytes", 0)) if kept else 0
 
     async def _ask_of(self, method: str, arguments: list[Any], engine: str) -> Any:
-        """What one engine answers; None when it is gone. Raises what it refuses with."""
+        """Return the answer of one engine; None if it is gone. Raises the engine's error."""
         result = (await self._engines.call_utility(method, arguments, engine=engine)).get(engine)
         if isinstance(result, RequestFailed):
             if result.reason == "ENGINE_GONE":
@@ -214,10 +216,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return result
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Changes the number of engines of a pool. What may be asked for the coordinator knows."""
+        """Change the number of engines in a pool. The coordinator checks the request."""
         if self._coordinator is None:
             raise FailedPrecondition(
-                "this frontend has no coordinator, which changes the number of engines: its coordinator.address is empty",
+                "this frontend has no coordinator, so it cannot change the number of engines; set coordinator.address",
                 reason="NO_COORDINATOR",
             )
         replicas = request.replicas if request.HasField("replicas") else None
@@ -228,27 +230,27 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.ScaleResponse(previous_replicas=previous)
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
-        """Has every engine read an adapter, and gives it a name."""
+        """Load an adapter on every engine and register its name."""
         loaded = await self._adapters.load(
             request.name, request.path, load_inplace=request.load_inplace, pinned=request.pinned
         )
         return pb.LoadLoraResponse(lora=lora_info(loaded))
 
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
-        """Takes a name away."""
+        """Remove an adapter's name."""
         return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:
-        """The adapters that requests can name."""
+        """Return the adapters that requests can name."""
         adapters = await self._adapters.list()
         return pb.ListLorasResponse(names=[each.adapter.name for each in adapters], loras=map(lora_info, adapters))
 
     async def PinLora(self, request: pb.PinLoraRequest, context: Context) -> pb.PinLoraResponse:
-        """Keeps an adapter in the engines' memory, or lets it go."""
+        """Pin an adapter in the engines' memory, or unpin it."""
         return pb.PinLoraResponse(lora=lora_info(await self._adapters.pin(request.name, pinned=not request.unpin)))
 
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
-        """Calls a method on every worker; which methods there are the engines know."""
+        """Call a method on every worker. The engines decide which methods are allowed."""
         if not request.method:
             raise InvalidArgument("method is not set", field="method")
         results = await self._ask("collective_rpc", request.method, _arguments(request.arguments))
@@ -257,7 +259,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         )
 
     async def _reset(self, method: str, *arguments: object) -> int:
-        """Call a method that says whether it did something. Returns how many engines did."""
+        """Call a method that returns whether it did something. Return the number of engines that did."""
         return sum(result is True for result in (await self._ask(method, *arguments)).values())
 
     async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
@@ -265,7 +267,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Who calls, for logs: by the name of a key or token, or those in a certificate; empty where nobody is asked."""
+    """Return the caller's name for logs: of its key or token, or in its certificate; empty without authentication."""
     principal = current_principal.get()
     return ", ".join(peer_names(context)) if principal is None else principal.name
 
@@ -278,12 +280,12 @@ def _pause_mode(mode: int) -> str:
 
 
 def _arguments(packed: bytes) -> Sequence[object]:
-    """The arguments of a CollectiveRpc; none when nothing is packed. Raises InvalidArgument."""
+    """Return the arguments of a CollectiveRpc; none if ``packed`` is empty. Raises InvalidArgument."""
     if not packed:
         return []
     try:
         decoded = msgspec.msgpack.decode(packed, type=list[Any])
-    except msgspec.DecodeError as e:  # ValidationError is one
+    except msgspec.DecodeError as e:  # includes ValidationError
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
     except RecursionError:
         raise _too_deep() from None
@@ -293,4 +295,4 @@ def _arguments(packed: bytes) -> Sequence[object]:
 
 
 def _too_deep() -> InvalidArgument:
-    return InvalidArgument(f"arguments nest more than {_MAX_DEPTH} deep", field="arguments")
+    return InvalidArgument(f"arguments are nested more than {_MAX_DEPTH} levels deep", field="arguments")

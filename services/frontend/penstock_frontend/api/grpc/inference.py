@@ -1,4 +1,4 @@
-"""The public API, ``penstock.inference.v1.InferenceService``, and its GenerateSession: many requests on one stream."""
+"""The public API, ``penstock.inference.v1.InferenceService``, with GenerateSession: many requests on one stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ Out = TypeVar("Out")
 # GenerateSession: many requests on one stream.
 
 _MAX_QUEUED = 16
-"""Messages that wait to be written. What comes while they do is merged in the requests' collectors."""
+"""Maximum number of messages that wait to be written. Later outputs are merged in the requests' collectors."""
 
 
 class _Running(NamedTuple):
@@ -47,11 +47,11 @@ class _Running(NamedTuple):
 
 
 class GenerateSession:
-    """One client's stream: a task reads it, each request has a task, and ``responses`` is what is written.
+    """One client's stream: one task reads it, each request has a task, and ``responses`` yields the answers.
 
-    A request's task puts one output at a time and waits for room, so a client that reads slowly costs memory proportional
-    to the outputs of its requests, and holds up nobody else. An aborted request ends like any other, with a last output;
-    its finish reason is ABORT. The stream ends when its client has half-closed it and the last request has ended.
+    A request's task puts one output at a time and waits for room. So a slow client costs memory proportional to the
+    outputs of its requests, and delays no other client. An aborted request ends with a last output, whose finish reason
+    is ABORT. The stream ends when its client has half-closed it and the last request has ended.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class GenerateSession:
         limits: Reread[LimitsConfig],
         max_response_bytes: int,
     ) -> None:
-        """``time_left``: seconds until the call's deadline, which is that of each request. A request with a larger response than
-        ``max_response_bytes`` ends, alone.
+        """``time_left`` returns the seconds until the call's deadline, which applies to each request.
+
+        A request whose response exceeds ``max_response_bytes`` fails; the session continues.
         """
         self._llm = llm
         self._metadata = metadata
@@ -79,7 +80,7 @@ class GenerateSession:
     async def responses(
         self, requests: AsyncIterator[pb.GenerateSessionRequest]
     ) -> AsyncIterator[pb.GenerateSessionResponse]:
-        """What the stream answers to ``requests``."""
+        """Yield the answers to ``requests``."""
         self._main = asyncio.create_task(self._serve(requests), name="generate session")
         try:
             while (response := await self._out.get()) is not None:
@@ -89,7 +90,7 @@ class GenerateSession:
             self.close()
 
     def close(self) -> None:
-        """The call is over: end everything it started. Idempotent."""
+        """End everything that the call has started. Idempotent."""
         if self._main is not None:
             self._main.cancel()
         for running in self._running.values():
@@ -106,19 +107,17 @@ class GenerateSession:
                         message = await anext(incoming)
                     except StopAsyncIteration:
                         break
-                    except RequestFailed as e:  # a message that cannot be read: nobody knows whose it is
+                    except RequestFailed as e:  # an unreadable message, so its request is unknown
                         await self._fail("", e)
                         continue
                     await self._answer(message, tasks)
-        except (
-            ExceptionGroup
-        ) as e:  # the stream's own failure, no request's; reaches the call's end through ``responses``
+        except ExceptionGroup as e:  # a failure of the stream, not of a request; ``responses`` raises it at the end
             await self._out.put(None)
             raise e.exceptions[0] from None
         await self._out.put(None)
 
     async def _answer(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
-        """Act on one message; whatever it is, the requests of others go on."""
+        """Process one message. A failure does not affect other requests."""
         request_id = message.generate.request_id or message.abort_request_id
         try:
             await self._take(message, tasks)
@@ -128,7 +127,7 @@ class GenerateSession:
             await self._fail(request_id, incident(e, request=request_id, doing="reading a message of a session"))
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
-        """Act on one message. Raises RequestFailed when the request that it starts is refused."""
+        """Process one message. Raises RequestFailed if the request that it starts is refused."""
         kind = message.WhichOneof("message")
         if kind == "abort_request_id":
             await self._abort(message.abort_request_id)
@@ -139,7 +138,8 @@ class GenerateSession:
             raise InvalidArgument("request_id is empty; in a session each request must have one", field="request_id")
         if message.generate.request_id in self._running:
             raise InvalidArgument(
-                f"request_id is {quoted(message.generate.request_id)}, which a running request of this session has",
+                f"request_id is {quoted(message.generate.request_id)}, which a running request of this session "
+                "already has",
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
@@ -159,11 +159,11 @@ class GenerateSession:
         self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
 
     async def _abort(self, request_id: str) -> None:
-        """End a request; one that has ended meanwhile is none any more."""
+        """Abort a request. Ignored if it has already ended."""
         running = self._running.get(request_id)
         if running is None or self._llm.abort(running.live):
             return
-        # It is not on its way to an engine yet: there is no output but this.
+        # It has not been sent to an engine, so this is its only output.
         running.task.cancel()
         self._end(running.live)
         last = pb.GenerateResponse(request_id=request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT)
@@ -171,11 +171,11 @@ class GenerateSession:
         await self._out.put(pb.GenerateSessionResponse(output=last))
 
     async def _run(self, request: GenerateRequest, live: LiveRequest) -> None:
-        """Serve one request to its end; whatever that is, the others go on."""
+        """Serve one request to its end. A failure does not affect other requests."""
         try:
             async for output in self._llm.generate(request, live):
                 if live.released:
-                    self._end(live)  # with this output: the id is free when its client reads it
+                    self._end(live)  # before this output is sent, so that the id is free when the client reads it
                 response = pb.GenerateSessionResponse(output=messages.generate_response(output, live.request_id))
                 check_response_size(response, self._max_response_bytes)
                 await self._out.put(response)
@@ -209,7 +209,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
-    """Turns calls into requests of the AsyncLLM. Errors become statuses in the server's interceptor."""
+    """Converts calls into requests of AsyncLLM. The server's interceptor converts errors into statuses."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Continues a prompt; the output is streamed. Warnings are initial metadata."""
+        """Continue a prompt and stream the output. Warnings are sent as initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.generate_request(request, **_call(context), limits=self._limits.now)
         async for output, request_id in self._outputs(converted, self._llm.generate, context, warnings):
@@ -239,7 +239,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def GenerateSession(
         self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
     ) -> AsyncIterator[pb.GenerateSessionResponse]:
-        """Many requests on one stream."""
+        """Serve many requests on one stream."""
         session = GenerateSession(
             self._llm,
             metadata=_metadata(context),
@@ -252,7 +252,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             yield response
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
-        """Answers a conversation; the answer is streamed. Warnings are initial metadata."""
+        """Continue a conversation and stream the answer. Warnings are sent as initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.chat_request(request, **_call(context), limits=self._limits.now)
         async for output, request_id in self._outputs(converted, self._chat.run, context, warnings):
@@ -261,9 +261,9 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def _outputs(
         self, request: R, run: Callable[[R, LiveRequest], AsyncIterator[Out]], context: Context, warnings: CallWarnings
     ) -> AsyncIterator[tuple[Out, str]]:
-        """The outputs of one request, each with its id, behind the warnings."""
+        """Yield the outputs of one request with its id, after sending the warnings."""
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
-        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
+        # A call may end at any point, even while a message waits for a slow client. Only the done callback always runs.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         begun = False
         async for output in run(request, live):
@@ -273,14 +273,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             yield output, live.request_id
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """Vectors of the inputs."""
+        """Return the embeddings of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         return messages.embed_response(
             *await self._llm.run_pooling(messages.embed_request(request, **_call(context), limits=self._limits.now))
         )
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
-        """Classes of the inputs."""
+        """Return the classes of the inputs."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         converted = messages.classify_request(request, **_call(context), limits=self._limits.now)
         result, request_id = await self._llm.run_pooling(converted)
@@ -288,13 +288,13 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Scores of pairs: by the model where it reads pairs, else the cosines of their vectors."""
+        """Return the scores of pairs: from a cross-encoder, otherwise cosines of embeddings."""
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         converted = messages.score_request(request, **_call(context))
         return messages.score_response(await self._scoring.run(converted))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Text to token ids."""
+        """Convert a text to token ids."""
         self._llm.inputs.check_model(request.model)
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
         encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
@@ -304,13 +304,13 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Token ids to text."""
+        """Convert token ids to a text."""
         self._llm.inputs.check_model(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await self._llm.decode(request.token_ids, skip_special_tokens=skip))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """The models that are served."""
+        """Return the models that are served."""
         adapters = self._llm.adapters.adapters
         aliases = (self._named(name) for name in adapters.aliases)
         return pb.ListModelsResponse(
@@ -318,14 +318,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        """One of them."""
+        """Return one model."""
         if not request.name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(request.name, field="name")
         return pb.GetModelResponse(model=self._named(request.name) or self._describe())
 
     def _named(self, name: str) -> pb.Model | None:
-        """A model under one of its names; None for an alias of an adapter that there is not."""
+        """Return the model under one of its names; None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -335,7 +335,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return model
 
     def _adapter(self, named: NamedAdapter) -> pb.Model:
-        """A LoRA adapter as the model that requests can name."""
+        """Return a LoRA adapter as a model that requests can name."""
         model = self._describe()
         model.name, model.root, model.revision, model.parent = named.name, named.adapter.path, "", model.name
         return model
@@ -356,7 +356,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Who calls, for logs: the port of an address is another one with every connection."""
+    """Return the caller's name for logs, without the port, which changes with every connection."""
     host, _, _ = peer_address(context.peer()).rpartition(":")
     return caller_named(host.strip("[]") or "local")
 

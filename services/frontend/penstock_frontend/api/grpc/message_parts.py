@@ -1,7 +1,4 @@
-"""Parts of ``penstock.inference.v1`` messages that several calls share.
-
-These are the request context, media, predictions, log-probabilities, and token counts.
-"""
+"""Message parts of ``penstock.inference.v1`` that several calls share: context, media, predictions, and token counts."""
 
 import json
 import math
@@ -37,7 +34,7 @@ from penstock_frontend.processing.prompts.sampling_params import check_count
 
 
 def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
-    """Say in the last message of a sequence how it ended."""
+    """Fill in the end of a sequence in its last message."""
     message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
     if isinstance(finish.stop_reason, str):
         message.stop_reason.text = finish.stop_reason
@@ -47,7 +44,7 @@ def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -
 
 
 def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | None:
-    """What the output may turn out to be, where that is said. Raises InvalidArgument for an empty message."""
+    """Return the predicted output, or None. Raises InvalidArgument for an empty prediction."""
     if not message.HasField("prediction"):
         return None
     match message.prediction.WhichOneof("content"):
@@ -60,28 +57,29 @@ def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | 
 
 
 def object_of(text: str, field: str) -> dict[str, Any] | None:
-    """The JSON object in a field; None when it is empty. Raises InvalidArgument."""
+    """Return the JSON object in a field; None if the field is empty. Raises InvalidArgument."""
     if not text:
         return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+        raise InvalidArgument(f"{field} is not valid JSON: {e}", field=field) from None
     if not isinstance(value, dict):
-        raise InvalidArgument(f"{field} is no JSON object", field=field)
+        raise InvalidArgument(f"{field} is not a JSON object", field=field)
     return value
 
 
-# Media of requests, and prompts with media between their other parts.
+# Media of requests, and mixed prompts.
 
 MAX_TENSORS = 64
-"""Of an item that its client has processed."""
+"""Maximum number of tensors of a preprocessed item."""
 
 
 def media_part(message: media_pb2.Media, path: str) -> MediaPart:
-    """The medium of a message, whose path in the request is ``path``. Nothing is fetched or decoded here.
+    """Return the media part of a message at ``path`` in the request. Nothing is fetched or decoded here.
 
-    Raises InvalidArgument for what is missing or wrong, Unimplemented for video files and tensors that are not inline.
+    Raises InvalidArgument if a field is missing or wrong, Unimplemented for video files and tensors that are not
+    inline.
     """
     modality = modality_from_proto(message.modality, path=f"{path}.modality")
     kind = message.WhichOneof("source")
@@ -99,14 +97,16 @@ def media_part(message: media_pb2.Media, path: str) -> MediaPart:
 
 
 def mixed_prompt(message: pb.MixedPrompt, path: str, limits: LimitsConfig) -> MixedPrompt:
-    """The prompt of parts. Raises InvalidArgument for too many, or one that cannot be read, and what ``media_part`` raises."""
+    """Return a prompt of several parts. Raises InvalidArgument for too many or invalid parts, and the errors of
+    ``media_part``.
+    """
     check_count(f"{path}.parts", len(message.parts), limits, "max_prompt_parts")
     parts = [_prompt_part(part, f"{path}.parts[{i}]") for i, part in enumerate(message.parts)]
     return MixedPrompt(tuple(part for part, _ in parts), tuple(field for _, field in parts))
 
 
 def _prompt_part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
-    """The part and the path of its field."""
+    """Return the part and the path of its field."""
     match message.WhichOneof("part"):
         case "text":
             return message.text, f"{path}.text"
@@ -133,7 +133,7 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
         case "frames":
             if modality != "video":
                 raise InvalidArgument(
-                    f"{field} is set; they are of a video, and modality is {quoted(modality)}", field=field
+                    f"{field} is set; frames belong to a video, and modality is {quoted(modality)}", field=field
                 )
             return Frames(_frames(message.frames.frames, f"{field}.frames"))
         case "embeds":
@@ -144,7 +144,7 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
 
 def _frames(messages: Sequence[media_pb2.MediaFrame], path: str) -> list[Frame]:
     if not messages:
-        raise InvalidArgument(f"{path} is empty: there is no picture", field=path)
+        raise InvalidArgument(f"{path} is empty; at least one frame is required", field=path)
     if len(messages) > MAX_FRAMES:
         raise InvalidArgument(
             f"{path} has {len(messages)} entries; the limit is {MAX_FRAMES}", field=path, reason="MEDIA_TOO_LARGE"
@@ -157,7 +157,8 @@ def _frames(messages: Sequence[media_pb2.MediaFrame], path: str) -> list[Frame]:
         if not (math.isfinite(each.timestamp) and each.timestamp >= before):
             field = f"{path}[{index}].timestamp"
             raise InvalidArgument(
-                f"{field} is {each.timestamp}; it must be finite and at least {before}, as of the frame before",
+                f"{field} is {each.timestamp}; it must be finite and at least {before}, the timestamp of the "
+                "previous frame",
                 field=field,
             )
         before = each.timestamp
@@ -184,7 +185,9 @@ Message: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.
 
 
 def context_of(message: Message, metadata: Mapping[str, str], time_left: float | None) -> RequestContext:
-    """What the message and its call say. ``time_left``: seconds until the call's deadline. Raises InvalidArgument."""
+    """Return the context from a message and its call. ``time_left``: seconds until the call's deadline. Raises
+    InvalidArgument.
+    """
     return msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left), hints=message.routing),
         external_request_id=message.request_id,

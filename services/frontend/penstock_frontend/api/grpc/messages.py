@@ -1,4 +1,4 @@
-"""Conversion of ``penstock.inference.v1`` messages to the domain and back: Generate, Chat, Embed, Classify, Score."""
+"""Conversion between ``penstock.inference.v1`` messages and domain types: Generate, Chat, Embed, Classify, Score."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -48,9 +48,9 @@ from penstock_frontend.processing.prompts.sampling_params import check_conversat
 def generate_request(
     message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> GenerateRequest:
-    """The domain's request. ``time_left``: seconds until the call's deadline.
+    """Return the domain request. ``time_left``: seconds until the call's deadline.
 
-    Raises InvalidArgument for what cannot be read and for lists that are too long.
+    Raises InvalidArgument for invalid fields and for lists that are too long.
     """
     check_lists(message.sampling_params, limits)
     return GenerateRequest(
@@ -77,7 +77,7 @@ def _prompt(message: pb.GenerateRequest, limits: LimitsConfig) -> str | Sequence
 
 
 def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResponse:
-    """The message for a piece of output."""
+    """Return the message for a piece of output."""
     message = to_message(output, pb.GenerateResponse, request_id=request_id)
     if output.finish is not None:
         add_finish(message, output.finish)
@@ -90,9 +90,9 @@ def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResp
 def chat_request(
     message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> ChatRequest:
-    """The domain's request. ``time_left``: seconds until the call's deadline.
+    """Return the domain request. ``time_left``: seconds until the call's deadline.
 
-    Raises InvalidArgument for what cannot be read and for lists that are too long.
+    Raises InvalidArgument for invalid fields and for lists that are too long.
     """
     check_conversation(message.messages, message.tools, limits)
     for index, each in enumerate(message.messages):
@@ -116,7 +116,7 @@ def chat_request(
 
 
 def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
-    """The message for a piece of an answer."""
+    """Return the message for a piece of an answer."""
     message = to_message(output, pb.ChatResponse, request_id=request_id)
     if output.finish is not None:
         add_finish(message, output.finish)
@@ -125,7 +125,7 @@ def chat_response(output: ChatOutput, request_id: str) -> pb.ChatResponse:
 
 def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
     if message.parts and message.content:
-        raise InvalidArgument(f"{path}.parts is set beside content; set one", field=f"{path}.parts")
+        raise InvalidArgument(f"{path}.parts and content are both set; set only one", field=f"{path}.parts")
     return ChatMessage(
         role=message.role,
         content=[_part(part, f"{path}.parts[{index}]") for index, part in enumerate(message.parts)] or message.content,
@@ -152,7 +152,7 @@ def _tool(tool: pb.Tool, path: str) -> Tool:
 
 
 def _choice(message: pb.ChatRequest) -> tuple[str, str]:
-    """The domain's ``tool_choice`` and ``named_tool``."""
+    """Return the domain values of ``tool_choice`` and ``named_tool``."""
     if not message.HasField("tool_choice"):
         return "auto", ""
     which = message.tool_choice.WhichOneof("choice")
@@ -172,7 +172,9 @@ _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
 def embed_request(
     message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> PoolingRequest:
-    """The domain's request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument or Unimplemented."""
+    """Return the domain request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument and
+    Unimplemented.
+    """
     params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
     inputs, fields = _inputs(message.inputs, limits)
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
@@ -181,14 +183,14 @@ def embed_request(
 def classify_request(
     message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> PoolingRequest:
-    """The domain's request, for classes. ``time_left`` and errors as of ``embed_request``."""
+    """Return the domain request for classes. For ``time_left`` and errors see ``embed_request``."""
     params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
     inputs, fields = _inputs(message.inputs, limits)
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
-    """The domain's request. ``time_left`` and errors as of ``embed_request``."""
+    """Return the domain request. For ``time_left`` and errors see ``embed_request``."""
     query, query_field = _plain(message.query, "query")
     documents = [_plain(each, f"documents[{index}]") for index, each in enumerate(message.documents)]
     return ScoreRequest(
@@ -201,7 +203,7 @@ def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time
 
 
 def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
-    """The message for embedded inputs."""
+    """Return the message with embeddings."""
     return pb.EmbedResponse(
         request_id=request_id,
         embeddings=[parts.vectors_to_proto(vectors_of(output)) for output in result.outputs],
@@ -212,7 +214,7 @@ def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
 def classify_response(
     result: PoolingResult, request_id: str, *, per_token: bool, labels: Sequence[str]
 ) -> pb.ClassifyResponse:
-    """The message for classified inputs."""
+    """Return the message with classes."""
     response = pb.ClassifyResponse(request_id=request_id, usage=to_message(result, stats_pb2.Usage))
     for output in result.outputs:
         vectors = vectors_of(output)
@@ -226,18 +228,18 @@ def classify_response(
 
 
 def score_response(result: ScoreResult) -> pb.ScoreResponse:
-    """The message for scored pairs."""
+    """Return the message with scores."""
     return to_message(result, pb.ScoreResponse, usage=to_message(result, stats_pb2.Usage))
 
 
 def _params(
     message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
 ) -> PoolingParams:
-    """The parameters; an unset task is the first of ``tasks``."""
+    """Return the parameters. The default task is the first of ``tasks``."""
     for field, value in message.ListFields():
         if field.name in meaningless:
             raise InvalidArgument(
-                f"pooling_params.{field.name} is {value}; it means nothing to this call",
+                f"pooling_params.{field.name} is {value}; it has no meaning for this call",
                 field=f"pooling_params.{field.name}",
             )
     given = pooling_pb2.PoolingParams()
@@ -254,7 +256,7 @@ def _params(
 
 
 def _inputs(inputs: Iterable[pb.PoolingInput], limits: LimitsConfig) -> tuple[list[PoolingPrompt], list[str]]:
-    """The inputs and the names of their fields."""
+    """Return the inputs and the names of their fields."""
     found = [_input(each, f"inputs[{index}]", limits) for index, each in enumerate(inputs)]
     return [prompt for prompt, _ in found], [field for _, field in found]
 
@@ -265,18 +267,18 @@ def _input(message: pb.PoolingInput, path: str, limits: LimitsConfig) -> tuple[P
     prompt = mixed_prompt(message.mixed, f"{path}.mixed", limits)
     for part, field in zip(prompt.parts, prompt.fields, strict=True):
         if isinstance(part, PromptEmbeds):
-            raise Unimplemented(f"{field} is set; vectors are not served as inputs", field=field)
+            raise Unimplemented(f"{field} is set; embeddings are not supported as inputs", field=field)
     return prompt, f"{path}.mixed"
 
 
 def _plain(message: pb.PoolingInput, path: str, choices: str = "text or token_ids") -> tuple[Prompt, str]:
-    """The text or the token ids, and the name of their field."""
+    """Return the text or the token ids, and the name of their field."""
     match message.WhichOneof("input"):
         case "text":
             return message.text, f"{path}.text"
         case "token_ids":
             return message.token_ids.ids, f"{path}.token_ids.ids"
         case "mixed":
-            raise Unimplemented(f"{path}.mixed is not served; scores are of texts", field=f"{path}.mixed")
+            raise Unimplemented(f"{path}.mixed is not served; only texts can be scored", field=f"{path}.mixed")
         case _:
             raise InvalidArgument(f"{path} is not set: give {choices}", field=path)

@@ -1,4 +1,4 @@
-"""Functions that gRPC servicers share: refusal of unserved methods, utility calls to all engines, media limits."""
+"""Helpers of gRPC servicers: refusal of unserved methods, utility calls to all engines, and media limits."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]:
-    """Class decorator: methods of ``service`` that the class does not define end as UNIMPLEMENTED, naming the method."""
+    """Return a class decorator: methods of ``service`` that the class does not define end as UNIMPLEMENTED, with the
+    method's name.
+    """
 
     def decorate(servicer: type[T]) -> type[T]:
         for method in service.methods:
@@ -28,13 +30,13 @@ def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]
 
 
 def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
-    error = f"{method.name} is not served yet"
+    error = f"{method.name} is not served"
 
     async def refuse(*_: object) -> None:
         raise Unimplemented(error)
 
     async def refuse_stream(*_: object) -> AsyncIterator[object]:
-        if error:  # always; the yield makes this a stream
+        if error:  # always true; the yield below makes this an async generator
             raise Unimplemented(error)
         yield None
 
@@ -42,9 +44,10 @@ def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
 
 
 async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
-    """Results by engine id, in the order of the ids.
+    """Call a method on all engines. Return the results by engine id, in the order of the ids.
 
-    Raises the first error, with its engine's name, after all have answered; Unavailable when no engine is connected.
+    Raises the first error, with its engine's name, after all have answered. Raises Unavailable if no engine is
+    connected.
     """
     results = await engines.call_utility(method, arguments)
     if not results:
@@ -56,7 +59,9 @@ async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dic
 
 
 def media_limits(llm: AsyncLLM, limits: LimitsConfig) -> list[MediaLimits]:
-    """Of each modality that model, frontend and engines take; the lower limit counts. Empty while no engine is up."""
+    """Return the limits of each modality that model, frontend and engines support, by the lowest limit. Empty without
+    engines.
+    """
     engines, media = llm.engines.view.limits, llm.inputs.media
     if engines is None or media is None:
         return []

@@ -1,1 +1,3 @@
-"""The HTTP listener: connections, parsing within limits, bodies, endpoints, streams, the OpenAPI document, telemetry, page."""
+"""HTTP listener: connections, parsing with limits, request bodies, endpoints, streams, OpenAPI document, telemetry, and
+the web page.
+"""

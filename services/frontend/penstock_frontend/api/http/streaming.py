@@ -1,4 +1,4 @@
-"""Sending of HTTP answers: whole as ASGI messages, or streamed as server-sent events."""
+"""Sending of HTTP answers, whole or as server-sent events."""
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -12,27 +12,28 @@ from penstock_frontend.api.openai import errors
 
 
 async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    """The status line and the headers."""
+    """Send the status line and the headers."""
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    """A whole answer."""
+    """Send a complete answer."""
     length = {"content-type": "application/json", "content-length": str(len(body))}
     await send_head(send, status, {**length, **headers})
     await send({"type": "http.response.body", "body": body})
 
 
 PIECES = "penstock.pieces"
-"""The ASGI extension under which a request's scope has its ``Pieces``, where it has them."""
+"""Name of the ASGI extension with a request's ``Pieces``, if it has them."""
 
 
 class Pieces:
-    """Writes pieces of a streamed body straight to the connection: on its way through the application, and through uvicorn, a
-    piece of a few bytes takes longer than everything else that is done for it.
+    """Writes pieces of a streamed body directly to the connection.
 
-    The answer's head must be sent, without a length, and its end is sent as always: between them uvicorn has nothing to know.
+    Passing through the application and uvicorn would cost more than all other work for a piece of a few bytes. The
+    answer's head must be sent before, without a content length. Its end is sent through uvicorn as usual; uvicorn need
+    not see the pieces in between.
     """
 
     __slots__ = ("_cycle",)
@@ -41,7 +42,9 @@ class Pieces:
         self._cycle = cycle
 
     async def write(self, data: bytes) -> None:
-        """Write one piece, which must not be empty, when the connection takes it; into the void when the client has gone."""
+        """Write one piece, which must not be empty, when the connection accepts it. Pieces are dropped if the client
+        has gone.
+        """
         cycle = self._cycle
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
@@ -50,14 +53,18 @@ class Pieces:
 
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream of OpenAI's first protocols."""
+"""Last event of a stream in the OpenAI completion protocols."""
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ENCODER = msgspec.json.Encoder()
 
 
 class StreamForm(msgspec.Struct, frozen=True):
-    """How a protocol writes events. ``failure``: the event for what an error is told with, which comes when the status is sent;
-    ``end``: what comes last.
+    """Event format of a protocol.
+
+    Attributes:
+        event: returns the event of a chunk.
+        failure: returns the event for an error after the status was sent; gets the request id.
+        end: last event of the stream.
     """
 
     event: Callable[[msgspec.Struct], bytes]
@@ -66,14 +73,15 @@ class StreamForm(msgspec.Struct, frozen=True):
 
 
 class EventStream:
-    """An answer that is streamed, chunk by chunk. Its first chunk is there: what fails before it becomes a status.
+    """An answer that is streamed as chunks. It starts with its first chunk, so that earlier errors become an HTTP
+    status.
 
-    An event is written when the client's connection takes it. Until then no chunk is asked for, and what the engine
-    produces meanwhile gathers in the request's collector: a slow client gets fewer, larger chunks.
+    An event is written when the client's connection accepts it. Until then no further chunk is requested, and new
+    output gathers in the request's collector. So a slow client gets fewer, larger chunks.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None], form: StreamForm) -> None:
-        """``first``: the event of the first chunk."""
+        """``first`` is the event of the first chunk."""
         self._first = first
         self._rest = rest
         self._form = form
@@ -82,16 +90,20 @@ class EventStream:
     async def started(
         cls, chunks: AsyncGenerator[msgspec.Struct, None], form: StreamForm | None = None
     ) -> "EventStream":
-        """Wait for the first of ``chunks``. ``form``: that of completions if it is not given. Raises what it fails with."""
+        """Wait for the first of ``chunks``. ``form`` defaults to that of completions. Raises the error of the first
+        chunk.
+        """
         form = form or CHUNKS
         try:
             return cls(form.event(await anext(chunks)), chunks, form)
         except BaseException:
-            await chunks.aclose()  # the work behind it has ended, or ends now
+            await chunks.aclose()  # ends the request that produces the chunks
             raise
 
     async def write(self, scope: Scope, send: Send, headers: Mapping[str, str]) -> None:
-        """Send everything, the form's end last, also behind an error. However this ends, the work behind the chunks ends."""
+        """Send all chunks, then the form's end, even after an error. In any case the request that produces the chunks
+        ends.
+        """
         event = self._form.event
         pieces: Pieces | None = scope.get("extensions", {}).get(PIECES)
         write = pieces.write if pieces is not None else functools.partial(_send, send)
@@ -101,7 +113,7 @@ class EventStream:
             try:
                 async for chunk in rest:
                     await write(event(chunk))
-            except Exception as e:  # the status is sent: all that is left is an event
+            except Exception as e:  # the status was already sent, so send the error as an event
                 await write(self._form.failure(e, headers.get("x-request-id", "")))
             if self._form.end:
                 await write(self._form.end)
@@ -109,7 +121,7 @@ class EventStream:
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
-    """JSON has no raw line breaks, so it is one line."""
+    """Return the event of a chunk. JSON has no raw line breaks, so it is one line."""
     return b"data: %b\n\n" % _ENCODER.encode(chunk)
 
 
@@ -118,13 +130,13 @@ def _failure(error: Exception, request_id: str) -> bytes:
 
 
 def named(chunk: msgspec.Struct) -> bytes:
-    """An event that is named after the ``type`` of its chunk."""
+    """Return an event that is named by the ``type`` of its chunk."""
     kind: str = chunk.type  # type: ignore[attr-defined]
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode(chunk))
 
 
 CHUNKS = StreamForm(_event, _failure, DONE)
-"""Of completions: events without names."""
+"""Event format of completions: events without names."""
 
 
 async def _send(send: Send, event: bytes) -> None:

@@ -68,11 +68,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "video", "url": "https://a/b.mp4"}, "url", "video files are not read"),
     ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "video files are not read"),
     ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 characters of base64"),
-    ({"modality": "image", "frames": frames(0)}, "frames", "they are of a video, and modality is 'image'"),
-    ({"modality": "video", "frames": frames()}, "frames.frames", "is empty: there is no picture"),
+    ({"modality": "image", "frames": frames(0)}, "frames", "frames belong to a video, and modality is 'image'"),
+    ({"modality": "video", "frames": frames()}, "frames.frames", "is empty; at least one frame is required"),
     ({"modality": "video", "frames": frames(0, data=b"")}, "frames.frames[0].data", "is empty"),
     ({"modality": "video", "frames": frames(-0.5)}, "frames.frames[0].timestamp", "is -0.5; it must be finite"),
-    ({"modality": "video", "frames": frames(1, 0.5)}, "frames.frames[1].timestamp", "at least 1.0, as of the frame"),
+    ({"modality": "video", "frames": frames(1, 0.5)}, "frames.frames[1].timestamp", "at least 1.0, the timestamp of the"),
     ({"modality": "video", "frames": frames(math.nan)}, "frames.frames[0].timestamp", "is nan"),
     ({"modality": "video", "frames": frames(0, math.inf)}, "frames.frames[1].timestamp", "is inf"),
     ({"modality": "video", "frames": frames(*[0] * (MAX_FRAMES + 1))}, "frames.frames", f"the limit is {MAX_FRAMES}"),
@@ -98,9 +98,9 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "image", "embeds": tensor(2**62, 2**62, inline=b"")}, "embeds.inline", "has 0 bytes"),
     ({"modality": "image", "embeds": tensor(1, shared_memory={"name": "/x"})}, "embeds.inline", "is not served yet"),
     ({"modality": "image", "embeds": tensor(1, chunks={"size": 1})}, "embeds.inline", "is not served yet"),
-    ({**IMAGE, "processor_kwargs": "{"}, "processor_kwargs", "is no JSON"),
-    ({**IMAGE, "processor_kwargs": "3"}, "processor_kwargs", "is no JSON object"),
-    ({**IMAGE, "processor_kwargs": "[" * 100_000}, "processor_kwargs", "is no JSON"),
+    ({**IMAGE, "processor_kwargs": "{"}, "processor_kwargs", "is not valid JSON"),
+    ({**IMAGE, "processor_kwargs": "3"}, "processor_kwargs", "is not a JSON object"),
+    ({**IMAGE, "processor_kwargs": "[" * 100_000}, "processor_kwargs", "is not valid JSON"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_parts_of_a_message_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("message", "field", "text"),
     [
-        ({"content": "a", "parts": [{"text": "b"}]}, "messages[0].parts", "is set beside content; set one"),
+        ({"content": "a", "parts": [{"text": "b"}]}, "messages[0].parts", "and content are both set; set only one"),
         ({"parts": [{"text": "b"}, {}]}, "messages[0].parts[1]", "is not set: give text or media"),
         ({"parts": [{"media": {}}]}, "messages[0].parts[0].media.modality", "is ''"),
         ({"parts": [{"text": ""}] * 1025}, "messages[0].parts", "limits.max_content_parts is 1024"),
