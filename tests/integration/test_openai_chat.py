@@ -273,7 +273,7 @@ async def test_a_conversation_is_tokenized_with_its_template(api: OpenAIServer) 
     answer = (await api.http.post("/tokenize", json={"messages": [HI]})).json()
     assert answer["tokens"] == ids_of(PROMPT)
     answer = (await api.http.post("/tokenize", json={"messages": [HI], "prompt": "x"})).json()
-    assert answer["error"]["message"] == "prompt or messages must be set, one of them"
+    assert answer["error"]["message"] == "exactly one of prompt and messages must be set"
 
 
 @pytest.mark.asyncio(loop_scope="module")

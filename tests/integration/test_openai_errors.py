@@ -59,12 +59,12 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"prompt": ""}, "prompt", "prompt is empty: there is no prompt"),
         ({"prompt": []}, "prompt", "prompt is empty: there is no prompt"),
         ({"prompt": ["a", ""]}, "prompt[1]", "prompt[1] is empty: there is no prompt"),
-        ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1] is 5, beside others that are no token ids"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "prompt[1] is 5, a token id, but other entries are not token ids"),
         ({"prompt": [7, 99999]}, "prompt", f"prompt[1] is 99999; it must be below the vocabulary size, {VOCAB}"),
         ({"prompt": ["a"] * 5}, "prompt", "prompt has 5 prompts; limits.max_prompts is 4"),
         ({"prompt": {"text": "a"}}, "prompt", None),
         ({"suffix": "x"}, "suffix", "suffix is not served: the model has no tokens for what is to be filled in"),
-        ({"suffix": "x", "prompt": [5]}, "prompt", "suffix is set; prompt must be text then, not token ids"),
+        ({"suffix": "x", "prompt": [5]}, "prompt", "suffix is set; prompt must then be text, not token ids"),
         ({"suffix": "x", "echo": True}, "echo", None),
         ({"best_of": 1, "n": 2}, "best_of", "best_of is 1; it must be at least n, which is 2"),
         ({"best_of": 1000}, "best_of", "best_of is 1000; it must be from 1 to 128"),
@@ -79,9 +79,13 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         (
             {"max_tokens": 5, "n_predict": 6},
             "n_predict",
-            "max_tokens is 5 and n_predict is 6; they are two names of the same, so set one",
+            "max_tokens is 5 and n_predict is 6; they are two names of the same setting, so set one",
         ),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "prompt_logprobs is set; a stream has none"),
+        (
+            {"prompt_logprobs": 1, "stream": True},
+            "prompt_logprobs",
+            "prompt_logprobs is set; it is not available in a stream",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type", None),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
         ({"response_format": "json"}, "response_format", None),
@@ -189,7 +193,7 @@ async def test_another_path_and_another_method_are_refused(api: OpenAIServer) ->
     assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-WITH_V1 = "Set the client's base_url to the server's address with /v1 behind it, once"
+WITH_V1 = "Set the client's base_url to the server's address with /v1 appended once"
 WITHOUT_V1 = "Set the client's base_url to the server's address without /v1, for an Anthropic client"
 
 

@@ -121,11 +121,11 @@ async def test_texts_are_cut_behind_the_tokens_around_them(model: Path) -> None:
         ({"truncation_side": "up"}, "truncation_side is 'up'; known: right, left"),
         (
             {"truncate": False, "truncate_prompt_tokens": 5},
-            "truncate_prompt_tokens is 5 and truncate is false; they ask for different cuts, so set one",
+            "truncate_prompt_tokens is 5 and truncate is false; they ask for different truncation, so set one",
         ),
         (
             {"truncate": "END", "truncation_side": "left"},
-            "truncation_side is 'left' and truncate is 'END'; they ask for different cuts, so set one",
+            "truncation_side is 'left' and truncate is 'END'; they ask for different truncation, so set one",
         ),
         ({"prompt_name": "query"}, "prompt_name is not served; use that text in the input itself"),
         ({"input_type": "search_query"}, "input_type is not served; use that text in the input itself"),

@@ -93,7 +93,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "/v1/embeddings",
         {"normalize": True, "use_activation": False},
         "normalize",
-        "normalize is true and use_activation is false; they are two names of the same, so set one",
+        "normalize is true and use_activation is false; they are two names of the same setting, so set one",
     ),
     # what to use is a field that this route has
     ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
@@ -120,7 +120,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"regex": "a", "json_whitespace": "compact"}},
         "structured_outputs.json_whitespace",
-        "structured_outputs.json_whitespace is set beside structured_outputs.regex, which writes no JSON; it goes with json, ",
+        "structured_outputs.json_whitespace is set together with structured_outputs.regex, which writes no JSON; use it with ",
     ),
     (
         "/v1/score",

@@ -309,7 +309,7 @@ async def test_a_server_may_keep_none(engine: FakeEngine, chatml: Path) -> None:
         for body in ({"store": True}, {"previous_response_id": made.id}):
             with pytest.raises(openai.BadRequestError, match=r"http.responses.max_stored is 0"):
                 await create(api, **body)
-        with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+        with pytest.raises(openai.BadRequestError, match="stores no responses"):
             await api.client.responses.retrieve(made.id)
 
 

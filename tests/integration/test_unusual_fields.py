@@ -217,11 +217,11 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
         (CHAT, {"structured_outputs": {"foo": 1}}, "structured_outputs.foo is not a known field; remove it"),
         (CHAT, {"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo is not a known field"),
         (CHAT, {"response_format": {"type": "regex"}}, "response_format.pattern is not set"),
-        (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format.schema is set beside"),
+        (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format.schema is set, but"),
         (
             CHAT,
             {"response_format": {"type": "regex", "pattern": "a", "value": "b"}},
-            "response_format.value is set beside response_format.pattern; set one",
+            "response_format.value and response_format.pattern are both set; set one",
         ),
         (CHAT, {"format": "xml"}, "format is 'xml'; it must be 'json' or a JSON schema"),
         (CHAT, {"n_predict": 0}, "n_predict is 0; it must be at least 1"),

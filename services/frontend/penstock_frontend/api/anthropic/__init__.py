@@ -1,1 +1,1 @@
-"""Anthropic's messages API over HTTP."""
+"""Anthropic's Messages API over HTTP."""

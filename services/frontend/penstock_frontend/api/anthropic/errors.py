@@ -1,4 +1,4 @@
-"""Errors as Anthropic's: ``{"type": "error", "error": {type, message}, "request_id"}`` and a status."""
+"""Errors in Anthropic's format: ``{"type": "error", "error": {type, message}, "request_id"}`` and an HTTP status."""
 
 import msgspec
 from starlette.types import Scope
@@ -6,7 +6,7 @@ from starlette.types import Scope
 from penstock_frontend.api.openai import errors as openai
 
 PREFIX = "/v1/messages"
-"""What the paths of the protocol begin with."""
+"""Prefix of the protocol's paths."""
 _VERSION = b"anthropic-version"
 _TYPES = {
     400: "invalid_request_error",
@@ -23,18 +23,18 @@ _TYPES = {
     504: "timeout_error",
 }
 _OVERLOADED = 529
-"""What clients of Anthropic's take for a server that has no room now."""
+"""Status that Anthropic's clients interpret as an overloaded server."""
 
 
 class MessagesErrorDetails(msgspec.Struct, frozen=True):
-    """What went wrong. The message begins with the field at fault, where there is one."""
+    """Details of an error. The message begins with the faulty field, if there is one."""
 
     type: str
     message: str
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not 200, and the event that ends a stream that failed."""
+    """Body of every answer that is not 200, and of the event that ends a failed stream."""
 
     type: str = "error"
     error: MessagesErrorDetails
@@ -42,12 +42,16 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether the client of a call speaks Anthropic's protocol, as the path or the header ``anthropic-version`` says."""
+    """Return True if a call uses Anthropic's protocol, by its path or the header ``anthropic-version``."""
     return f"{PREFIX}/" in f"{scope['path']}/" or any(name == _VERSION for name, _ in scope["headers"])
 
 
 def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
-    """What a client is told. Anything but RequestFailed and HttpError is an incident: logged, and 500 without its text."""
+    """Return the answer for an error.
+
+    Errors other than RequestFailed and HttpError are incidents: they are logged, and the client gets status 500 without
+    their text.
+    """
     told = openai.answer(error, request_id)
     details = msgspec.json.decode(told.body, type=openai.ErrorBody).error
     message = details.message
@@ -62,5 +66,5 @@ def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
 
 
 def event(error: Exception, request_id: str) -> bytes:
-    """The event that ends a stream."""
+    """Return the event that ends a failed stream."""
     return b"event: error\ndata: %b\n\n" % answer(error, request_id).body

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol, and the routes."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol, and their routes."""
 
 import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -56,14 +56,14 @@ _NAMES = {
 
 
 class Messages:
-    """The handlers."""
+    """Handlers of the messages API."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
 
     async def create(self, call: Call, given: Body) -> Answer:
-        """Answer the conversation. Raises RequestFailed."""
+        """Continue the conversation. Raises RequestFailed."""
         body = await given.decode(MessagesBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -90,7 +90,7 @@ class Messages:
         return await _whole(writer, generation)
 
     async def count(self, call: Call, given: Body) -> Answer:
-        """How many tokens the conversation is. Raises RequestFailed."""
+        """Return the number of tokens in the conversation. Raises RequestFailed."""
         body = await given.decode(ConversationBody)
         self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -104,14 +104,14 @@ class Messages:
         return TokenCount(len(token_ids))
 
     def _sampling(self, body: MessagesBody) -> dict[str, Any]:
-        # Pieces also for an answer in one piece: its blocks are those of the stream.
+        # Deltas even for a complete answer, so that it has the same blocks as a stream.
         values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
-        # Clients send the budget to any model. An answer without thinking blocks has no thinking to bound.
+        # Clients send the budget to any model. Without reasoning blocks there is nothing to limit.
         if self._chat.reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
             if self._llm.inputs.reasoning is not None:
                 values["thinking_token_budget"] = body.thinking.budget_tokens
             else:
-                why = "is not enforced: the tags of this model's reasoning are several tokens"
+                why = "is not enforced: the reasoning tags of this model are several tokens"
                 warn(WarningKind.HINT_IGNORED, "thinking.budget_tokens", why)
         return values
 
@@ -155,7 +155,7 @@ def _request(
 
 
 def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping[str, str]:
-    """Our names of fields to the client's."""
+    """Return the map from our field names to the client's."""
     thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
     return {
         **{f"messages[{index}]": place for index, place in enumerate(turns.places)},
@@ -167,7 +167,7 @@ def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping
 
 
 def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
-    """All of them. ``gate`` and ``bodies`` are those of the other protocols of the listener."""
+    """Return all routes. ``gate`` and ``bodies`` are shared with the listener's other protocols."""
     messages = Messages(llm, chat)
     handlers = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
     return [

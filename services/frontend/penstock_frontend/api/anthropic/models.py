@@ -1,4 +1,4 @@
-"""``/v1/models`` as Anthropic's clients read it."""
+"""``/v1/models`` in the format of Anthropic's clients."""
 
 import datetime as dt
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or a LoRA adapter of one. ``created_at`` is the time at which this server started; ``max_input_tokens`` is null
-    while no engine is up.
+    """A model or LoRA adapter. ``created_at`` is the start time of this server. ``max_input_tokens`` is null without
+    engines.
     """
 
     type: str = "model"
@@ -28,7 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of the list."""
+    """A page of the model list."""
 
     data: Sequence[ModelInfo]
     has_more: bool
@@ -37,14 +37,16 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModels:
-    """The handlers. ``models``: those of OpenAI's protocol, which say what there is."""
+    """Handlers of ``/v1/models`` in Anthropic's format. ``models`` is the handler of OpenAI's format, which knows the
+    models.
+    """
 
     def __init__(self, llm: AsyncLLM, models: Models) -> None:
         self._llm = llm
         self._models = models
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """A page of the models. Raises InvalidArgument for a limit or an id that is not there."""
+        """Return a page of the models. Raises InvalidArgument for an invalid limit or an unknown id."""
         del given
         infos = [self._info(name) for name in self._models.names()]
         first, last = 0, len(infos)
@@ -66,7 +68,7 @@ class AnthropicModels:
         )
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """One model. Raises NotFound."""
+        """Return one model. Raises NotFound."""
         del given
         name = call.path["name"]
         if not name:
@@ -77,7 +79,7 @@ class AnthropicModels:
     def _index(self, name: str, field: str) -> int:
         names = self._models.names()
         if name not in names:
-            raise InvalidArgument(f"{field} is {quoted(name)}, which is no model of this server", field=field)
+            raise InvalidArgument(f"{field} is {quoted(name)}, which is not a model of this server", field=field)
         return names.index(name)
 
     def _info(self, name: str) -> ModelInfo:

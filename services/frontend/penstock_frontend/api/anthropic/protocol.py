@@ -1,4 +1,4 @@
-"""What ``/v1/messages`` reads and writes: bodies, the message, its streaming events, and their writer."""
+"""Bodies, messages and streaming events of ``/v1/messages``, and the writer of messages."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from penstock_frontend.api.openai.sampling_fields import SamplingFields
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import Block, BlockKind, BlockPiece, Blocks, ChatOutput
 
-# The answer to ``/v1/messages``: the message, its streaming events, and the writer that makes both.
+# The answer to ``/v1/messages``: the message, its streaming events, and the writer of both.
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
@@ -25,14 +25,16 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thought. ``signature`` has it where the client wants it omitted, and is empty otherwise."""
+    """Reasoning of the model. If the client wants it omitted, ``signature`` contains it; otherwise ``signature`` is
+    empty.
+    """
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     name: str
@@ -43,7 +45,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. ``input_tokens`` has what was computed of the input, ``cache_read_input_tokens`` what was cached."""
+    """Token counts. ``input_tokens`` are computed input tokens, ``cache_read_input_tokens`` cached ones."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -52,7 +54,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. ``stop_sequence``: the one that ended it."""
+    """The answer. ``stop_sequence`` is the stop sequence that ended it."""
 
     id: str
     type: str = "message"
@@ -65,13 +67,13 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """Tokens of the prompt that a conversation becomes."""
+    """Number of tokens in the prompt of a conversation."""
 
     input_tokens: int
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What all events have; some have nothing else."""
+    """Base of all events. Some have no further fields."""
 
     type: str
 
@@ -83,81 +85,81 @@ class MessageStart(StreamEvent, frozen=True, kw_only=True):
 
 
 class BlockStart(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_start``: a block without text."""
+    """``content_block_start``: a block without content."""
 
     index: int
     content_block: ContentBlock
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
-    """More of a text."""
+    """A further piece of a text."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking_delta"):
-    """More of what the model thinks."""
+    """A further piece of reasoning."""
 
     thinking: str
 
 
 class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="signature_delta"):
-    """The signature of what the model thought."""
+    """The signature of reasoning."""
 
     signature: str
 
 
 class JsonDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
-    """More of a call's input, as JSON text."""
+    """A further piece of a tool call's input, as JSON text."""
 
     partial_json: str
 
 
 class BlockDelta(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_delta``."""
+    """``content_block_delta``: a further piece of a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
 
 
 class BlockStop(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_stop``."""
+    """``content_block_stop``: the end of a block."""
 
     index: int
 
 
 class EndDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the message ended."""
+    """Reason for the end of the message."""
 
     stop_reason: str | None
     stop_sequence: str | None
 
 
 class MessageDelta(StreamEvent, frozen=True, kw_only=True):
-    """``message_delta``: the end, and the counts of all of it."""
+    """``message_delta``: the end of the message, with its token counts."""
 
     delta: EndDelta
     usage: Usage
 
 
-# Thinking that a client does not want to show travels in the signature of its block, and comes back with the history.
-# The text is encoded, not encrypted. Clients treat signatures as opaque and send them back unchanged.
+# If a client wants reasoning omitted, the block's signature carries it, and the client returns it with the history. The
+# text is encoded, not encrypted. Clients treat signatures as opaque and return them unchanged.
 
 _PREFIX = "penstock.thinking."
 
 
 def sealed(thinking: str) -> str:
-    """Return the signature of a block whose thinking is omitted."""
+    """Return the signature of a block whose reasoning is omitted."""
     return _PREFIX + base64.b64encode(thinking.encode()).decode()
 
 
 def opened(signature: str) -> str:
-    """Return the thinking in a signature; empty if another server made the signature."""
+    """Return the reasoning in a signature; empty if another server made the signature."""
     if not signature.startswith(_PREFIX):
         return ""
     try:
         return base64.b64decode(signature.removeprefix(_PREFIX), validate=True).decode()
-    except ValueError:  # not ours, or cut off
+    except ValueError:  # from another server, or truncated
         return ""
 
 
@@ -172,10 +174,10 @@ _NOTHING = Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
 
 
 class MessageWriter:
-    """Makes events of outputs, and a message of all of them."""
+    """Converts outputs into events, and finally into one message."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """``thinking``: whether it is shown; otherwise only its signature has it."""
+        """``thinking``: True to show reasoning; otherwise only the signature contains it."""
         self._blocks = Blocks(parallel_calls=parallel_calls)
         self._thinking = thinking
         self._end = EndDelta(stop_reason=None, stop_sequence=None)
@@ -185,12 +187,12 @@ class MessageWriter:
         self._usage = _NOTHING
 
     def begin(self, input_tokens: int) -> StreamEvent:
-        """The first event, with the tokens of the prompt: how many of them were cached is told at the end."""
+        """Return the first event, with the number of prompt tokens. The number of cached ones follows at the end."""
         usage = msgspec.structs.replace(_NOTHING, input_tokens=input_tokens)
         return MessageStart(type="message_start", message=msgspec.structs.replace(self._begun, usage=usage))
 
     def take(self, output: ChatOutput) -> Iterator[StreamEvent]:
-        """The events of a piece of output, those of the message's end among them."""
+        """Return the events of a piece of output, including the end of the message."""
         for piece in self._blocks.push(output):
             yield from self._events(piece)
         if output.finish is not None:
@@ -199,7 +201,7 @@ class MessageWriter:
             yield StreamEvent(type="message_stop")
 
     def whole(self) -> AssistantMessage:
-        """The message, once it has ended."""
+        """Return the complete message after its end."""
         return msgspec.structs.replace(
             self._begun,
             content=[self._content(block) for block in self._blocks.all],
@@ -261,7 +263,7 @@ def _more(block: Block, text: str) -> TextDelta | ThinkingDelta | JsonDelta:
 
 
 def _empty(block: Block) -> ContentBlock:
-    """Return the block as a stream begins it."""
+    """Return the block in its initial form in a stream."""
     match block.kind:
         case BlockKind.TEXT:
             return TextBlock(text="")
@@ -272,7 +274,7 @@ def _empty(block: Block) -> ContentBlock:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """A call's arguments as an object. A model may have been cut off, or have written none: then it is empty."""
+    """Return a call's arguments as an object; an empty one if the model wrote none, or incomplete ones."""
     try:
         found = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:
@@ -287,7 +289,9 @@ _THINKING = ("enabled", "adaptive", "disabled")
 
 
 class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image is: ``base64`` with its type and file, or ``url``. Documents are ``text``, or ``content``: blocks of it."""
+    """Source of an image or document. Images: ``base64`` with media type and data, or ``url``. Documents: ``text``, or
+    ``content`` blocks.
+    """
 
     type: str
     media_type: str = ""
@@ -297,7 +301,7 @@ class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a message's content. ``signature``: has the thinking of a block that omits it."""
+    """A block of a message's content. ``signature`` contains the reasoning of a block that omits it."""
 
     type: str
     text: str = ""
@@ -316,15 +320,15 @@ class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn."""
+    """A message of the conversation."""
 
     role: str
     content: str | list[BlockBody]
 
 
 class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the client runs. ``type``: null or ``custom``; tools that Anthropic runs or defines have others, and are left
-    out.
+    """A tool that the client runs. ``type`` is null or ``custom``. Tools of other types, which Anthropic runs or
+    defines, are left out.
     """
 
     name: str = ""
@@ -334,7 +338,7 @@ class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """``auto``, ``any``, ``none``, or ``tool`` with its name."""
+    """Tool choice: ``auto``, ``any``, ``none``, or ``tool`` with its name."""
 
     type: str
     name: str = ""
@@ -342,8 +346,8 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model thinks first, where its template lets a client say so, and for how many tokens at most. ``display``:
-    ``omitted`` hides the thinking in its signature.
+    """Reasoning settings: on or off, if the model's template supports it, and the token budget. ``display``:
+    ``omitted`` hides the reasoning in its signature.
     """
 
     type: str
@@ -352,21 +356,21 @@ class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerFormatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the answer: ``json_schema``."""
+    """Format of the answer: ``json_schema``."""
 
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer is to be like. ``effort`` is a variable of the chat template."""
+    """Settings of the answer. ``effort`` becomes a variable of the chat template."""
 
     effort: str | None = None
     format: AnswerFormatBody | None = None
 
 
 class ConversationBody(SamplingFields, kw_only=True):
-    """What both bodies have. The common fields of completions are vLLM's here, and change no count."""
+    """Fields of both bodies. The sampling fields follow vLLM and do not affect token counts."""
 
     messages: list[TurnBody]
     system: str | list[BlockBody] | None = None
@@ -379,13 +383,13 @@ class ConversationBody(SamplingFields, kw_only=True):
 
 
 class MessagesBody(ConversationBody, kw_only=True):
-    """The body of a call for a message."""
+    """Body of ``/v1/messages``."""
 
     max_tokens: int
 
 
 def check(body: ConversationBody) -> None:
-    """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
+    """Check the body without the domain types. Raises InvalidArgument and Unimplemented."""
     refuse_fields(
         body,
         "prompt_logprobs",
@@ -406,14 +410,14 @@ def check(body: ConversationBody) -> None:
         check_range("thinking.budget_tokens", budget, 1, _INT32_MAX)
         if None not in (budget, body.thinking_token_budget) and budget != body.thinking_token_budget:
             raise InvalidArgument(
-                f"thinking.budget_tokens is {budget} and thinking_token_budget is {body.thinking_token_budget}; they are "
-                "two names of the same, so set one",
+                f"thinking.budget_tokens is {budget} and thinking_token_budget is {body.thinking_token_budget}; "
+                "they are two names of the same setting, so set one",
                 field="thinking.budget_tokens",
             )
         if budget is not None and body.thinking.type == "disabled":
             raise InvalidArgument(
-                f"thinking.budget_tokens is {budget} beside thinking.type 'disabled'; leave it out, or set thinking.type to "
-                "'enabled'",
+                f"thinking.budget_tokens is {budget}, but thinking.type is 'disabled'; leave it out, or set "
+                "thinking.type to 'enabled'",
                 field="thinking.budget_tokens",
             )
     if isinstance(body, MessagesBody):
@@ -421,7 +425,7 @@ def check(body: ConversationBody) -> None:
 
 
 def blocks_of(content: Any, path: str) -> str | list[BlockBody] | None:
-    """The content of a block as blocks; of tools that Anthropic runs it has another form. Raises InvalidArgument."""
+    """Return the content of a tool result as blocks. Tools that Anthropic runs use other forms. Raises InvalidArgument."""
     try:
         return msgspec.convert(content, str | list[BlockBody] | None)
     except msgspec.ValidationError as e:

@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's messages, images and tools to the domain's."""
+"""Conversion of Anthropic's messages, images and tools to domain types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, To
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-# Blocks that chat templates have no form for become text that the model sees.
+# Blocks without a form in chat templates become text that the model sees.
 
 TEXTS = ("text", "document", "search_result", "tool_reference")
-"""Types of blocks that are text, or become text."""
+"""Types of blocks that are text or become text."""
 _SECRETS = ("encrypted_content", "encrypted_index", "encrypted_stdout")
 
 
 def text_of(block: BlockBody, place: str) -> str:
-    """The text of a block. Raises InvalidArgument, and Unimplemented for documents that are files."""
+    """Return the text of a block. Raises InvalidArgument, and Unimplemented for documents that are files."""
     match block.type:
         case "text":
             return block.text
@@ -46,7 +46,7 @@ def text_of(block: BlockBody, place: str) -> str:
 
 
 def result_text(block: BlockBody, place: str) -> str:
-    """What a tool that Anthropic runs gave, as text: of its parts what is readable."""
+    """Return the result of a tool that Anthropic ran as text, without encrypted parts."""
     if isinstance(block.content, str):
         return block.content
     found = _readable(block.content)
@@ -65,7 +65,7 @@ def _document(source: SourceBody | str | None, place: str) -> str:
             return _content(source.content, f"{place}.content")
         case kind:
             raise Unimplemented(
-                f"{place}.type is {quoted(kind)}; known: text, content. This server reads no files of documents",
+                f"{place}.type is {quoted(kind)}; known: text, content. This server does not read document files",
                 field=f"{place}.type",
             )
 
@@ -84,7 +84,7 @@ def _content(content: Any, place: str) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """A JSON value without what is encrypted."""
+    """Return a JSON value without its encrypted parts."""
     if isinstance(value, Mapping):
         return {name: _readable(each) for name, each in value.items() if name not in _SECRETS}
     return [_readable(each) for each in value] if isinstance(value, list) else value
@@ -96,8 +96,9 @@ _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
-    """The image of a source, which stands at ``place`` in the turn of that path; its field is relative to the turn. Raises
-    InvalidArgument, and Unimplemented for files.
+    """Return the image of a source at ``place`` in the turn at ``path``. Its field is relative to the turn.
+
+    Raises InvalidArgument, and Unimplemented for files.
     """
     where = f"{path}.{place}"
     if source is None:
@@ -123,20 +124,22 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
 
 
 _BILLING = "x-anthropic-billing-header"
-"""What a block begins with that Anthropic's own clients put into the system's text, different in every call."""
+"""Prefix of a system text block from Anthropic's own clients, which differs in every call."""
 
 
 class Turns(NamedTuple):
-    """The domain's messages, and what the body calls each."""
+    """The domain messages, and the path of each in the body."""
 
     messages: list[ChatMessage]
     places: list[str]
 
 
 def turns_of(body: ConversationBody) -> Turns:
-    """The domain's messages: what the system says, wherever it stands, as the first, since templates look for it there; then the
-    turns. Results of tools are messages of their own, before what else the user says with them. Fields of images are relative to
-    their turns. Raises InvalidArgument, Unimplemented.
+    """Convert the conversation to domain messages.
+
+    All system texts form the first message, because templates expect it there. The turns follow. Tool results become
+    separate messages before the other content of their turn. Fields of images are relative to their turns. Raises
+    InvalidArgument and Unimplemented.
     """
     system, messages, places = _system(body.system, "system"), [], []
     for index, turn in enumerate(body.messages):
@@ -162,19 +165,19 @@ def turns_of(body: ConversationBody) -> Turns:
 
 
 def continues(body: ConversationBody) -> bool:
-    """Whether the answer goes on with what the last message begins."""
+    """Return True if the answer must continue the last message, which is the assistant's."""
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
 def template_kwargs(body: ConversationBody) -> dict[str, Any]:
-    """Variables of the chat template."""
+    """Return the variables of the chat template."""
     effort = body.output_config.effort if body.output_config is not None else None
     thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     return {**effort_kwargs(effort, "output_config.effort"), **thinking, **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(body: ConversationBody) -> Constraint | None:
-    """What ``output_config.format`` asks of the answer. Raises InvalidArgument."""
+    """Return the constraint from ``output_config.format``, or None. Raises InvalidArgument."""
     format_ = body.output_config.format if body.output_config is not None else None
     if format_ is None:
         return None
@@ -188,7 +191,7 @@ def format_constraint(body: ConversationBody) -> Constraint | None:
 
 
 def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
-    """The assistant's messages: a new one begins behind each result of a tool that Anthropic ran."""
+    """Return the assistant's messages. A new one starts after each result of a tool that Anthropic ran."""
     if isinstance(turn.content, str):
         return [ChatMessage(role="assistant", content=turn.content)]
     found: list[ChatMessage] = []
@@ -204,7 +207,7 @@ def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
                     warn(
                         WarningKind.HISTORY_LEFT_OUT,
                         place,
-                        "is thinking that another server omitted, which only it can read",
+                        "is thinking that another server omitted, and only that server can read it",
                     )
                 said.thoughts.append(thought)
             case "redacted_thinking":
@@ -227,7 +230,7 @@ def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
 
 
 class _Said(NamedTuple):
-    """One message of an assistant's in the making."""
+    """An assistant message under construction."""
 
     texts: list[str]
     thoughts: list[str]
@@ -243,7 +246,7 @@ class _Said(NamedTuple):
 
 
 def _hosted_result(block: BlockBody, place: str) -> ChatMessage:
-    """What a tool gave that Anthropic ran."""
+    """Return the message with the result of a tool that Anthropic ran."""
     return ChatMessage(role="tool", content=result_text(block, place), tool_call_id=block.tool_use_id)
 
 
@@ -268,7 +271,7 @@ def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
 
 
 def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
-    """The system's texts, those about billing left out: no two prompts would begin alike."""
+    """Return the system texts without those about billing, which would make every prompt begin differently."""
     if content is None or isinstance(content, str):
         return [content] if content else []
     for index, block in enumerate(content):
@@ -278,14 +281,14 @@ def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
 
 
 def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) -> str | list[ContentPart]:
-    """What a tool gave. ``place``: in its turn, whose path is ``path``."""
+    """Return the result of a tool. ``place``: its place in the turn at ``path``."""
     if content is None or isinstance(content, str):
         return content or ""
     return _joined([_part(block, path, f"{place}[{index}]") for index, block in enumerate(content)])
 
 
 def _part(block: BlockBody, path: str, place: str) -> ContentPart:
-    """An image, or a text or what becomes one. Raises Unimplemented for another block."""
+    """Return an image part, or a text part for blocks that are or become text. Raises Unimplemented for other blocks."""
     if block.type == "image":
         source = None if isinstance(block.source, str) else block.source
         return ContentPart(type="media", media=image_of(source, path, f"{place}.source"))
@@ -295,7 +298,7 @@ def _part(block: BlockBody, path: str, place: str) -> ContentPart:
 
 
 def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
-    """One text, where there is nothing but texts."""
+    """Return one text if all parts are texts."""
     return parts if any(part.media for part in parts) else "\n".join(part.text for part in parts)
 
 
@@ -303,13 +306,15 @@ def _not_served(kind: str, place: str) -> Unimplemented:
     return Unimplemented(f"{place}.type is {quoted(kind)}, which is not served here", field=f"{place}.type")
 
 
-# Tools, and which of them must or may be called.
+# Tools and tool choice.
 
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
-    """The tools of a body. Those that Anthropic runs or defines have a type of their own. Raises InvalidArgument."""
+    """Return the tools of a body. Tools that Anthropic runs or defines have other types and are left out. Raises
+    InvalidArgument.
+    """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
         path = f"tools[{index}]"
@@ -321,7 +326,7 @@ def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
 
 
 def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> ToolChoice:
-    """The choice of a body. ``tools``: whether it has any. Raises InvalidArgument."""
+    """Return the tool choice of a body. ``tools``: whether the body has tools. Raises InvalidArgument."""
     if choice is None:
         return ToolChoice("auto")
     if choice.type == "tool":

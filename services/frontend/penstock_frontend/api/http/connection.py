@@ -1,4 +1,4 @@
-"""A connection of the HTTP listener: what a client may send, how long it may take, and when the connection ends."""
+"""Connections of the HTTP listener: limits, timeouts, answers, and closing."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ from penstock_frontend.api.http.streaming import PIECES, Pieces
 from penstock_frontend.api.openai.errors import HttpError, answer
 from penstock_frontend.config import HttpConfig
 
-# The answer to one HTTP request, on its way to the connection.
+# The answer to one HTTP request.
 
 
 class AnsweredConnection(Protocol):
@@ -30,23 +30,24 @@ class AnsweredConnection(Protocol):
 
     @property
     def is_old(self) -> bool:
-        """Whether the connection ends with its next answer."""
+        """True if the connection closes after its next answer."""
         ...
 
     def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
-        """Whether more of the request's body is to come than is worth reading after the answer."""
+        """Return True if too much of the request's body is missing to read it after the answer."""
         ...
 
     def discard_rest(self) -> None:
-        """End the output, discard the input for a while, and close."""
+        """End the output, discard the input for a while, then close."""
         ...
 
 
 class Answer:
-    """Sends an answer with uvicorn's cycle, which knows neither connections that end early nor clients of HTTP/1.0.
+    """Sends an answer with uvicorn's cycle, and adds support for early closing and for HTTP/1.0.
 
-    The answer has ``Connection: close`` when its connection is old, or when the rest of the request's body will not be read. An
-    answer without a length to a client of HTTP/1.0 ends with its connection, since such clients do not know chunks.
+    The answer has ``Connection: close`` if its connection is old, or if the rest of the request's body will not be
+    read. If the client uses HTTP/1.0 and the answer has no length, closing the connection ends the answer, because such
+    clients do not know chunks.
     """
 
     def __init__(self, cycle: RequestResponseCycle, connection: AnsweredConnection) -> None:
@@ -56,7 +57,7 @@ class Answer:
         self._ends_by_closing = False
 
     def of(self, app: ASGIApp) -> ASGIApp:
-        """The application, whose answer this one is."""
+        """Return the application so that it sends through this answer."""
 
         async def answered(scope: Scope, receive: Receive, _: Send) -> None:
             if scope["http_version"] == "1.1":
@@ -66,14 +67,16 @@ class Answer:
         return answered
 
     async def send(self, message: Message) -> None:
-        """Send one ASGI message. Raises RuntimeError for one that is out of order."""
+        """Send one ASGI message. Raises RuntimeError for a message that is out of order."""
         cycle = self._cycle
         if message["type"] == "http.response.start" and not cycle.response_started:
             await self._start(message)
         elif self._ends_by_closing and message["type"] == "http.response.body":
             await self._write(message)
         elif self._leaves_rest and not message.get("more_body", False):
-            cycle.keep_alive = True  # the cycle would close the connection, and the client might not read the answer
+            cycle.keep_alive = (
+                True  # otherwise the cycle would close the connection, and the client might not read the answer
+            )
             await cycle.send(message)  # type: ignore[arg-type]  # of the same form
             self._connection.discard_rest()
         else:
@@ -114,15 +117,17 @@ class Answer:
             cycle.on_response()
 
 
-# Refusals of HTTP requests that no handler gets.
+# Refusals of HTTP requests that reach no handler.
 
 
 def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> HttpError:
-    """The refusal of bytes that are not an HTTP request. ``cause``: the exception of a parser event, if one failed. Raises it if
-    it says nothing about the request.
+    """Return the refusal of bytes that are not an HTTP request.
+
+    ``cause`` is the exception of a parser event, if one failed. It is raised again if it says nothing about the
+    request.
     """
     if isinstance(cause, (UnicodeDecodeError, AttributeError, httptools.HttpParserInvalidURLError)):
-        # A target that is not ASCII, has no path, or is no URL.
+        # The target is not ASCII, has no path, or is not a URL.
         return HttpError(400, "the request's target must be a path, or an http URL with one, in ASCII", "bad_request")
     if cause is not None:
         raise cause
@@ -130,7 +135,7 @@ def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> 
 
 
 def refusal(error: HttpError) -> bytes:
-    """The whole answer, head and body, which ends its connection."""
+    """Return the complete answer, head and body. It closes its connection."""
     body = answer(error).body
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -140,26 +145,26 @@ def refusal(error: HttpError) -> bytes:
 
 
 _JITTER = 0.1
-"""Part of ``max_age`` by which connections live longer or shorter, so that not all clients come back at once."""
+"""Fraction of ``max_age`` by which connection lifetimes vary, so that clients do not reconnect all at once."""
 _WORTH_READING = 64 * 1024
-"""Bytes of a body which are read after the answer, so that the connection can be used again."""
+"""Maximum bytes of a body that are read after the answer to keep the connection usable."""
 _LINGER = 2.0
-"""Seconds in which a client whose body is not read to its end can read the answer."""
+"""Seconds during which a client can read the answer if its body is not read to the end."""
 
 
 class HttpConnection(RequestParsing):
-    """uvicorn's connection, with limits for what it does without a handler.
+    """uvicorn's connection, with limits on the work before a handler runs.
 
-    - Bytes are parsed in slices, and ``turns`` shares the event loop's time between connections. While bytes wait, while a
-      handler has enough of its body, and while a pipelined request waits, nothing more is read.
-    - A request's head has limits, and so has all that is around its body (``RequestSize``).
-    - A head must be complete within ``header_timeout`` seconds from its first byte, and a rest of a body whose request has been
-      answered within as many from the answer. Otherwise, and while no request is on its way, the connection is idle: uvicorn
-      closes it after ``timeout_keep_alive``, also a new one. Bodies that are read have a deadline where they are read.
-    - It ends by ``Connection: close`` in an answer, the first after ``max_age`` seconds (infinite: never), or after
-      ``end_with_next_answer``: closed while it is idle, it would fail the request that its client is just sending.
-    - Where a request is answered before its body has come, the rest is not parsed: it is discarded for a short while, so that
-      the client reads the answer, and the connection is closed.
+    - Bytes are parsed in slices. ``turns`` divides the event loop's time between connections. Reading pauses while bytes
+      wait, while a handler has enough of its body, and while a pipelined request waits.
+    - A request's head has limits, and so does the framing around its body (``RequestSize``).
+    - A head must be complete within ``header_timeout`` seconds from its first byte. The rest of a body whose request has been
+      answered must be complete within the same time from the answer. Otherwise, while no request is active, the connection is
+      idle, even if it is new. uvicorn closes it after ``timeout_keep_alive``. The deadline of a body is enforced by its reader.
+    - The connection closes with an answer with ``Connection: close``: the first one after ``max_age`` seconds (infinite: never),
+      or after ``end_with_next_answer``. An idle connection stays open, because the client may just be sending a request.
+    - If a request is answered before its body has arrived, the rest is not parsed. It is discarded for a short while, so that
+      the client reads the answer. Then the connection is closed.
     """
 
     header_timeout = 10.0
@@ -174,24 +179,24 @@ class HttpConnection(RequestParsing):
         self._reads = True
         self._num_unanswered = 0
         self._answering: RequestResponseCycle | None = None
-        """The request whose handler runs; pipelined ones wait behind it."""
+        """The request whose handler runs. Pipelined requests wait for it."""
         self._discards = False
         self._refusal: HttpError | None = None
-        """Why nothing more is parsed. The client is told when the answers under way are complete."""
+        """Reason why parsing has stopped. The client gets it after the answers in progress are complete."""
         self._deadline: asyncio.TimerHandle | None = None
         self._ends_at = math.inf
 
     # Transport events
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
-        """A client has connected."""
+        """Handle a new client connection."""
         super().connection_made(transport)
         self.flow = _Flow(transport, self)
         self._ends_at = self.loop.time() + self.max_age * random.uniform(1.0 - _JITTER, 1.0 + _JITTER)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """The client has sent something."""
+        """Handle received bytes."""
         if self._discards:
             self._rest_until_next_discard()
             return
@@ -201,7 +206,9 @@ class HttpConnection(RequestParsing):
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone. uvicorn tells the handler of the newest request, which may wait behind another one."""
+        """Handle the loss of the connection. uvicorn informs only the newest request's handler, so inform the others
+        here.
+        """
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None:
                 cycle.disconnected = True
@@ -215,7 +222,7 @@ class HttpConnection(RequestParsing):
     # Parsing
 
     def parse_slice(self) -> bool:
-        """Parse some of what has come. Returns whether there is more to parse."""
+        """Parse one slice of the received bytes. Return True if there is more to parse."""
         self._waits_for_turn = False
         if self._can_parse:
             self._parse()
@@ -226,7 +233,7 @@ class HttpConnection(RequestParsing):
         return False
 
     def reading_changed(self) -> None:
-        """A handler wants more of its body, or has enough of it."""
+        """Handle that a handler wants more of its body, or has enough of it."""
         self._go_on()
 
     @property
@@ -240,7 +247,7 @@ class HttpConnection(RequestParsing):
         )
 
     def _parse(self) -> None:
-        """Give the parser one slice."""
+        """Pass one slice to the parser."""
         self._unset_keepalive_if_required()
         piece, self._unparsed = self._unparsed[:SLICE], self._unparsed[SLICE:]
         try:
@@ -253,7 +260,7 @@ class HttpConnection(RequestParsing):
         self.turns.spend(len(piece), self.num_events)
 
     def _go_on(self) -> None:
-        """Read, or wait for a turn, as the connection's state wants it."""
+        """Resume or pause reading and parsing, depending on the connection's state."""
         if self._can_parse and not self._waits_for_turn:
             self._waits_for_turn = True
             self.turns.wait(self)
@@ -269,7 +276,7 @@ class HttpConnection(RequestParsing):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, or on its way."""
+        """Return True if a request is being received or answered."""
         return bool(self._num_unanswered or self.in_head or self._unparsed)
 
     @property
@@ -277,20 +284,21 @@ class HttpConnection(RequestParsing):
         return self.loop.time() >= self._ends_at
 
     def end_with_next_answer(self) -> None:
-        """Let the connection end with the answer that has not begun yet, or with the next one."""
+        """Close the connection after the next answer that has not started yet."""
         self._ends_at = 0.0
 
     def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
-        """Whether more of the request's body is to come than is worth reading after its answer."""
+        """Return True if too much of the request's body is missing to read it after the answer."""
         if cycle is not self.cycle or not self.in_body:
             return False
-        if cycle.waiting_for_100_continue or self.length is None:  # it may never come, or never end
+        if cycle.waiting_for_100_continue or self.length is None:  # the body may never arrive or never end
             return True
         return self.length - self.size.body > _WORTH_READING
 
     def discard_rest(self) -> None:
-        """End the output, discard the input for a while, and close: with bytes that nobody has read the system would tell the
-        client that the connection broke, and its answer might be lost.
+        """End the output, discard the input for a while, then close.
+
+        Closing with unread bytes would make the system reset the connection, and the client might lose its answer.
         """
         if self.transport.is_closing() or self._discards:
             return
@@ -312,7 +320,7 @@ class HttpConnection(RequestParsing):
         self.discards.wait(self)
 
     def on_response_complete(self) -> None:
-        """A request was answered; the next one may have come already."""
+        """Handle a complete answer. The next request may already have arrived."""
         self._num_unanswered -= 1
         super().on_response_complete()
         if self._refusal is not None and not self._num_unanswered and not self.transport.is_closing():
@@ -321,7 +329,7 @@ class HttpConnection(RequestParsing):
             self._go_on()
 
     def on_headers_complete(self) -> None:
-        """A request is served from now on, or waits for the one before it."""
+        """Handle a complete head: the request is served, or waits for the previous one."""
         before = self.cycle
         super().on_headers_complete()
         self._num_unanswered += self.cycle is not before
@@ -331,14 +339,14 @@ class HttpConnection(RequestParsing):
         super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
 
     def _refuse(self, error: HttpError) -> None:
-        """Parse nothing more, and have the client told why, unless the answer to the request at fault has begun."""
+        """Stop parsing and send an error to the client, unless the answer to the faulty request has already started."""
         cycle: RequestResponseCycle | None = self.cycle
         self._refusal = error
         if cycle is not None and not self.in_head and self._num_unanswered == 1:
             if cycle.response_started:
                 self.transport.abort()
                 return
-            cycle.disconnected = True  # for the handler its client has gone; the client gets this error in its place
+            cycle.disconnected = True  # the handler sees a disconnect; the client gets this error instead
             cycle.message_event.set()
             self._num_unanswered = 0
         if not self._num_unanswered:
@@ -351,7 +359,7 @@ class HttpConnection(RequestParsing):
     # Timeouts
 
     def _watch(self) -> None:
-        """Start or stop the clock, as the connection's state wants it."""
+        """Start or stop the timeout, depending on the connection's state."""
         if self._discards:
             return
         if self.transport.is_closing() or self._num_unanswered or self._unparsed:
@@ -383,25 +391,27 @@ class HttpConnection(RequestParsing):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, where the connection decides whether it reads: bytes may wait to be parsed as well."""
+    """uvicorn's flow control, except that the connection decides whether it reads, because bytes may also wait to be
+    parsed.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         super().__init__(transport)
         self._connection = connection
 
     def pause_reading(self) -> None:
-        """The handler has enough of its body, or a pipelined request waits."""
+        """Record that the handler has enough of its body, or that a pipelined request waits."""
         self.read_paused = True
 
     def resume_reading(self) -> None:
-        """The handler wants more."""
+        """Record that the handler wants more of its body."""
         if self.read_paused:
             self.read_paused = False
             self._connection.reading_changed()
 
 
 def connection_class(config: HttpConfig) -> type[HttpConnection]:
-    """The class of a listener's connections: uvicorn makes one instance for every client."""
+    """Return the class of a listener's connections. uvicorn creates one instance per client."""
     settings = {
         "limits": RequestLimits(config.max_header_bytes, config.max_headers),
         "header_timeout": config.header_timeout,

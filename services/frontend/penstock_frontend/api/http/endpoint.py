@@ -1,4 +1,4 @@
-"""From an HTTP call to an answer: body, limits, deadline, errors, and what happens when the client hangs up."""
+"""HTTP endpoints: body, limits, deadline, errors, and cancellation when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -25,24 +25,28 @@ from penstock_frontend.config import FairnessConfig, HttpConfig
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
-"""What Anthropic's clients read."""
+"""Header that Anthropic's clients read."""
 TIMEOUT = "x-request-timeout"
 PLAIN_TEXT = "text/plain; charset=utf-8"
 _MAX_TIMEOUT = 86_400.0
-"""Seconds."""
+"""Maximum timeout of a call in seconds."""
 
 
 def id_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers of an answer that have the call's id: the client's, or a random one."""
+    """Return the headers of an answer with the call's id: the client's, or a random one."""
     request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
     return {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call says beside its body.
+    """Properties of a call other than its body.
 
-    ``given_id``: the client's header, ``request_id`` that or a random one. ``context``: what the headers say of the call's
-    requests. ``path`` and ``query``: the parameters of the path, and those behind it.
+    Attributes:
+        request_id: the client's id, or a random one.
+        given_id: the client's id from the header; empty: none.
+        context: the context for the call's requests, from the headers.
+        path: the path parameters.
+        query: the query parameters.
     """
 
     request_id: str
@@ -52,27 +56,28 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
-        """The id of an answer: its kind, and the header's id, the body's or a random one."""
+        """Return the id of an answer: a prefix for its kind, and the id from the header, the body, or a random one."""
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
 
 
 class PlainText(msgspec.Struct, frozen=True):
-    """An answer that is no JSON."""
+    """An answer that is not JSON."""
 
     text: str
 
 
 Answer: TypeAlias = msgspec.Struct | EventStream
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
-"""Decodes the body, and closes it once the call is admitted."""
+"""Function that decodes the body, closes it once the call is admitted, and returns the answer."""
 ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
-"""An error as a protocol tells it, of the call with that id."""
+"""Function that formats an error in a protocol. Gets the error and the call's id."""
 
 
 class Gate:
-    """Counts the HTTP calls that are being served, from when their bodies are there. Limits are those of the HttpConfig.
+    """Limits the HTTP calls in progress, counted once their bodies have been read. The limits are those of the
+    HttpConfig.
 
-    At the limit, the calls of tenants above their fair share are refused, as ``TenantRoom`` says.
+    At the limit, calls of tenants above their fair share are refused; see ``TenantRoom``.
     """
 
     def __init__(
@@ -109,8 +114,8 @@ class Gate:
 class Endpoint:
     """An ASGI application around a handler.
 
-    The handler's work is a task of its own, which is cancelled as soon as the client hangs up: that aborts what engines
-    compute for it.
+    The handler runs in its own task, which is cancelled as soon as the client disconnects. That aborts its work on the
+    engines.
     """
 
     def __init__(self, gate: Gate, bodies: Bodies, handler: Handler, shape: ErrorShape = errors.answer) -> None:
@@ -159,13 +164,13 @@ class Endpoint:
 async def send_error(
     send: Send, error: Exception, headers: Mapping[str, str], shape: ErrorShape = errors.answer
 ) -> None:
-    """The error as an answer. ``headers``: with the request's id."""
+    """Send an error as an answer. ``headers`` contains the request's id."""
     answer = shape(error, headers.get(REQUEST_ID, ""))
     await send_json(send, answer.status, answer.body, {**answer.headers, **headers})
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do the work, or stop in the middle of it when the client hangs up."""
+    """Run the work, or cancel it when the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
@@ -194,13 +199,13 @@ def _call(headers: Headers, request_id: str, scope: Scope) -> Call:
 
 
 def _announced(headers: Headers) -> int | None:
-    """Bytes of the body, where the client says how many; the listener has checked that it is a number."""
+    """Return the length of the body that the client announces, or None. The listener has checked that it is a number."""
     length = headers.get("content-length")
     return None if length is None else int(length)
 
 
 def _deadline(text: str | None) -> float | None:
-    """Seconds since the Unix epoch. Raises InvalidArgument."""
+    """Return the deadline in seconds since the Unix epoch, or None. Raises InvalidArgument."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""``/openapi.json``: the OpenAPI document of all HTTP APIs, made from their structs."""
+"""``/openapi.json``: OpenAPI document of all HTTP APIs, generated from their structs."""
 
 import importlib.metadata
 import re
@@ -42,24 +42,24 @@ from penstock_frontend.api.openai.tokenization import DetokenizeRequest, Text, T
 
 PATH = "/openapi.json"
 _ERRORS = {
-    "400": "A field is wrong, or not served.",
+    "400": "A field is invalid or not supported.",
     "401": "Credentials are missing or wrong.",
-    "403": "The caller may not do that.",
-    "404": "No such model.",
-    "408": "The body took longer than http.body_timeout.",
+    "403": "The caller lacks the permission.",
+    "404": "The model does not exist.",
+    "408": "The body did not arrive within http.body_timeout.",
     "413": "The body is larger than http.max_body_bytes.",
-    "429": "A limit of requests at once is reached.",
-    "529": "No engine takes requests.",
-    "503": "No engine takes requests.",
-    "504": "The time that x-request-timeout gives is over.",
+    "429": "A limit on requests in flight is reached.",
+    "529": "No engine accepts requests.",
+    "503": "No engine accepts requests.",
+    "504": "The timeout in x-request-timeout has passed.",
 }
 _REF = "#/components/schemas/{name}"
 _UNTYPED = {"default": None}
-"""The schema of a field that is refused whatever it is: it is left out."""
+"""Schema of a field that is always refused. Such fields are left out of the document."""
 
 
 class _Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. ``chunk``: of a streamed answer. ``text``: media type of an answer that is not JSON."""
+    """One method of one path. ``chunk``: type of a streamed chunk. ``text``: media type of an answer that is not JSON."""
 
     summary: str
     body: type | None = None
@@ -74,21 +74,21 @@ _CALL = ("400", "404", "408", "413", "429", "503", "504")
 _MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
 _OPERATION = ("400", "401", "403", "404", "408", "413", "429", "503")
 _LOOK = ("400", "408", "413", "429")
-_SCORE = _Operation(summary="How well texts fit one another", body=ScoreBody, answer=ScoreList, errors=_CALL)
-_RERANK = _Operation(summary="Documents by how well they fit", body=RerankBody, answer=Ranking, errors=_CALL)
+_SCORE = _Operation(summary="Score pairs of texts", body=ScoreBody, answer=ScoreList, errors=_CALL)
+_RERANK = _Operation(summary="Rank documents by relevance", body=RerankBody, answer=Ranking, errors=_CALL)
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
-        summary="Continues prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
+        summary="Continue prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
     ),
     "/v1/chat/completions": _Operation(
-        summary="Answers conversations",
+        summary="Continue a conversation",
         body=ChatCompletionRequest,
         answer=ChatCompletion,
         chunk=ChatCompletionChunk,
         errors=_CALL,
     ),
     "/v1/messages": _Operation(
-        summary="Answers a conversation, in Anthropic's protocol",
+        summary="Continue a conversation, in Anthropic's protocol",
         body=MessagesBody,
         answer=AssistantMessage,
         chunk=StreamEvent,
@@ -96,20 +96,20 @@ _POSTS: Mapping[str, _Operation] = {
         error=MessagesError,
     ),
     "/v1/messages/count_tokens": _Operation(
-        summary="How many tokens a conversation is",
+        summary="Count the tokens of a conversation",
         body=ConversationBody,
         answer=TokenCount,
         errors=_MESSAGE_CALL,
         error=MessagesError,
     ),
     "/v1/responses": _Operation(
-        summary="Answers a conversation", body=ResponseBody, answer=response.Response, chunk=Event, errors=_CALL
+        summary="Continue a conversation", body=ResponseBody, answer=response.Response, chunk=Event, errors=_CALL
     ),
     "/v1/responses/{response_id}/cancel": _Operation(
-        summary="Ends a response in the making", answer=response.Response, errors=("404", *_LOOK)
+        summary="Cancel a response in progress", answer=response.Response, errors=("404", *_LOOK)
     ),
     "/v1/embeddings": _Operation(
-        summary="Vectors of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
+        summary="Compute embeddings of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
     ),
     "/v1/score": _SCORE,
     "/score": _SCORE,
@@ -117,46 +117,44 @@ _POSTS: Mapping[str, _Operation] = {
     "/v2/rerank": _RERANK,
     "/rerank": _RERANK,
     "/classify": _Operation(
-        summary="Classes of inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
+        summary="Classify inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
     ),
-    "/pooling": _Operation(
-        summary="What a model that pools makes of inputs", body=PoolingBody, answer=PooledList, errors=_CALL
-    ),
-    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
+    "/pooling": _Operation(summary="Run a pooling model on inputs", body=PoolingBody, answer=PooledList, errors=_CALL),
+    "/ping": _Operation(summary="Report whether requests are accepted", text="text/plain", errors=("503",)),
     LOAD: _Operation(
-        summary="Gives a LoRA adapter a name", body=LoadLoraAdapterRequest, text=PLAIN_TEXT, errors=_OPERATION
+        summary="Load a LoRA adapter under a name", body=LoadLoraAdapterRequest, text=PLAIN_TEXT, errors=_OPERATION
     ),
     UNLOAD: _Operation(
-        summary="Takes the name of a LoRA adapter away",
+        summary="Remove the name of a LoRA adapter",
         body=UnloadLoraAdapterRequest,
         text=PLAIN_TEXT,
         errors=_OPERATION,
     ),
-    "/tokenize": _Operation(summary="Text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
-    "/detokenize": _Operation(summary="Token ids to text", body=DetokenizeRequest, answer=Text, errors=_CALL),
+    "/tokenize": _Operation(summary="Convert a text to token ids", body=TokenizeRequest, answer=Tokens, errors=_CALL),
+    "/detokenize": _Operation(summary="Convert token ids to a text", body=DetokenizeRequest, answer=Text, errors=_CALL),
 }
 _GETS: Mapping[str, _Operation] = {
-    "/v1/models": _Operation(summary="What is served", answer=ModelList, errors=_LOOK),
+    "/v1/models": _Operation(summary="List the models", answer=ModelList, errors=_LOOK),
     "/v1/responses/{response_id}": _Operation(
-        summary="A response that was kept", answer=response.Response, errors=("404", *_LOOK)
+        summary="Return a stored response", answer=response.Response, errors=("404", *_LOOK)
     ),
     "/v1/responses/{response_id}/input_items": _Operation(
-        summary="The items of its input", answer=response.ItemList, errors=("404", *_LOOK)
+        summary="Return the input items of a stored response", answer=response.ItemList, errors=("404", *_LOOK)
     ),
-    "/v1/models/{name}": _Operation(summary="One model", answer=Model, errors=("404", *_LOOK)),
-    "/version": _Operation(summary="The version of the frontend", answer=Version, errors=_LOOK),
-    "/ping": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
-    "/health": _Operation(summary="Whether requests are taken", text="text/plain", errors=("503",)),
-    "/metrics": _Operation(summary="For Prometheus", text="text/plain"),
-    "/": _Operation(summary="A page for people", text="text/html"),
-    "/cluster": _Operation(summary="What the page shows of the engines", answer=ClusterState),
+    "/v1/models/{name}": _Operation(summary="Return one model", answer=Model, errors=("404", *_LOOK)),
+    "/version": _Operation(summary="Return the version of the frontend", answer=Version, errors=_LOOK),
+    "/ping": _Operation(summary="Report whether requests are accepted", text="text/plain", errors=("503",)),
+    "/health": _Operation(summary="Report whether requests are accepted", text="text/plain", errors=("503",)),
+    "/metrics": _Operation(summary="Metrics for Prometheus", text="text/plain"),
+    "/": _Operation(summary="Web page", text="text/html"),
+    "/cluster": _Operation(summary="State of the engines for the web page", answer=ClusterState),
     PATH: _Operation(summary="This document", text="application/json"),
 }
 
 
 _DELETES: Mapping[str, _Operation] = {
     "/v1/responses/{response_id}": _Operation(
-        summary="Forgets a response", answer=response.DeletedResponse, errors=("404", *_LOOK)
+        summary="Delete a stored response", answer=response.DeletedResponse, errors=("404", *_LOOK)
     ),
 }
 _METHODS = {"post": _POSTS, "get": _GETS, "delete": _DELETES}
@@ -164,7 +162,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 
 
 def document(paths: frozenset[str]) -> dict[str, Any]:
-    """The OpenAPI document of those of ``paths`` that it knows: others are not served."""
+    """Return the OpenAPI document of those of ``paths`` that are described here."""
     described: dict[str, dict[str, Any]] = {}
     for method, operations in _METHODS.items():
         for path, each in operations.items():
@@ -179,7 +177,7 @@ def document(paths: frozenset[str]) -> dict[str, Any]:
 
 
 def route(routes: list[Route]) -> Route:
-    """Serves the document of ``routes`` and itself."""
+    """Return a route that serves the document of ``routes`` and of itself."""
     paths = frozenset(each.path.replace(":path}", "}") for each in routes) | {PATH}
     content = msgspec.json.encode(document(paths))
 
@@ -193,7 +191,7 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
     content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
     if each.chunk is not None:
-        # Each event is a chunk as JSON, or an error; the last one is [DONE].
+        # Each event is a chunk as JSON, or an error. The last one is [DONE].
         about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
         event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
         content["text/event-stream"] = {"schema": event}

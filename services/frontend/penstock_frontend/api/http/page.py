@@ -1,4 +1,4 @@
-"""The page for people at ``/``: a playground, and what the cluster does. ``/cluster`` is where it reads that."""
+"""Web page at ``/`` with a playground and the state of the cluster. The page reads the state from ``/cluster``."""
 
 import importlib.resources
 from collections.abc import Callable, Collection
@@ -13,7 +13,7 @@ from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",
-    # The page is one file with its script and style inside; nothing else is loaded, and nobody may frame it.
+    # The page is one file with its script and style. It loads nothing else, and must not be framed.
     "Content-Security-Policy": (
         "default-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -23,7 +23,9 @@ _HEADERS = {
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``kv_cache_usage`` is the used share, 0 to 1; ``id`` is empty until the engine has been reached."""
+    """State of one engine. ``kv_cache_usage`` is a fraction from 0 to 1. ``id`` is empty until the engine has been
+    reached.
+    """
 
     id: str
     address: str
@@ -35,12 +37,18 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``/cluster`` answers, as this frontend sees it.
+    """Answer of ``/cluster``: the cluster as this frontend sees it.
 
-    ``serving``: a request would be taken now. ``chat``: the model has a chat template; ``tools``: conversations may have tools;
-    ``media``: what it takes beside text.
-    ``max_model_len`` is in tokens, 0 while no engine is connected; ``coordinator`` is ``connected``, ``disconnected``, or
-    ``none`` where there is none.
+    Attributes:
+        model: the model's name.
+        capabilities: capabilities of the engines.
+        chat: the model has a chat template.
+        tools: conversations may have tools.
+        media: modalities that the model takes in addition to text.
+        serving: a request would be accepted now.
+        max_model_len: maximum tokens; 0 while no engine is connected.
+        coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
+        engines: the engines.
     """
 
     model: str
@@ -55,7 +63,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """Serves the page and the state it shows."""
+    """Serves the page and the state that it shows."""
 
     def __init__(
         self,
@@ -78,11 +86,11 @@ class Page:
         self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
 
     def routes(self) -> list[Route]:
-        """For the HTTP application."""
+        """Return the routes for the HTTP application."""
         return [Route("/", self._index), Route("/cluster", self._cluster)]
 
     def state(self) -> ClusterState:
-        """What ``/cluster`` says now."""
+        """Return the answer of ``/cluster``."""
         limits = self._engines.limits
         return ClusterState(
             model=self._model,

@@ -1,4 +1,4 @@
-"""Reading of HTTP request bodies: size limits, decompression, and admission of the call."""
+"""Reading of HTTP request bodies: size limits, decompression, and memory limits until the call is admitted."""
 
 import asyncio
 import codecs
@@ -21,9 +21,8 @@ from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.calls.admission import InFlight
 from penstock_frontend.config import HttpConfig
 
-# ``Content-Encoding`` gzip, deflate, br or zstd.
-# Decompression yields pieces of bounded size, so that a small body which becomes a large one is refused as soon as it is too
-# large, and other calls go on meanwhile.
+# Decompression for ``Content-Encoding`` gzip, deflate, br and zstd. It yields pieces of limited size. So a small body
+# that decompresses to a large one is refused early, and other calls are served in between.
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -31,23 +30,28 @@ else:
     from backports import zstd
 
 PIECE = 256 * 1024
-"""Bytes that are decompressed at once, about; brotli gives up to four times as many."""
+"""Approximate number of bytes decompressed at once; brotli yields up to four times as many."""
 _WINDOW_LOG = 23
-"""zstd: 8 MiB, the most that HTTP allows (RFC 9659)."""
+"""Window size limit for zstd: 8 MiB, the maximum that HTTP allows (RFC 9659)."""
 
 
 class Decompressor(Protocol):
-    """Takes a compressed body in parts."""
+    """Decompresses a body that arrives in parts."""
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """What comes of one more part, in pieces of about ``PIECE`` bytes. Raises HttpError 400 for one that is damaged."""
+        """Yield the content of one more part in pieces of about ``PIECE`` bytes. Raises HttpError 400 for a damaged
+        body.
+        """
 
     def finish(self) -> None:
-        """There are no more parts. Raises HttpError 400 if the body is not complete."""
+        """Finish after the last part. Raises HttpError 400 if the body is incomplete."""
 
 
 def decompressor_of(encoding: str) -> Decompressor | None:
-    """For a ``Content-Encoding``; None if the body is as it is. Raises HttpError 415 for one that is not known, or several."""
+    """Return the decompressor for a ``Content-Encoding``, None for an uncompressed body.
+
+    Raises HttpError 415 for an unknown encoding or several encodings.
+    """
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return None
@@ -55,7 +59,7 @@ def decompressor_of(encoding: str) -> Decompressor | None:
         known = ", ".join(sorted({*_MAKERS} - {"x-gzip"}))
         raise HttpError(
             415,
-            f"Content-Encoding is {encoding[:40]!r}; served: {known}, one at a time, or none",
+            f"Content-Encoding is {encoding[:40]!r}; supported: one of {known}, or none",
             "unsupported_content_encoding",
         )
     return _Checked(name, _MAKERS[name]())
@@ -64,18 +68,18 @@ def decompressor_of(encoding: str) -> Decompressor | None:
 class _Codec(Protocol):
     @property
     def ended(self) -> bool:
-        """Whether the end of the body has come."""
+        """True if the end of the body has been reached."""
 
     @property
     def surplus(self) -> bool:
-        """Whether more came behind it."""
+        """True if there was more data after the end."""
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Pieces of what comes of a part that is not empty."""
+        """Yield the content of a non-empty part in pieces."""
 
 
 class _Checked:
-    """Says what is wrong in words of HTTP."""
+    """Decompresses with a codec, and reports its errors as HttpError."""
 
     def __init__(self, name: str, codec: _Codec) -> None:
         self._name = name
@@ -87,13 +91,13 @@ class _Checked:
             return
         self._empty = False
         if self._codec.ended:
-            raise self._damaged("more follows its end")
+            raise self._damaged("there is data after its end")
         try:
             yield from self._codec.feed(part)
         except (zlib.error, brotli.error, zstd.ZstdError) as e:
             raise self._damaged(str(e)) from None
         if self._codec.surplus:
-            raise self._damaged("more follows its end")
+            raise self._damaged("there is data after its end")
 
     def finish(self) -> None:
         if not self._empty and not self._codec.ended:
@@ -104,12 +108,16 @@ class _Checked:
 
 
 class _Zlib:
-    """``window``: zlib's ``wbits``; None: with zlib's header, as HTTP wants deflate, or without, as some clients send it."""
+    """Decompresses zlib formats. ``window`` is zlib's ``wbits``.
+
+    If ``window`` is None, the format is deflate, with zlib's header as HTTP requires, or without it as some clients
+    send.
+    """
 
     def __init__(self, window: int | None) -> None:
         self._window = window
         self._first: bytes | None = b""
-        """What came before the header was known; None behind it."""
+        """Bytes received before the header was known; None after it."""
         self._stream = zlib.decompressobj()
 
     @property
@@ -138,7 +146,7 @@ class _Zlib:
 
 class _Brotli:
     surplus = False
-    """brotli refuses what follows the end."""
+    """brotli itself refuses data after the end."""
 
     def __init__(self) -> None:
         self._stream = brotli.Decompressor()
@@ -151,7 +159,7 @@ class _Brotli:
         piece = self._stream.process(part, output_buffer_limit=PIECE)
         while (
             piece or not self._stream.can_accept_more_data()
-        ):  # a last piece of nothing may be what finishes the stream
+        ):  # an empty last piece may be needed to finish the stream
             yield piece
             if self._stream.is_finished():
                 return
@@ -178,7 +186,7 @@ class _Zstd:
 
 
 def _has_zlib_header(start: bytes) -> bool:
-    """RFC 1950: method 8, and a checksum over the first two bytes."""
+    """Return True for a header by RFC 1950: method 8, and a valid checksum over the first two bytes."""
     return start[0] & 0x0F == 8 and int.from_bytes(start[:2], "big") % 31 == 0
 
 
@@ -191,22 +199,21 @@ _MAKERS: dict[str, Callable[[], _Codec]] = {
 }
 
 
-# The size of a JSON text, found out before it is decoded.
-# The decoder holds the interpreter's lock from end to end, in whatever thread it runs: nothing but a bound on what it makes
-# bounds the time in which nobody else is served.
+# Size check of a JSON text before it is decoded. The decoder holds the interpreter's lock until it is done, in any
+# thread. Only a limit on its work bounds the time in which no other request is served.
 
 _PIECE = 256 * 1024
-"""Bytes that are looked at in one turn of the event loop."""
+"""Bytes checked per turn of the event loop."""
 MAX_NESTING = 512
-"""Levels of lists and objects. Whatever walks a value later has as much of the interpreter's stack left for itself."""
+"""Maximum nesting of lists and objects. It leaves enough of the interpreter's stack for code that walks the value."""
 _STEP = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(byte), 0) for byte in range(256)]
 _NO_BRACKETS = bytes(byte for byte in range(256) if not _STEP[byte])
 
 
 async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> None:
-    """Raise InvalidArgument for more values, or objects among them, than so many, or more than MAX_NESTING levels of them.
+    """Check the number of values, of objects, and the nesting depth of a JSON text. Raises InvalidArgument at a limit.
 
-    Text that is no JSON is counted somehow.
+    For text that is not valid JSON the counts have no meaning.
     """
     if not _may_exceed(text, max_values, max_objects):
         return
@@ -227,9 +234,10 @@ async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> 
 
 
 class JsonSize:
-    """Counts the values and objects of a text that comes in pieces: what it has of commas and brackets outside strings.
+    """Counts the values and objects of a text that arrives in pieces, by its commas and brackets outside strings.
 
-    A value that is the only one of its object or list counts with that. ``nesting``: levels of both at the deepest place.
+    A value that is alone in its object or list is not counted separately. ``nesting`` is the maximum depth of lists and
+    objects.
     """
 
     def __init__(self) -> None:
@@ -241,7 +249,7 @@ class JsonSize:
         self._rest = b""
 
     def add(self, piece: bytes) -> None:
-        """Count a further piece."""
+        """Count one more piece."""
         text = self._rest + piece
         num_backslashes = len(text) - len(text.rstrip(b"\\"))
         self._rest = b"\\" if num_backslashes % 2 else b""
@@ -258,7 +266,7 @@ class JsonSize:
 
 
 def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
-    """Whether there are too many commas and brackets even if none is in a string."""
+    """Return True if the limits would be exceeded even if no comma or bracket were in a string."""
     if len(text) <= min(max_values, max_objects, MAX_NESTING):
         return False
     objects, lists = text.count(b"{"), text.count(b"[")
@@ -266,40 +274,40 @@ def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
 
 
 _LARGE = 1024 * 1024
-"""Bytes of a body from which on it takes a thread's time to make something of it."""
+"""Size of a body, in bytes, from which on it is converted in a thread."""
 
 T = TypeVar("T")
 
 
-class ClientGone(Exception):  # noqa: N818 - not an error of anybody's
+class ClientGone(Exception):  # noqa: N818 - not an error
     """The client hung up before its body was complete."""
 
 
 class Bodies:
-    """All bodies in memory, and those that are still being read. Limits are those of the HttpConfig.
+    """All bodies in memory, and those being read. The limits are those of the HttpConfig.
 
-    Where there are too many bytes the largest of the bodies that are being read gives way, where there are too many bodies
-    the oldest: so clients that stall cannot keep others out.
+    If there are too many bytes, the largest body being read is dropped; if there are too many bodies, the oldest. So
+    stalled clients cannot block others.
     """
 
     def __init__(
         self, config: HttpConfig, registry: CollectorRegistry | None = None, warnings: WarningLog | None = None
     ) -> None:
-        """``registry``: for the count of unknown fields; None counts nothing. ``warnings``: those of all protocols; None: their
-        own.
+        """``registry``: for the count of unknown fields; None: no count. ``warnings``: shared by all protocols; None: a
+        separate log.
         """
         self.config = config
         self.warnings = warnings or WarningLog(registry)
         self.policy = FieldPolicy(refuse=config.unknown_fields == "refuse", registry=registry)
         self.in_flight = InFlight()
-        self._reading: dict[Body, None] = {}  # the oldest first
+        self._reading: dict[Body, None] = {}  # oldest first
 
     def open(self, client: str) -> "Body":
-        """The body of one more call, for a ``with`` block. ``client``: who calls, as ``client_of`` says."""
+        """Return the body of one more call, for a ``with`` block. ``client``: the caller's name from ``client_of``."""
         return Body(self, client)
 
     def begin(self, body: "Body") -> None:
-        """It is being read from now on."""
+        """Record that a body is being read."""
         limit = self.config.max_requests
         if len(self._reading) >= limit:
             oldest = next(iter(self._reading))
@@ -307,11 +315,11 @@ class Bodies:
         self._reading[body] = None
 
     def end(self, body: "Body") -> None:
-        """It is not being read any more. Idempotent."""
+        """Record that a body is not being read any more. Idempotent."""
         self._reading.pop(body, None)
 
     def make_room(self) -> None:
-        """End the reading of bodies until the others are within the limit, or none is being read."""
+        """Drop bodies being read until the total is within the limit, or none is being read."""
         limit = self.config.max_body_bytes_in_flight
         while (total := self.in_flight.length) > limit and self._reading:
             largest = max(self._reading, key=lambda body: body.size)
@@ -320,9 +328,10 @@ class Bodies:
 
 
 class Body:
-    """``with bodies.open(client) as body``: ``read`` it, ``decode`` it, ``close`` it as soon as its call is admitted.
+    """Body of one call. Use it as ``with bodies.open(client) as body``: ``read``, ``decode``, and ``close`` it once the
+    call is admitted.
 
-    Until then its bytes count, those of what was made of it as well. Leaving the block closes it.
+    Until then its bytes count towards the limit, including its decoded form. Leaving the block closes it.
     """
 
     def __init__(self, bodies: Bodies, client: str) -> None:
@@ -346,7 +355,7 @@ class Body:
         self.close()
 
     def close(self) -> None:
-        """It does not count any more. Idempotent."""
+        """Stop counting the body. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -355,10 +364,17 @@ class Body:
         self._bodies.in_flight.leave(self.size, served=self._read)
 
     async def read(self, receive: Receive, announced: int | None = None, encoding: str = "") -> None:
-        """Read the whole body. ``announced``: its bytes, as its client says; ``encoding``: its ``Content-Encoding``.
+        """Read the complete body.
 
-        Raises HttpError 408 for one that is too slow, 413 for one that is too large, 415 and 400 for one that is compressed in an
-        unknown way or damaged, ResourceExhausted for one that had to give way, ClientGone.
+        Args:
+            receive: the ASGI receive function.
+            announced: length in bytes that the client announced, or None.
+            encoding: value of ``Content-Encoding``.
+
+        Raises:
+            HttpError: 408 too slow, 413 too large, 415 unknown compression, 400 damaged.
+            ResourceExhausted: the body was dropped at a memory limit.
+            ClientGone: the client disconnected.
         """
         decompressor = decompressor_of(encoding)
         seconds = self._bodies.config.body_timeout
@@ -372,8 +388,8 @@ class Body:
                 raise self._refusal from None
             raise HttpError(
                 408,
-                f"the body was not complete after {seconds:g} s, {self.size} bytes of it were there; http.body_timeout is "
-                f"{seconds:g}",
+                f"the body was not complete after {seconds:g} s, {self.size} bytes had arrived; http.body_timeout "
+                f"is {seconds:g}",
                 "body_timeout",
             ) from None
         finally:
@@ -382,7 +398,7 @@ class Body:
         self._read = True
 
     async def decode(self, kind: type[T]) -> T:
-        """The struct of the body, whose bytes are gone then. Raises InvalidArgument naming the field at fault."""
+        """Decode the body and free its bytes. Raises InvalidArgument with the name of the faulty field."""
         data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
         self._parts.clear()
         config = self._bodies.config
@@ -392,11 +408,13 @@ class Body:
         return body
 
     async def converted(self, convert: Callable[[], T]) -> T:
-        """What ``convert`` makes of the decoded body, off the event loop where that is large: it decodes frames of videos."""
+        """Return the result of ``convert`` on the decoded body. A large body is converted in a thread, because it may
+        contain videos.
+        """
         return await asyncio.to_thread(convert) if self.size > _LARGE else convert()
 
     def give_way(self, message: str, excess: int) -> None:
-        """End the reading as ResourceExhausted with ``message``; ``excess``: bytes that there are too many."""
+        """Stop reading with ResourceExhausted and ``message``. ``excess``: number of bytes over the limit."""
         self._refusal = ResourceExhausted(message, retry_after=self._bodies.in_flight.retry_after(1, excess))
         self._forget()
         self._bodies.end(self)

@@ -1,4 +1,4 @@
-"""Parsing of HTTP requests: size limits, and how connections share each turn of the event loop."""
+"""Parsing of HTTP requests: size limits, and fair sharing of the event loop between connections."""
 
 import asyncio
 from collections import deque
@@ -10,21 +10,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock_frontend.api.openai.errors import HttpError
 
-# Limits on the bytes around a body: its head, the framing of chunks, and trailers.
+# Limits on bytes outside the body: the head, chunk framing, and trailers.
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """Limits of one request: ``max_header_bytes`` of its head, ``max_headers`` lines of it, those of trailers included."""
+    """Limits of one request: ``max_header_bytes`` for its head, ``max_headers`` for its headers and trailers."""
 
     max_header_bytes: int
     max_headers: int
 
 
 class RequestSize:
-    """Counts what the parser was given of one request, and refuses a request that is mostly framing.
+    """Counts the bytes of one request, and refuses a request that consists mostly of framing.
 
-    The parser reports a header or a piece of a body only when it is complete. So bytes are counted as they come, and those of
-    the body are subtracted: the difference is the head, the lines around chunks, chunk extensions and trailers.
+    The parser reports a header or a piece of a body only when it is complete. So all bytes are counted as they arrive,
+    and those of the body are subtracted. The difference is the head, chunk size lines, chunk extensions and trailers.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -32,14 +32,14 @@ class RequestSize:
         self.begin()
 
     def begin(self) -> None:
-        """A new request begins."""
+        """Start to count a new request."""
         self.body = 0
         self._received = 0
         self._headers = 0
         self._head_is_complete = False
 
     def add_header(self) -> None:
-        """One more header or trailer. Raises HttpError 431 when there are too many."""
+        """Count a header or trailer. Raises HttpError 431 if there are too many."""
         self._headers += 1
         if self._headers > self._limits.max_headers:
             limit = self._limits.max_headers
@@ -48,11 +48,11 @@ class RequestSize:
             )
 
     def complete_head(self) -> None:
-        """All bytes from now on are of the body."""
+        """Record that all further bytes belong to the body."""
         self._head_is_complete = True
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that the parser has taken. Raises HttpError 431 for the head, 400 for the framing of the body."""
+        """Count bytes passed to the parser. Raises HttpError 431 for the head, 400 for the framing of the body."""
         self._received += num_bytes
         limit = self._limits.max_header_bytes
         around = self._received - self.body
@@ -73,25 +73,27 @@ class RequestSize:
             )
 
 
-# How connections share parsing in each turn of the event loop.
+# Fair sharing of parsing between connections in each turn of the event loop.
 
 SLICE = 4096
 """Bytes that a connection's parser gets at once."""
 BYTES_PER_TURN = 256 * 1024
-"""Bytes that all connections together parse in one turn of the event loop; they take less than 1 ms."""
+"""Maximum bytes that all connections together parse in one turn of the event loop. This takes less than 1 ms."""
 EVENTS_PER_TURN = 4096
-"""Parser events (a header, a piece of a body) of all connections in one turn of the event loop; they take about 1 ms."""
+"""Maximum parser events (a header, a piece of a body) of all connections in one turn of the event loop. This takes
+about 1 ms.
+"""
 REQUEST_EVENTS = 64
-"""Events that the head of a request counts as, because it starts a task."""
+"""Number of events that the head of a request counts as, because it starts a task."""
 _DISCARD_INTERVAL = 0.001
-"""Seconds between two reads of connections whose input is discarded; a read has at most 256 KiB."""
+"""Seconds between two reads of connections whose input is discarded. A read has at most 256 KiB."""
 
 
 class Parsing(Protocol):
     """A connection with unparsed bytes."""
 
     def parse_slice(self) -> bool:
-        """Parse up to ``SLICE`` bytes. Returns whether the connection can go on at once."""
+        """Parse up to ``SLICE`` bytes. Return True if the connection can continue at once."""
         ...
 
 
@@ -104,10 +106,10 @@ class Discarding(Protocol):
 
 
 class ParsingTurns:
-    """Limits what all connections of a listener parse in one turn of the event loop, and lets them take turns.
+    """Limits the parsing of all connections of a listener in one turn of the event loop, and lets them take turns.
 
-    A client decides how many events its bytes make. Without a limit, a few connections with bodies in chunks of one byte
-    would occupy the loop, and no other request would be served.
+    A client decides how many events its bytes produce. Without a limit, a few connections with bodies in one-byte
+    chunks would block the loop, and no other request would be served.
     """
 
     def __init__(self) -> None:
@@ -118,17 +120,17 @@ class ParsingTurns:
 
     @property
     def has_room(self) -> bool:
-        """Whether a connection may parse now, rather than ``wait``."""
+        """True if a connection may parse now instead of calling ``wait``."""
         return not self._waiting and self._is_below_limits
 
     def spend(self, num_bytes: int, events: int) -> None:
-        """Count bytes and events as parsed in this turn."""
+        """Count bytes and events parsed in this turn."""
         self._bytes += num_bytes
         self._events += events
         self._schedule()
 
     def wait(self, connection: Parsing) -> None:
-        """Have ``connection`` parse in later turns, slice by slice, until its ``parse_slice`` returns False."""
+        """Let ``connection`` parse in later turns, slice by slice, until its ``parse_slice`` returns False."""
         self._waiting.append(connection)
         self._schedule()
 
@@ -153,14 +155,16 @@ class ParsingTurns:
 
 
 class DiscardingTurns:
-    """Lets connections whose input is discarded read one after the other, so that they cost the same however many there are."""
+    """Lets connections whose input is discarded read one after the other, so that their cost does not depend on their
+    number.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Discarding] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, connection: Discarding) -> None:
-        """Have ``connection`` call ``discard_more`` when its turn comes."""
+        """Let ``connection`` call ``discard_more`` in its turn."""
         self._waiting.append(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
@@ -174,8 +178,10 @@ class DiscardingTurns:
 
 
 class RequestParsing(HttpToolsProtocol):
-    """uvicorn's connection, as far as it parses: with limits for heads and framing, and for what it would leave to servers
-    in front. Of the request that comes: ``in_head``, ``in_body``, ``length`` of its body in bytes as it says, ``size``.
+    """The parsing part of uvicorn's connection, with limits on heads and framing, and with checks usually left to a
+    proxy.
+
+    Attributes of the current request: ``in_head``, ``in_body``, ``length`` (announced bytes of the body), and ``size``.
     """
 
     limits = RequestLimits(64 * 1024, 128)
@@ -190,7 +196,9 @@ class RequestParsing(HttpToolsProtocol):
         self._repeats_head = False
 
     def feed(self, piece: memoryview) -> None:
-        """Parse some bytes. ``num_events`` says how many events came of them. Raises HttpParserError, HttpError."""
+        """Parse some bytes. ``num_events`` is then the number of resulting events. Raises HttpParserError and
+        HttpError.
+        """
         self.num_events = 1
         rest = piece
         while rest:
@@ -204,8 +212,10 @@ class RequestParsing(HttpToolsProtocol):
         self.size.add(len(piece))
 
     def _decline_upgrade(self) -> None:
-        """Go on with the body of a request that offers another protocol, as Java's client does. The parser takes the body for
-        that protocol, so it is given a head again that says how long the body is, and nothing of an upgrade.
+        """Continue with the body of a request that offers a protocol upgrade, as Java's client does.
+
+        The parser treats the body as data of the other protocol. So it gets another head, with the body's length and
+        without an upgrade.
         """
         framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
         self._repeats_head = True
@@ -215,7 +225,7 @@ class RequestParsing(HttpToolsProtocol):
             self._repeats_head = False
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Handle the first byte of a request."""
         if self._repeats_head:
             return
         super().on_message_begin()
@@ -223,12 +233,14 @@ class RequestParsing(HttpToolsProtocol):
         self.in_head, self.length, self._hosts = True, None, 0
 
     def on_url(self, url: bytes) -> None:
-        """The request's target, or a part of it."""
+        """Handle the request's target, or a part of it."""
         if not self._repeats_head:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer. Trailers are counted and dropped: the handler may have read the headers already."""
+        """Handle a header or trailer. Trailers are counted and dropped, because the handler may already have read the
+        headers.
+        """
         if self._repeats_head:
             return
         self.num_events += 1
@@ -243,7 +255,7 @@ class RequestParsing(HttpToolsProtocol):
             self._hosts += 1
 
     def on_headers_complete(self) -> None:
-        """The head is complete: the request is served, or waits for the one before it."""
+        """Handle a complete head: the request is served, or waits for the previous one."""
         if self._repeats_head:
             return
         if self._hosts != 1 and self.parser.get_http_version() == "1.1":
@@ -254,14 +266,14 @@ class RequestParsing(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Handle a piece of the body."""
         self.num_events += 1
         self.size.body += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
-        if self.parser.should_upgrade():  # its body comes when the upgrade has been declined
+        """Handle the end of the request."""
+        if self.parser.should_upgrade():  # its body comes after the upgrade has been declined
             return
         self.in_body = False
         super().on_message_complete()

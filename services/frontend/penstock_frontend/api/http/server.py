@@ -1,4 +1,4 @@
-"""The HTTP listener: ``/health``, ``/ping``, ``/metrics``, the routes it is given, ``/openapi.json``, and HTTP telemetry."""
+"""HTTP server: ``/health``, ``/ping``, ``/metrics``, ``/openapi.json``, the given routes, and HTTP telemetry."""
 
 import asyncio
 import contextlib
@@ -27,9 +27,11 @@ from penstock_frontend.api.http.connection import HttpConnection, connection_cla
 from penstock_frontend.config import HttpConfig
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection is kept: longer than clients and balancers keep theirs, so that they close first."""
+"""Seconds until an idle connection is closed. Longer than the timeouts of clients and load balancers, so that they
+close first.
+"""
 _CLOSE_GRACE = 2
-"""Seconds that clients have to read the last of their answers when the server stops."""
+"""Seconds for clients to read the last answers when the server stops."""
 
 
 def make_app(
@@ -41,10 +43,15 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     middleware: Sequence[Middleware] = (),
 ) -> Starlette:
-    """The application. ``/health`` and ``/ping`` are 503 with what ``not_ready()`` says, and 200 while that is nothing.
-    ``routes``: what else it serves, and describes.
+    """Return the application.
 
-    ``allowed_origins``: web pages from elsewhere that may call it. ``middleware``: what requests pass, after those pages'.
+    Args:
+        registry: the metrics for ``/metrics``.
+        not_ready: returns the reason for not being ready. ``/health`` and ``/ping`` answer 503 with it, and 200 if it is empty.
+        routes: further routes, which are also described in ``/openapi.json``.
+        exception_handlers: Starlette's exception handlers.
+        allowed_origins: origins of web pages that may call (CORS).
+        middleware: middleware inside the CORS middleware.
     """
 
     async def health(_: Request) -> Response:
@@ -75,7 +82,9 @@ def make_app(
 
 
 class _WithoutSlash:
-    """A path with a slash at its end means the one without: clients lose bodies, or methods, when they are redirected."""
+    """Middleware that ignores slashes at the end of a path, because clients may lose the body or the method in a
+    redirect.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,10 +98,10 @@ class _WithoutSlash:
 
 
 class HttpServer:
-    """uvicorn inside the running event loop. Port -1: nothing is served."""
+    """A uvicorn server in the running event loop. Port -1: no server."""
 
     def __init__(self, config: HttpConfig, app: ASGIApp, certificates: Certificates | None = None) -> None:
-        """``certificates``: told when those of this listener end."""
+        """``certificates``: learns when this listener's certificates expire."""
         self._config = config
         self._certificates = certificates
         self._connection = connection_class(config)
@@ -109,11 +118,13 @@ class HttpServer:
             )
         )
         self.task: asyncio.Task[None] | None = None
-        """Serves; ends only when it is stopped. None while nothing is served."""
+        """Task that serves; it ends only when it is stopped. None while nothing is served."""
         self.port = -1
 
     async def start(self) -> int:
-        """Listen. Returns the port. Raises ConfigError when it is taken, or for a certificate."""
+        """Start to listen and return the port. Raises ConfigError if the port is in use or a certificate cannot be
+        used.
+        """
         if self._config.port < 0:
             return -1
         if self._config.tls.enabled:
@@ -128,14 +139,16 @@ class HttpServer:
         return self.port
 
     def drain(self) -> None:
-        """Let each connection end with its next answer, from now on. Idle ones stay open: a request may be on its way."""
+        """Close each connection with its next answer from now on. Idle ones stay open, because a request may be on its
+        way.
+        """
         self._connection.max_age = 0.0
         for connection in self._open():
             connection.end_with_next_answer()
 
     @property
     def num_left(self) -> int:
-        """Connections on which a request is answered, or may come: idle ones count where connections are moved at all."""
+        """Number of connections with a request in progress. If connections have a maximum age, idle ones count as well."""
         idle_ones = bool(self._config.max_connection_age)
         return sum(idle_ones or connection.busy for connection in self._open())
 
@@ -153,7 +166,7 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the frontend, which stops this server in its turn."""
+        """Do nothing. The frontend handles signals, and stops this server itself."""
         yield
 
 
@@ -164,7 +177,7 @@ def _listen(config: HttpConfig) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"http.host is {config.host!r}: {e}") from None
     try:
-        # Without being asked nothing shares a port: two servers on one would take turns at each other's clients.
+        # Without reuse_port no port is shared: two servers on one port would get each other's clients.
         option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
         take_both_families(listener)
@@ -185,9 +198,9 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class HttpTelemetry:
-    """Wraps an application: counts its requests by route, method and class of status, and makes a span of each.
+    """ASGI middleware that counts requests by route, method and status class, and creates a span for each.
 
-    The parent is in the header ``traceparent``.
+    The span's parent comes from the header ``traceparent``.
     """
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry, tracer: Tracer | None = None) -> None:
@@ -198,12 +211,12 @@ class HttpTelemetry:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; an application error is a 500."""
+        """Serve one request. An application error counts as status 500."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         host, port = scope.get("client") or ("", 0)
-        # Every request has a task of its own: there is nobody to put the old value back for.
+        # Every request has its own task, so the old value need not be restored.
         current_caller.set(Caller(scope["path"], with_port(host, port) if host else ""))
         span = self._begin(scope)
         status = 500
@@ -219,14 +232,14 @@ class HttpTelemetry:
         finally:
             try:
                 self._end(scope, status, span)
-            except Exception as e:  # who only looks on spoils no answer
+            except Exception as e:  # a telemetry failure must not spoil the answer
                 incident(e, request="", doing="observing the end of an HTTP request")
 
     def _begin(self, scope: Scope) -> Span | None:
         try:
             return self._span(scope)
         except Exception as e:
-            incident(e, request="", doing="observing the begin of an HTTP request")
+            incident(e, request="", doing="observing the start of an HTTP request")
             return None
 
     def _end(self, scope: Scope, status: int, span: Span | None) -> None:
@@ -247,6 +260,6 @@ class HttpTelemetry:
 
 
 def _handler(scope: Scope) -> str:
-    """The route's path with its parameters' names: paths that clients make up are all ``none``."""
+    """Return the route's path with parameter names. Unknown paths share one label, ``none``."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "none"

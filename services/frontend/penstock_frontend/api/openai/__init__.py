@@ -1,1 +1,1 @@
-"""OpenAI's APIs over HTTP: chat completions, completions, models, and what they share."""
+"""OpenAI's APIs over HTTP: chat completions, completions, models, and shared helpers."""

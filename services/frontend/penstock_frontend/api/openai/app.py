@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API, and errors of paths that are none of them."""
+"""Routes of the OpenAI API, and errors for unknown paths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +42,9 @@ def routes(
     gate: Gate,
     bodies: Bodies,
 ) -> Sequence[Route]:
-    """All of them. ``labels``: names of the model's classes, in order; ``gate`` and ``bodies``: of all calls of the listener."""
+    """Return all routes. ``labels``: names of the model's classes, in order. ``gate`` and ``bodies`` are shared by the
+    listener's calls.
+    """
     scoring = ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     scores, reranking = Scores(llm, scoring), Reranking(llm, scoring)
@@ -89,7 +91,7 @@ def routes(
 
 
 class _ByProtocol:
-    """Serves a path that OpenAI's and Anthropic's protocol both have, in the form of the client's protocol."""
+    """Serves a path that exists in OpenAI's and Anthropic's protocols, in the client's protocol."""
 
     def __init__(self, openai: Endpoint, anthropic_: Endpoint) -> None:
         self._openai = openai
@@ -102,7 +104,7 @@ class _ByProtocol:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A path or a method that nothing serves."""
+    """Return the error for an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
     off = ": lora.http_loading is false" if path in PATHS else _hint(path, request.app.routes)
@@ -117,8 +119,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """What may have been meant by a path that is a part of a known one, or has one in it: clients put the path of a call behind
-    their base_url.
+    """Return a hint for a path that is a part of a known one, or contains one, because clients append paths to their
+    base_url.
     """
     known = [route.path for route in routes if isinstance(route, Route) and route.path.startswith("/v1/")]
     known = [each for each in known if "{" not in each]
@@ -126,9 +128,9 @@ def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
     if path == "/" or not (longer or shorter):
         return ""
     best = max(shorter, key=len) if shorter else min(longer, key=len)
-    remedy = "without /v1, for an Anthropic client" if best.startswith(anthropic.PREFIX) else "with /v1 behind it, once"
+    remedy = "without /v1, for an Anthropic client" if best.startswith(anthropic.PREFIX) else "with /v1 appended once"
     return f"; did you mean {best}? Set the client's base_url to the server's address {remedy}"
 
 
 EXCEPTION_HANDLERS: Mapping[Any, Any] = {HTTPException: _on_http_error}
-"""For the Starlette application that the routes are put in."""
+"""Exception handlers for the Starlette application that serves the routes."""

@@ -1,4 +1,4 @@
-"""What bodies say: decoded into their structs, and checked field by field."""
+"""Decoding of request bodies into structs, and checks of single fields."""
 
 from typing import TypeVar
 
@@ -13,8 +13,10 @@ _INT32_MAX = 2**31 - 1
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """The struct of a body that nests no deeper than ``json_size`` lets it. Unknown fields are left to ``FieldPolicy``. Raises
-    InvalidArgument naming the field that is wrong.
+    """Return the struct of a body, whose nesting depth must already have been checked. Unknown fields are left to
+    ``FieldPolicy``.
+
+    Raises InvalidArgument with the name of the faulty field.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -24,12 +26,13 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
-    """The error, and of a field that is not set the field of the body that may have been meant to be it."""
+    """Return the error. For a missing field, add the body's most similar field name as a hint."""
     if error.reason != "MISSING_FIELD" or "." in error.field:
         return error
     try:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # behind the field, where the decoder had not come to
+    # the error is after the missing field, where the decoder had not arrived yet
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
         return undecodable(e)
     word = nearest(error.field, given).removeprefix("; did you mean ").removesuffix("?")
     if not word:
@@ -39,8 +42,9 @@ def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
 
 
 def refuse_fields(body: msgspec.Struct, *names: str) -> None:
-    """Raise Unimplemented for the first of the named fields that asks for something. Each is a field that bodies of several
-    routes have and this route refuses, as ``unsupported_fields.py`` says.
+    """Check that the named fields are not used. Raises Unimplemented for the first one with an effect.
+
+    These are fields that the bodies of several routes share, but this route refuses; see ``unsupported_fields.py``.
     """
     struct = type(body).__name__
     unsupported = unsupported_in(struct)
@@ -50,8 +54,9 @@ def refuse_fields(body: msgspec.Struct, *names: str) -> None:
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
-    """Raise InvalidArgument unless ``value`` is None or from ``low`` to ``high``. An upper limit that only the wire's 32 bits set
-    is left out of messages about values that are too small.
+    """Check that ``value`` is None or from ``low`` to ``high``. Raises InvalidArgument.
+
+    If the upper limit is only that of a 32-bit field, messages about too small values leave it out.
     """
     if value is not None and not low <= value <= high:
         limit = f"at least {low}" if high == _INT32_MAX and low >= -1 and value < low else f"from {low} to {high}"
@@ -59,12 +64,12 @@ def check_range(name: str, value: float | None, low: float, high: float) -> None
 
 
 def shown(value: object) -> str:
-    """Return a value of a body as messages show it: a text in quotes, all else as JSON, and no more than an excerpt."""
+    """Return a body's value for messages: texts in quotes, everything else as JSON, shortened to an excerpt."""
     return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:
-    """A JSON value as it was written; of a JSON string, what it holds. None for null, and when unset."""
+    """Return a JSON value as text; for a JSON string, its content. None for null and unset values."""
     text = bytes(raw)
     if text in (b"", b"null"):
         return None

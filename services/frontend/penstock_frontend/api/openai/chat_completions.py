@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: answers conversations; with its choices, whole or streamed."""
+"""``/v1/chat/completions``: conversations in, choices out, complete or streamed."""
 
 import functools
 import time
@@ -49,21 +49,21 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 
 class FunctionPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function's name, which comes whole, and its arguments as JSON text."""
+    """A function's name, which arrives in one piece, and its arguments as JSON text."""
 
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CustomPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A custom tool's name, which comes whole, and its input, a text."""
+    """A custom tool's name, which arrives in one piece, and its input text."""
 
     input: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, or more of it. Only the first piece has ``id`` and ``type``, only pieces have ``index``."""
+    """A tool call, or a piece of it. Only the first piece has ``id`` and ``type``; only pieces have ``index``."""
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -73,7 +73,9 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant says. Reasoning has two names, as clients read one or the other; vLLM's is there without it, too."""
+    """The assistant's message. Reasoning has two names, because clients read one or the other. vLLM's is present even
+    if it is null.
+    """
 
     role: str = "assistant"
     content: str | None
@@ -84,7 +86,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a message. The first has the role."""
+    """New content of a message. The first delta has the role."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -116,7 +118,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What the choices of a call show. ``top_logprobs``: None without log-probabilities, -1 for all there are."""
+    """Content of a call's choices. ``top_logprobs``: None: no log-probabilities; -1: all available."""
 
     top_logprobs: int | None
     bytes_of: BytesOf
@@ -126,7 +128,7 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoiceWriter:
-    """Writes one answer. ``num_tokens``: those that were written."""
+    """Writes the choice of one answer. ``num_tokens``: number of tokens written."""
 
     def __init__(self, index: int, style: ChatStyle, tools: ServedTools) -> None:
         self._index = index
@@ -139,7 +141,7 @@ class ChatChoiceWriter:
         self.num_tokens = 0
 
     def whole(self, output: ChatOutput) -> ChatChoice:
-        """The choice for all of the output, in which each call is one piece."""
+        """Return the choice for the complete output, with each tool call in one piece."""
         output = self._inputs.read(output)
         calls = self._calls(output)
         reasoning = (output.reasoning or None) if self._style.reasoning else None
@@ -159,7 +161,7 @@ class ChatChoiceWriter:
         )
 
     def piece(self, output: ChatOutput) -> ChunkChoice | None:
-        """The choice for a piece of output; None when there is nothing to tell of it."""
+        """Return the choice for a piece of output; None if there is nothing to send."""
         output = self._inputs.read(output)
         calls = self._calls(output)
         self.num_tokens += len(output.token_ids)
@@ -186,7 +188,7 @@ class ChatChoiceWriter:
         )
 
     def _calls(self, output: ChatOutput) -> Sequence[ToolCallDelta]:
-        """The calls to show: without parallel ones only the first."""
+        """Return the tool calls to show: only the first one if parallel calls are off."""
         parallel = self._style.parallel_tool_calls
         calls = [call for call in output.tool_calls if parallel or call.index == 0]
         self._has_calls = self._has_calls or bool(calls)
@@ -203,7 +205,7 @@ class ChatChoiceWriter:
         return None if top is None else chat_logprobs(output.logprobs, top=top, bytes_of=self._style.bytes_of)
 
     def _part(self, call: ToolCallDelta, *, index: int | msgspec.UnsetType) -> ToolCallPart:
-        """A call whole, or a piece of it, of which the first has the name."""
+        """Return a tool call or a piece of it. The first piece has the name."""
         if call.name:
             self._called[call.index] = self._tools.called(call.name)
         tool = self._called.get(call.index)
@@ -220,7 +222,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
-    """The body."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: list[MessageBody]
     tools: list[ToolBody] | None = None
@@ -254,7 +256,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of the answer."""
+    """A chunk of a streamed answer."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -267,14 +269,14 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletions:
-    """The handler."""
+    """Handler of ``/v1/chat/completions``."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Answer the conversation. Raises RequestFailed."""
+        """Continue the conversation. Raises RequestFailed."""
         body = await given.decode(ChatCompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
@@ -299,7 +301,7 @@ class ChatCompletions:
     async def _prompt_token_ids(
         self, body: ChatCompletionRequest, request: ChatRequest, names: Mapping[str, str]
     ) -> list[int]:
-        """The prompt's, where the answer speaks of them; else none."""
+        """Return the prompt's token ids if the answer needs them, else an empty list."""
         if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
             return []
         try:
@@ -311,7 +313,7 @@ class ChatCompletions:
 
 
 class _Making:
-    """One call's answer in the making."""
+    """Produces the answer of one call."""
 
     def __init__(
         self,
@@ -339,7 +341,7 @@ class _Making:
         self._writers: dict[int, ChatChoiceWriter] = {}
 
     async def whole(self, generation: Generation[ChatOutput]) -> ChatCompletion:
-        """The answer, once all sequences have ended."""
+        """Return the complete answer after all sequences have ended."""
         choices: dict[int, ChatChoice] = {}
         of_prompt: Logprobs | None = None
         finishes: list[Finish | None] = []
@@ -363,7 +365,7 @@ class _Making:
         )
 
     async def chunks(self, generation: Generation[ChatOutput]) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """The answer in pieces."""
+        """Yield the answer in chunks."""
         options = self._body.stream_options or StreamOptions()
         none = None if options.include_usage else msgspec.UNSET
         prompt: Sequence[int] | msgspec.UnsetType

@@ -1,4 +1,4 @@
-"""Log-probabilities of completions, chat completions and (as vLLM has them) prompts, and the ranking for ``best_of``."""
+"""Log-probabilities in completions, chat completions and (as in vLLM) prompts, and the ranking for ``best_of``."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +10,13 @@ from penstock_frontend.call_types import RequestOutput
 from penstock_frontend.processing.outputs.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 BytesOf = Callable[[int], bytes]
-"""The bytes of a token id, as ``Tokenizer.bytes_of`` has them."""
+"""Function that returns the bytes of a token id, such as ``Tokenizer.bytes_of``."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token as chat completions write it. The ``token`` of a part of a character is U+FFFD; its ``bytes`` are its own."""
+    """A token in chat completions. If it is only a part of a character, ``token`` is U+FFFD, and ``bytes`` has its
+    actual bytes.
+    """
 
     token: str
     logprob: float
@@ -22,7 +24,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ContentLogprob(msgspec.Struct, frozen=True):
-    """The token of one position, and the likeliest there."""
+    """The token at one position, and the most likely tokens there."""
 
     token: str
     logprob: float
@@ -31,17 +33,17 @@ class ContentLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """The log-probabilities of a chat completion's choice."""
+    """Log-probabilities of a chat completion's choice."""
 
     content: list[ContentLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
-    r"""The log-probabilities of a completion's choice. The first token of an echoed prompt has none.
+    r"""Log-probabilities of a completion's choice. The first token of an echoed prompt has none.
 
-    Parts of characters are written by their bytes, as by OpenAI: ``bytes:\xf0\x9f``. ``text_offset``: where each token's text
-    begins in the text of the choice, in characters.
+    Parts of characters are written as bytes, as in OpenAI's API: ``bytes:\xf0\x9f``. ``text_offset`` is the position of
+    each token's text in the text of the choice, in characters.
     """
 
     tokens: list[str] = []
@@ -58,7 +60,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """An entry of a position of the prompt, as vLLM writes it."""
+    """An entry of a prompt position, in vLLM's format."""
 
     logprob: float
     rank: int
@@ -66,28 +68,28 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For every prompt token its own entry and the likeliest, by token id. The first has none."""
+"""For every prompt token its own entry and the most likely ones, by token id. The first position has none."""
 
 
 class TextOffsets:
-    """Where the texts of consecutive tokens begin, in characters.
+    """Computes the positions, in characters, at which the texts of consecutive tokens begin.
 
-    A token begins with the first character of which it has a part, once all of that is there: inside a character where that
-    does, behind one that is never finished after the U+FFFD that this becomes.
+    A token begins at its first character, even if it has only a part of it. An incomplete character becomes U+FFFD, and
+    the next token begins after that.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, text_of: Callable[[int], str], bytes_of: BytesOf) -> None:
         self._detokenizer = detokenizer
         self._length = 0
         self._pending: list[int] = []  # tokens that wait for the rest of their character
-        self._num_told = 0  # of them
+        self._num_told = 0  # number of pending tokens already reported
         self._text_of = text_of
         self._bytes_of = bytes_of
 
     def name_of(self, token_id: int, text: str | None = None) -> str:
-        """Return what completions call a token: its text, or its bytes if it is a part of a character.
+        """Return the name of a token in completions: its text, or its bytes if it is a part of a character.
 
-        ``text``: the token's text, where the caller has it.
+        ``text``: the token's text, if the caller has it.
         """
         if text is None:
             text = self._text_of(token_id)
@@ -96,7 +98,9 @@ class TextOffsets:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens. Of those at the end that are not a whole character, as if they stayed that."""
+        """Return the offsets of the next tokens. Tokens of an incomplete character at the end are treated as if it
+        stayed incomplete.
+        """
         offsets: list[int] = []
         for token_id in token_ids:
             self._pending.append(token_id)
@@ -108,7 +112,7 @@ class TextOffsets:
         return offsets
 
     def _settle(self, count: int, text: str) -> list[int]:
-        """The offsets of the first pending tokens, which have become ``text``, as far as they were not told."""
+        """Return the unreported offsets of the first pending tokens, which have become ``text``."""
         settled, self._pending = self._pending[:count], self._pending[count:]
         offsets = self._begins(settled, text)[self._num_told :]
         self._num_told = max(self._num_told - count, 0)
@@ -119,7 +123,7 @@ class TextOffsets:
         begins = [self._length] if token_ids else []
         for index in range(1, len(token_ids)):
             front, rest = self._detokenizer.decode(token_ids[:index]), self._detokenizer.decode(token_ids[index:])
-            # A text that is decoded alone may lack its leading space.
+            # Text that is decoded separately may lack its leading space.
             if text.startswith(front) and text[len(front) :].lstrip(" ") == rest.lstrip(" "):
                 begin = len(front)
             else:
@@ -129,13 +133,13 @@ class TextOffsets:
 
 
 def _num_common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def entries(logprobs: Logprobs, position: int) -> Iterator[tuple[int, str, float, int]]:
-    """Token id, text, log-probability and rank of each entry of a position, the chosen token first."""
+    """Yield token id, text, log-probability and rank of each entry at a position, the chosen token first."""
     for entry in range(logprobs.offsets[position], logprobs.offsets[position + 1]):
         text = logprobs.tokens[entry] if logprobs.tokens else ""
         yield logprobs.token_ids[entry], text, logprobs.logprobs[entry], logprobs.ranks[entry]
@@ -148,12 +152,12 @@ def add_completion_logprobs(into: CompletionLogprobs, logprobs: Logprobs, offset
         found = [(offsets.name_of(i, text), value) for i, text, value, _ in entries(logprobs, position)]
         top: dict[str, float] = {}
         for other, value in found:
-            top.setdefault(other, value)  # some tokens have the same text: the likeliest stays
+            top.setdefault(other, value)  # several tokens may have the same text; keep the most likely
         into.add(found[0][0], offset, top, found[0][1])
 
 
 def chat_logprobs(logprobs: Logprobs | None, *, top: int, bytes_of: BytesOf) -> ChatLogprobs | None:
-    """Those of a chat completion's choice, with the ``top`` likeliest at each position."""
+    """Return the log-probabilities of a chat completion's choice, with the ``top`` most likely tokens at each position."""
     if logprobs is None:
         return None
     content = []
@@ -169,23 +173,23 @@ def chat_logprobs(logprobs: Logprobs | None, *, top: int, bytes_of: BytesOf) -> 
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> PromptLogprobs:
-    """Those of a whole prompt."""
+    """Return the log-probabilities of a complete prompt."""
     if logprobs is None:
         return [None]
     positions = (entries(logprobs, position) for position in range(len(logprobs)))
     return [None, *({i: PromptLogprob(value, rank, text) for i, text, value, rank in found} for found in positions)]
 
 
-# Ranking for ``best_of``: the sequences whose tokens the model found likeliest.
+# Ranking for ``best_of``, by the mean log-probability of the tokens.
 
 
 def ranked(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-    """The best first, by the log-probability per token; equals in their order. All of them have log-probabilities."""
+    """Return the outputs by descending mean log-probability per token. All of them must have log-probabilities."""
     return sorted(outputs, key=lambda output: mean_logprob(output.logprobs), reverse=True)
 
 
 def mean_logprob(logprobs: Logprobs | None) -> float:
-    """Of the chosen tokens; minus infinity without any."""
+    """Return the mean log-probability of the chosen tokens; minus infinity without tokens."""
     if logprobs is None or not len(logprobs):
         return -math.inf
     return sum(logprobs.logprobs[start] for start in logprobs.offsets[:-1]) / len(logprobs)

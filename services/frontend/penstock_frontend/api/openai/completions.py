@@ -1,4 +1,4 @@
-"""``/v1/completions``: continues prompts; with its choices, whole or streamed."""
+"""``/v1/completions``: prompts in, choices out, complete or streamed."""
 
 import asyncio
 import functools
@@ -49,7 +49,7 @@ from penstock_frontend.processing.prompts.infill import infill_prompt
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and what follows are vLLM's."""
+    """One sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and the fields after it are vLLM's."""
 
     index: int
     text: str
@@ -62,7 +62,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What the choices of a call show. ``only_prompt``: the output, which is then one token, is not shown at all."""
+    """Content of a call's choices. ``only_prompt``: the output, which is then one token, is not shown at all."""
 
     echo: bool
     only_prompt: bool
@@ -70,14 +70,14 @@ class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool
 
     def counted(self, usage: Usage) -> Usage:
-        """What a finished sequence counts: the token of an output that is not shown does not."""
+        """Return the usage of a finished sequence. An output that is not shown does not count."""
         if not self.only_prompt:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, accepted_draft_tokens=0, rejected_draft_tokens=0)
 
 
 class ChoiceWriter:
-    """Writes one sequence. ``offsets`` is given where log-probabilities are asked for."""
+    """Writes the choice of one sequence. ``offsets`` is set if log-probabilities are requested."""
 
     def __init__(self, index: int, prompt: Prompt, style: ChoiceStyle, offsets: TextOffsets | None) -> None:
         self._index = index
@@ -88,7 +88,7 @@ class ChoiceWriter:
         self._num_tokens = 0
 
     def write(self, output: RequestOutput, of_prompt: Logprobs | None) -> CompletionChoice:
-        """The choice for a piece of output; the first one begins with what is echoed."""
+        """Return the choice for a piece of output. The first piece begins with the echoed prompt."""
         style, first = self._style, not self._started
         self._started = True
         self._num_tokens += 0 if style.only_prompt else len(output.token_ids)
@@ -106,7 +106,7 @@ class ChoiceWriter:
         )
 
     def usage_so_far(self) -> UsageInfo:
-        """The tokens that were written, and those of the prompt."""
+        """Return the tokens of the prompt and those written so far."""
         return usage_info(len(self._prompt.token_ids or ()), self._num_tokens)
 
     def _logprobs(self, output: RequestOutput, of_prompt: Logprobs | None, *, first: bool) -> CompletionLogprobs | None:
@@ -132,11 +132,11 @@ class ChoiceWriter:
 DEFAULT_MAX_TOKENS = 16
 _INT32_MAX = 2**31 - 1
 _POSITIONS_PER_TURN = 256
-"""Choices and positions of their log-probabilities that are written in one turn of the event loop."""
+"""Choices and log-probability positions written per turn of the event loop."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """The body. ``prompt``: a text, texts, token ids, or lists of them."""
+    """Body of ``/v1/completions``. ``prompt``: a text, texts, token ids, or lists of them."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
@@ -146,12 +146,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of each prompt, of which ``n`` are shown."""
+        """Number of sequences per prompt, of which ``n`` are shown."""
         return self.best_of or self.n or 1
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and each chunk of a streamed one. Choice p * n + i is sequence i of prompt p."""
+    """The answer, and each chunk of a streamed answer. Choice p * n + i is sequence i of prompt p."""
 
     id: str
     object: str = "text_completion"
@@ -163,7 +163,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completions:
-    """The handler."""
+    """Handler of ``/v1/completions``."""
 
     def __init__(self, llm: AsyncLLM, *, limits: Reread[LimitsConfig]) -> None:
         self._llm = llm
@@ -193,8 +193,8 @@ class Completions:
         call = sampling_fields.with_kv(call, body, self._llm.gateway, num_sequences=body.num_sequences, of=of)
         if call.context.kv.lease and prompts > 1:
             raise InvalidArgument(
-                f"kv_transfer_params.do_remote_decode is true and prompt has {prompts} prompts; one goes on elsewhere: it must "
-                "have 1",
+                f"kv_transfer_params.do_remote_decode is true and prompt has {prompts} prompts; only one can be "
+                "handed over: it must have 1",
                 field="prompt",
             )
         return call
@@ -211,7 +211,7 @@ class Completions:
 
 
 class _Making:
-    """One call's answer in the making."""
+    """Produces the answer of one call."""
 
     def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
         self._llm = llm
@@ -233,7 +233,9 @@ class _Making:
         self._prediction = predicted_text(body.prediction)
 
     async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
-        """One request per prompt. Raises RequestFailed; when there is no room for all of them, before any is tokenized."""
+        """Return one request per prompt. Raises RequestFailed; if there is no room for all of them, before any is
+        tokenized.
+        """
         tenant = self._context.tenant
         self._llm.check_room(
             [Demand(tenant, len(each) + len(self._prediction or ""), self._body.num_sequences) for each in given]
@@ -266,7 +268,7 @@ class _Making:
         ]
 
     async def whole(self, generation: Generation[RequestOutput]) -> Completion:
-        """The answer, once all sequences have ended."""
+        """Return the complete answer after all sequences have ended."""
         finals: list[list[RequestOutput]] = [[] for _ in self._prompts]
         of_prompts: dict[int, Logprobs | None] = {}
         with generation:
@@ -286,7 +288,7 @@ class _Making:
         return self._completion(choices, self._usage.total(), **kv)
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
-        """The answer in pieces."""
+        """Yield the answer in chunks."""
         every = bool(self._options.continuous_usage_stats)
         none = None if self._options.include_usage else msgspec.UNSET
         with generation:
@@ -313,7 +315,7 @@ class _Making:
         return each.prompt * (self._body.n or 1) + each.output.index
 
     def _chosen(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """The sequences of a prompt in the order of its choices."""
+        """Return the sequences of a prompt in the order of its choices."""
         if self._body.num_sequences > (self._body.n or 1):
             return ranked(sorted(outputs, key=lambda output: output.index))
         return sorted(outputs, key=lambda output: output.index)
@@ -330,7 +332,7 @@ class _Making:
         return self._writers[index]
 
     def _offsets(self, prompt: Prompt) -> TextOffsets:
-        """An echoed prompt is text of its own; without echo it is the context of the output's first token."""
+        """Return the text offsets of an output. Without echo, the prompt is only context for the output's first token."""
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
         tokenizer = self._llm.tokenizer
@@ -352,9 +354,9 @@ def _check(body: CompletionRequest) -> None:
     check_range("logprobs", body.logprobs, -1, _INT32_MAX)
     _check_best_of(body)
     if body.suffix is not None and body.echo:
-        raise InvalidArgument("echo is set beside suffix, which has no echo; leave one of them out", field="echo")
+        raise InvalidArgument("echo is not supported with suffix; leave one of them out", field="echo")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidArgument("max_tokens is 0; it must be at least 1 where echo is not set", field="max_tokens")
+        raise InvalidArgument("max_tokens is 0; it must be at least 1 unless echo is set", field="max_tokens")
     if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
         raise Unimplemented("echo with logprobs and n above 1 is not served as a stream", field="stream")
 
@@ -366,15 +368,16 @@ def _check_best_of(body: CompletionRequest) -> None:
     check_range("best_of", body.best_of, 1, _INT32_MAX)
     if body.stream and body.num_sequences > n:
         raise InvalidArgument(
-            f"best_of is {body.best_of}, n is {n}; a stream cannot choose, so set both to the same, or stream to false",
+            f"best_of is {body.best_of}, n is {n}; a stream cannot choose, so set both to the same value, or "
+            "stream to false",
             field="best_of",
         )
 
 
 def _infilled(llm: AsyncLLM, prompt: Given, suffix: str) -> str:
-    """The prompt of a model that fills in what stands between two texts. Raises InvalidArgument, Unimplemented."""
+    """Return the prompt for a fill-in-the-middle model. Raises InvalidArgument and Unimplemented."""
     if not isinstance(prompt, str):
-        raise InvalidArgument("suffix is set; prompt must be text then, not token ids", field="prompt")
+        raise InvalidArgument("suffix is set; prompt must then be text, not token ids", field="prompt")
     return infill_prompt(llm.tokenizer, prompt, suffix)
 
 
@@ -384,7 +387,7 @@ def _names(body: CompletionRequest) -> Mapping[str, str]:
 
 
 def _values(body: CompletionRequest) -> dict[str, Any]:
-    """The sampling parameters. An echoed prompt has the log-probabilities of the output."""
+    """Return the sampling parameters. An echoed prompt gets the same log-probabilities as the output."""
     values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
     values["n"] = body.num_sequences

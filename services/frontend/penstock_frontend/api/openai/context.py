@@ -1,4 +1,4 @@
-"""The context of requests of the OpenAI API."""
+"""Request context of the OpenAI API."""
 
 import msgspec
 
@@ -10,8 +10,8 @@ _INT32 = 2**31
 
 
 class ContextFields(msgspec.Struct, kw_only=True):
-    """Fields of every body that has something computed. All but ``model`` and ``lora`` are vLLM's, ``lora`` is our own: a LoRA
-    adapter, which ``model`` may name as well.
+    """Context fields of all bodies with inputs. ``priority`` and ``request_id`` are vLLM's. ``lora`` is our own; it
+    names a LoRA adapter, which ``model`` may name as well.
     """
 
     model: str | None = None
@@ -21,14 +21,16 @@ class ContextFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationContextFields(ContextFields, kw_only=True):
-    """Those of bodies that have text generated."""
+    """Context fields of bodies that generate text."""
 
     cache_salt: str | None = None
 
 
 def context_of(call: Call, prefix: str, body: ContextFields) -> RequestContext:
-    """What the body says, else the call's headers. ``prefix``: of the answer's id, which is the request's. Raises
-    InvalidArgument.
+    """Return the context from the body, with the call's headers as defaults. ``prefix``: prefix of the request id and
+    answer id.
+
+    Raises InvalidArgument.
     """
     check_range("priority", body.priority, -_INT32, _INT32 - 1)
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Conversion of chat messages, their media, tools and the reasoning effort to the domain's."""
+"""Conversion of chat messages, media, tools and the reasoning effort to domain types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,30 +13,30 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, To
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-# Tools, choices of tools and calls as chat completions write them, to the domain's.
+# Conversion of tools, tool choices and tool calls in chat completions.
 
 T = TypeVar("T")
 
 MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-"""What clients call the modes of a choice; ``any`` is Mistral's and Anthropic's name of ``required``."""
+"""Modes of a tool choice in the names of clients. ``any`` is Mistral's and Anthropic's name of ``required``."""
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A call as it was made. ``arguments``: a JSON object as text, or as it is."""
+    """A function call in a message. ``arguments``: a JSON object, as text or as an object."""
 
     name: str = ""
     arguments: Any = None
 
 
 class CustomCallBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a custom tool as it was made."""
+    """A call of a custom tool in a message."""
 
     name: str = ""
     input: str = ""
 
 
 class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A call in a message of the assistant's. ``type``: ``function`` where it is not set."""
+    """A tool call in an assistant's message. The default ``type`` is ``function``."""
 
     id: str | None = None
     type: str | None = None
@@ -45,7 +45,7 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. Schemas of tools that must be called are enforced, whatever ``strict`` says."""
+    """A function that the model may call. If a call is required, its schema is enforced regardless of ``strict``."""
 
     name: str = ""
     description: str | None = None
@@ -53,21 +53,21 @@ class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the input of a custom tool must match: ``syntax`` is ``lark`` or ``regex``."""
+    """Grammar of a custom tool's input. ``syntax`` is ``lark`` or ``regex``."""
 
     syntax: str
     definition: str
 
 
 class CustomFormatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of a custom tool's input: ``text`` or ``grammar``."""
+    """Format of a custom tool's input: ``text`` or ``grammar``."""
 
     type: str
     grammar: GrammarBody | None = None
 
 
 class CustomBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A custom tool: its input is a text."""
+    """A custom tool, whose input is a text."""
 
     name: str = ""
     description: str | None = None
@@ -111,7 +111,7 @@ class ToolChoiceObject(AllowedToolBody, frozen=True, kw_only=True):
 
 
 def tools_of(bodies: Sequence[ToolBody] | None) -> ServedTools:
-    """The tools of a body. Raises InvalidArgument."""
+    """Return the tools of a body. Raises InvalidArgument."""
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
         path = f"tools[{index}]"
@@ -131,7 +131,7 @@ def tools_of(bodies: Sequence[ToolBody] | None) -> ServedTools:
 
 
 def choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice:
-    """The choice of a body. Raises InvalidArgument."""
+    """Return the tool choice of a body. Raises InvalidArgument."""
     if choice is None:
         return ToolChoice("auto")
     if isinstance(choice, str):
@@ -154,7 +154,7 @@ def choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice:
 
 
 def call_of(body: ToolCallBody, path: str) -> ToolCall:
-    """The domain's call. Raises InvalidArgument, Unimplemented."""
+    """Return the domain's tool call. Raises InvalidArgument and Unimplemented."""
     match body.type or ("custom" if body.custom else "function"):
         case "function":
             return function_call(body.id or "", _set(body.function, f"{path}.function"), f"{path}.function")
@@ -166,21 +166,21 @@ def call_of(body: ToolCallBody, path: str) -> ToolCall:
 
 
 def function_call(call_id: str, body: FunctionCallBody, path: str) -> ToolCall:
-    """The domain's call of a function. Raises InvalidArgument."""
+    """Return the domain's call of a function. Raises InvalidArgument."""
     if not body.name:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
     return ToolCall(id=call_id, name=body.name, arguments=arguments_text(body.arguments, f"{path}.arguments"))
 
 
 def mode_of(text: str, field: str) -> str:
-    """The domain's mode of a choice. Raises InvalidArgument."""
+    """Return the domain's mode of a tool choice. Raises InvalidArgument."""
     if text not in MODES:
         raise InvalidArgument(f"{field} is {quoted(text)}; known: auto, none, required", field=field)
     return MODES[text]
 
 
 def check_syntax(syntax: str, field: str) -> None:
-    """Raise InvalidArgument for a grammar of an unknown form; an empty text is none."""
+    """Check the syntax of a grammar; an empty text means no grammar. Raises InvalidArgument."""
     if syntax not in ("", "lark", "regex"):
         raise InvalidArgument(f"{field} is {quoted(syntax)}; known: lark, regex", field=field)
 
@@ -196,7 +196,7 @@ def _grammar(format_: CustomFormatBody | None, path: str) -> GrammarBody | None:
 
 
 def _named(body: AllowedToolBody, path: str) -> tuple[str, str]:
-    """The name of a tool, and where it stands."""
+    """Return the name of a tool, and the path of the name."""
     for name in ("function", "custom"):
         if (inner := getattr(body, name)) is not None:
             return inner.name, f"{path}.{name}.name"
@@ -209,7 +209,7 @@ def _set(value: T | None, path: str) -> T:
     return value
 
 
-# Parts of messages that are media, as OpenAI's and vLLM's bodies write them.
+# Message parts with media, in the forms of OpenAI and vLLM.
 
 _URLS: Mapping[str, tuple[str, Modality]] = {
     "image_url": ("image_url", "image"),
@@ -217,10 +217,10 @@ _URLS: Mapping[str, tuple[str, Modality]] = {
     "audio_url": ("audio_url", "audio"),
     "video_url": ("video_url", "video"),
 }
-"""Types of parts with a URL: its field, and what it is of."""
+"""Types of parts with a URL, each with the name of its field and its modality."""
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 _OTHER_NAMES = {"wave": "wav", "vnd.wave": "wav", "mpeg": "mp3", "mpga": "mp3", "oga": "ogg"}
-"""What programs call these formats besides, in lower case and without ``audio/`` and ``x-``."""
+"""Other names of these formats, in lower case and without ``audio/`` and ``x-``."""
 _DETAILS = ("auto", "low", "high", "original")
 _REFUSED = {
     "image_embeds": "; gRPC's Media.embeds takes embeddings",
@@ -233,21 +233,21 @@ _REFUSED = {
 
 
 class UrlBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a medium is. ``detail``: OpenAI's; the model's own processor decides on sizes, whatever it says."""
+    """URL of a media item. ``detail`` is OpenAI's; it has no effect, because the model's processor chooses the size."""
 
     url: str
     detail: str | None = None
 
 
 class InputAudioBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A sound: a file in base64."""
+    """An audio file in base64."""
 
     data: str
     format: str
 
 
 class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a part that may be a medium; a part of each type has one of them."""
+    """Media fields of a part. A part of each type has one of them."""
 
     image_url: UrlBody | str | None = None
     input_audio: InputAudioBody | None = None
@@ -259,47 +259,47 @@ class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VideoIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a video is read. ``fps``: pictures a second of one that is given as pictures."""
+    """Options for videos. ``fps``: frame rate of a video given as frames."""
 
     fps: float = DEFAULT_FPS
 
 
 class MediaIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``media_io_kwargs``: how media are read."""
+    """vLLM's ``media_io_kwargs``: options for reading media."""
 
     video: VideoIoBody = VideoIoBody()
 
     @property
     def fps(self) -> float:
-        """Pictures a second. Raises InvalidArgument."""
+        """Frame rate in frames per second. Raises InvalidArgument."""
         return check_fps(self.video.fps, "media_io_kwargs.video.fps")
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a body says of all its media: more arguments of the processor, and pictures a second of videos."""
+    """Options of a body for all its media: additional processor arguments, and the frame rate of videos."""
 
     processor_kwargs: dict[str, Any] = {}
     fps: float = DEFAULT_FPS
 
 
 def options_of(processor_kwargs: dict[str, Any] | None, io: MediaIoBody | None) -> MediaOptions:
-    """The options that a body's fields say. Raises InvalidArgument."""
+    """Return the media options of a body. Raises InvalidArgument."""
     return MediaOptions(processor_kwargs=processor_kwargs or {}, fps=io.fps if io is not None else DEFAULT_FPS)
 
 
 MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
-"""Types of parts with a medium in chat completions. Responses write ``input_image``."""
+"""Types of media parts in chat completions. The responses API uses ``input_image``."""
 
 
 def is_media(kind: str) -> bool:
-    """Whether parts of that type are media, among them those that are refused by name."""
+    """Return True if parts of this type are media, including types that are refused by name."""
     return kind in _URLS or kind == "input_audio" or kind in _REFUSED
 
 
 def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> MediaPart:
-    """The medium of a part of a type that ``is_media``; ``path``: the part's.
+    """Return the media part for a part at ``path``, whose type must be ``is_media``.
 
-    Raises InvalidArgument for a field that is missing or wrong, Unimplemented for those that are not served.
+    Raises InvalidArgument if a field is missing or wrong, Unimplemented if it is not supported.
     """
     if kind in _REFUSED:
         raise Unimplemented(f"{path}.type is {quoted(kind)}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
@@ -345,7 +345,7 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
 
 
 def _audio_format(name: str) -> str:
-    """Return a format's name as OpenAI writes it, of a name in any case or of a media type with its parameters."""
+    """Return OpenAI's name of an audio format, from a name in any case or from a media type with parameters."""
     kind, slash, subtype = name.strip().lower().partition("/")
     short = subtype.partition(";")[0].strip() if slash and kind == "audio" else name.strip().lower()
     short = short.removeprefix("x-")
@@ -359,11 +359,11 @@ def _check_detail(detail: str | None, field: str) -> None:
 
 _NO_OPTIONS = MediaOptions()
 CONVERSATION = {"prompt is": "the conversation with its template and tools is"}
-"""What a prompt is called that a chat template has made."""
+"""Name in errors for a prompt made by a chat template."""
 
 
 class PartBody(MediaFields, frozen=True, kw_only=True):
-    """A part of a message's content: text or a medium. The domain refuses what is neither."""
+    """A part of a message's content: text or media. Other types are refused later."""
 
     type: str
     text: str = ""
@@ -371,8 +371,10 @@ class PartBody(MediaFields, frozen=True, kw_only=True):
 
 
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn. What an assistant thought has two names. ``function_call`` and the role ``function`` are OpenAI's older form of
-    a call and its result.
+    """A message of the conversation.
+
+    Reasoning of an assistant has two names. ``function_call`` and the role ``function`` are OpenAI's older form of a
+    tool call and its result.
     """
 
     role: str
@@ -387,7 +389,7 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def messages_of(bodies: Sequence[MessageBody], options: MediaOptions = _NO_OPTIONS) -> list[ChatMessage]:
-    """The domain's messages. Raises InvalidArgument, Unimplemented."""
+    """Return the domain's messages. Raises InvalidArgument and Unimplemented."""
     messages = [_message(body, f"messages[{index}]", options) for index, body in enumerate(bodies)]
     warn_of_lost_calls(messages, [f"messages[{index}]" for index in range(len(messages))])
     return messages
@@ -428,7 +430,9 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def effort_kwargs(effort: str | None, field: str) -> dict[str, Any]:
-    """Return the variables for an effort: ``none`` turns reasoning off, where the template knows that. Raises InvalidArgument."""
+    """Return the template variables for an effort. ``none`` turns reasoning off if the template supports that. Raises
+    InvalidArgument.
+    """
     if effort is None:
         return {}
     if effort not in EFFORTS:

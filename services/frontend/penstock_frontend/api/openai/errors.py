@@ -1,4 +1,4 @@
-"""The one place where errors become OpenAI's: ``{"error": {message, type, param, code}}`` and a status."""
+"""Errors in OpenAI's format: ``{"error": {message, type, param, code}}`` and an HTTP status."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _STATUS = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
-    "UNIMPLEMENTED": 400,  # not 501: clients would try again
+    "UNIMPLEMENTED": 400,  # not 501, because clients would retry
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 400,
     "FAILED_PRECONDITION": 400,
@@ -24,7 +24,7 @@ _STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 _REASON_STATUS = {"MEDIA_TOO_LARGE": 413}
-"""Reasons with a status of their own."""
+"""Statuses of certain reasons."""
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -51,17 +51,17 @@ _CODES = {
     "CREDENTIALS_MISSING": "invalid_api_key",
     "CREDENTIALS_WRONG": "invalid_api_key",
 }
-"""Reasons for which OpenAI has a word; the others are written in lower case."""
+"""OpenAI's codes for certain reasons. Other reasons are written in lower case."""
 _PLACE = re.compile(r" - at `(?:(?P<key>key)` in `)?\$(?P<path>[^`]*)`$")
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _PROCESSOR_KWARGS = re.compile(r"(?<![\w.])processor_kwargs\b")
-"""What gRPC calls ``mm_processor_kwargs``."""
+"""gRPC's name of ``mm_processor_kwargs``."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
-    """What went wrong. ``param`` is the field at fault."""
+    """Details of an error. ``param`` is the faulty field."""
 
     message: str
     type: str
@@ -70,13 +70,13 @@ class ErrorDetails(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer that is not 200, and the event that ends a stream that failed."""
+    """Body of every answer that is not 200, and the event that ends a failed stream."""
 
     error: ErrorDetails
 
 
 class HttpError(Exception):
-    """An error with a status of its own, which no gRPC code has."""
+    """An error with an HTTP status that no gRPC code corresponds to."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -86,7 +86,9 @@ class HttpError(Exception):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """An error as it is sent. ``headers`` has Retry-After where a retry may succeed, WWW-Authenticate where credentials would."""
+    """An error as it is sent. ``headers`` has Retry-After if a retry may succeed, and WWW-Authenticate if credentials
+    are required.
+    """
 
     status: int
     body: bytes
@@ -94,7 +96,11 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
-    """What a client is told. Anything but RequestFailed and HttpError is an incident: logged, and 500 without its text."""
+    """Return the answer for an error.
+
+    Errors other than RequestFailed and HttpError are incidents: they are logged, and the client gets status 500 without
+    their text.
+    """
     if isinstance(error, HttpError):
         return _answer(error.status, error.message, None, error.code)
     if not isinstance(error, RequestFailed):
@@ -107,8 +113,9 @@ def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
 
 
 def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
-    """The same error, about the fields that the client knows. ``names``: ours (the start of a path) to the client's; a key with a
-    space is the begin of a message.
+    """Return the same error with the client's field names. ``names`` maps the start of our field paths to the client's.
+
+    A key with a space is the start of a message instead.
     """
     message, field = error.message, error.field
     for ours, theirs in names.items():
@@ -119,7 +126,7 @@ def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
         if " " not in ours and rest != field and (ours.endswith(".") or rest[:1] in ("", ".", "[")):
             message, field = message.replace(ours, theirs, 1), theirs + rest
             break
-    for ours, theirs in names.items():  # other parameters that the message compares with
+    for ours, theirs in names.items():  # other parameters that the message mentions
         if ours.startswith("sampling_params."):
             message = message.replace(ours, theirs)
     message = _PROCESSOR_KWARGS.sub("mm_processor_kwargs", message.replace("sampling_params.", ""))
@@ -133,11 +140,15 @@ def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
 def undecodable(
     error: msgspec.DecodeError | UnicodeDecodeError, path: str = "", kind: type | None = None
 ) -> InvalidArgument:
-    """What is wrong with JSON: its form, or the type of one of its fields. ``path``: where in the body it stands. ``kind``: the
-    struct of the body, whose fields say which words they take.
+    """Return the error for a JSON text that is not valid, or in which a field has the wrong type.
+
+    Args:
+        error: the decoder's error.
+        path: path of the text in the body.
+        kind: struct of the body, whose fields list their allowed words.
     """
     if not isinstance(error, msgspec.ValidationError):
-        return InvalidArgument(f"the body is no valid JSON: {error}", reason="INVALID_JSON")
+        return InvalidArgument(f"the body is not valid JSON: {error}", reason="INVALID_JSON")
     text = str(error)
     place = _PLACE.search(text)
     what = excerpt(text[: place.start()] if place else text)
@@ -156,7 +167,7 @@ def undecodable(
 
 
 def _words(kind: type | None, name: str) -> Sequence[str]:
-    """Return the words that a field of a struct takes; none where it takes any, or is not in the struct itself."""
+    """Return the words that a field of a struct allows; none if it allows any, or is not in the struct itself."""
     fields = msgspec.structs.fields(kind) if kind is not None and issubclass(kind, msgspec.Struct) else ()
     types = [member for field in fields if field.name == name for member in (field.type, *typing.get_args(field.type))]
     return [str(word) for of in types if typing.get_origin(of) is typing.Literal for word in typing.get_args(of)]

@@ -1,4 +1,4 @@
-"""The prompts of one HTTP call, and the requests behind it, one per prompt."""
+"""Prompts of one HTTP call, and its generation requests, one per prompt."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -27,8 +27,13 @@ O = TypeVar("O")  # noqa: E741 - an output
 
 
 class Source(NamedTuple, Generic[O]):
-    """A request to accept under an id, what it takes up, and its outputs once it is accepted. ``names``: see ``renamed``, for
-    its errors.
+    """A request to accept.
+
+    Attributes:
+        request_id: its id.
+        demand: the resources that it takes up.
+        outputs: returns its outputs once it is accepted.
+        names: map of field names for its errors, see ``renamed``.
     """
 
     request_id: str
@@ -38,16 +43,17 @@ class Source(NamedTuple, Generic[O]):
 
 
 class PromptOutput(NamedTuple, Generic[O]):
-    """A piece of output, and the index of the request that it is of."""
+    """A piece of output, and the index of its request."""
 
     prompt: int
     output: O
 
 
 class Generation(Generic[O]):
-    """``with Generation(llm, sources, body) as generation``: all are accepted, and released however the block ends.
+    """The requests of one call, used as ``with Generation(llm, sources, body) as generation``.
 
-    The call's body is closed as soon as they are accepted.
+    All requests are accepted at the start of the block, and released at its end in any case. The call's body is closed
+    once they are accepted.
     """
 
     def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]], body: Body) -> None:
@@ -57,7 +63,7 @@ class Generation(Generic[O]):
         self._lives: list[LiveRequest] = []
 
     def __enter__(self) -> "Generation[O]":
-        """Raises RequestFailed when one is not accepted; none is then."""
+        """Accept all requests. Raises RequestFailed if one is refused; then none is accepted."""
         try:
             for source in self._sources:
                 self._lives.append(self._llm.accept(source.request_id, source.demand))
@@ -74,21 +80,23 @@ class Generation(Generic[O]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts that are on their way to engines, which all are that have an output."""
+        """Number of prompt tokens of the requests sent to engines. That includes all requests with an output."""
         return sum(len(live.prompt_token_ids) for live in self._lives)
 
     def cancel(self) -> None:
-        """End the requests with what there is of their outputs: those that have begun with finish reason ABORT, others with
-        Cancelled.
+        """Abort the requests, which keep the output they have so far.
+
+        Requests that have started end with finish reason ABORT, others with Cancelled.
         """
         for live in self._lives:
             live.abort()
             self._llm.abort(live)
 
     def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
-        """Outputs of all requests as they come. Raises the RequestFailed of the first that fails, in the client's terms.
+        """Yield the outputs of all requests. Raises the RequestFailed of the first that fails, with the client's field
+        names.
 
-        At most one output of each waits here for the client; the rest gathers in its collector.
+        At most one output of each request waits here for the client. Further output gathers in its collector.
         """
         return self._of(0) if len(self._sources) == 1 else self._of_all()
 
@@ -122,7 +130,7 @@ class Generation(Generic[O]):
             async with aclosing(self._of(index)) as outputs:
                 async for output in outputs:
                     await queue.put(output)
-        except Exception as e:  # raised again by who reads the queue
+        except Exception as e:  # the reader of the queue raises it again
             await queue.put(e)
         else:
             await queue.put(None)
@@ -132,18 +140,22 @@ class Generation(Generic[O]):
             self._llm.release(live)
 
 
-# The prompts of a completion call, and what the answer needs to know of them.
+# The prompts of a completion call.
 
 AS_MANY_AS_FIT = -1
-"""What ``truncate_prompt_tokens`` says for as many tokens as leave room for the output."""
+"""Value of ``truncate_prompt_tokens`` for as many tokens as leave room for the output."""
 Given = str | list[int]
-"""Text, or token ids used as they are."""
+"""Text, or token ids that are used unchanged."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt on its way to an engine. ``echo``: its text, for answers that begin with it.
+    """A prompt of a completion call.
 
-    ``token_ids``: known where the answer speaks of them, else None; ``names`` as in ``Generation``.
+    Attributes:
+        given: text or token ids.
+        token_ids: its token ids if the answer needs them, else None.
+        echo: its text, for answers that begin with it.
+        names: map of field names for errors, see ``renamed``.
     """
 
     given: Given
@@ -153,12 +165,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Given]:
-    """The prompts of a body's ``prompt``. Raises InvalidArgument: none, more than ``limit``, ids beside texts."""
+    """Return the prompts in a body's ``prompt``. Raises InvalidArgument if there are none, more than ``limit``, or ids
+    among texts.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is empty: there is no prompt", field="prompt")
-    if set(map(type, prompt)) == {int}:  # there may be a million, and the event loop waits
+    if set(map(type, prompt)) == {int}:  # fast check, because there may be a million ids
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > limit:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; limits.max_prompts is {limit}", field="prompt")
@@ -166,7 +180,7 @@ def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Giv
     for index, each in enumerate(prompt):
         if isinstance(each, int):
             field = f"prompt[{index}]"
-            raise InvalidArgument(f"{field} is {each}, beside others that are no token ids", field=field)
+            raise InvalidArgument(f"{field} is {each}, a token id, but other entries are not token ids", field=field)
         prompts.append(each)
     return prompts
 
@@ -183,7 +197,9 @@ async def prepare(
     skip_special_tokens: bool,
     names: Mapping[str, str],
 ) -> Prompt:
-    """A prompt, tokenized and cut to its last ``keep`` tokens where that must be known here. Raises RequestFailed."""
+    """Return a prompt, tokenized and truncated to its last ``keep`` tokens if that is needed here. Raises
+    RequestFailed.
+    """
     names = {"text": field, "token_ids.ids": field, "token_ids": field, "prompt": field, **names}
     if not given:
         raise InvalidArgument(f"{field} is empty: there is no prompt", field=field)

@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/version``, and loading and unloading of LoRA adapters (``/v1/load_lora_adapter``, as vLLM has it)."""
+"""``/v1/models``, ``/version``, and loading and unloading of LoRA adapters (``/v1/load_lora_adapter``, as in vLLM)."""
 
 import importlib.metadata
 import time
@@ -17,8 +17,8 @@ from penstock_frontend.dispatch.adapters import NamedAdapter
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or a LoRA adapter of one, its ``parent``. ``max_model_len`` (tokens, null while no engine is up) and ``root``
-    (its path) are vLLM's.
+    """A model, or a LoRA adapter of the model in ``parent``. ``max_model_len`` (tokens, null without engines) and
+    ``root`` (its path) are vLLM's.
     """
 
     id: str
@@ -32,33 +32,33 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """Answer of ``/v1/models``."""
 
     object: str = "list"
     data: Sequence[Model]
 
 
 class Models:
-    """The handlers."""
+    """Handlers of ``/v1/models``."""
 
     def __init__(self, llm: AsyncLLM, model: ModelConfig) -> None:
         self._llm = llm
         self._model = model
         self.created = int(time.time())
-        """Seconds since the Unix epoch."""
+        """Start time of this server, in seconds since the Unix epoch."""
 
     def names(self) -> Sequence[str]:
         """Return the names of the model and of its LoRA adapters."""
         return [self._model.name, *(named.adapter.name for named in self._llm.adapters.adapters.all())]
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """All of them: the model, the LoRA adapters of it, and aliases of these."""
+        """Return the model, its LoRA adapters, and aliases of these."""
         adapters = self._llm.adapters.adapters.all()
         aliases = (self._named(name) for name in self._llm.adapters.adapters.aliases)
         return ModelList(data=[self._describe(), *map(self._adapter, adapters), *filter(None, aliases)])
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """One of them. Raises NotFound."""
+        """Return one model. Raises NotFound."""
         name = call.path["name"]
         if not name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
@@ -66,7 +66,7 @@ class Models:
         return self._named(name) or self._describe()
 
     def _named(self, name: str) -> Model | None:
-        """A model under one of its names; None for an alias of an adapter that there is not."""
+        """Return a model under one of its names; None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -88,17 +88,19 @@ class Models:
         )
 
 
-# ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, which vLLM has as well.
+# ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as in vLLM.
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = frozenset((LOAD, UNLOAD))
-"""For callers with the scope admin."""
+"""Paths that require the scope admin."""
 _NAMES = {"name": "lora_name", "path": "lora_path"}
 
 
 class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """The body of a load. ``lora_path``: a directory on the engines' machines. ``load_inplace``: take the place of an adapter
-    with other content. ``pinned`` is our own: engines keep it in memory.
+    """Body of a load.
+
+    ``lora_path`` is a directory on the engines' machines. ``load_inplace`` replaces an adapter that has other content.
+    ``pinned``, our own field, keeps the adapter in the engines' memory.
     """
 
     lora_name: str
@@ -108,20 +110,20 @@ class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """The body of an unload. ``lora_int_id`` is vLLM's, and not read."""
+    """Body of an unload. ``lora_int_id`` is vLLM's and is ignored."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
 class LoraAdapters:
-    """The handlers."""
+    """Handlers of loading and unloading."""
 
     def __init__(self, adapters: AdapterCalls) -> None:
         self._adapters = adapters
 
     async def load(self, call: Call, given: Body) -> Answer:
-        """Have every engine read an adapter, and give it a name. Raises RequestFailed."""
+        """Load an adapter on every engine and register its name. Raises RequestFailed."""
         body = await given.decode(LoadLoraAdapterRequest)
         given.close()
         try:
@@ -133,7 +135,7 @@ class LoraAdapters:
         return PlainText(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, call: Call, given: Body) -> Answer:
-        """Take a name away. Raises RequestFailed."""
+        """Remove a name. Raises RequestFailed."""
         body = await given.decode(UnloadLoraAdapterRequest)
         given.close()
         try:
@@ -144,12 +146,12 @@ class LoraAdapters:
 
 
 class Version(msgspec.Struct, frozen=True):
-    """The answer."""
+    """Answer of ``/version``."""
 
     version: str
 
 
 async def version(call: Call, given: Body) -> Answer:
-    """The version of the distribution."""
+    """Return the version of the frontend's distribution."""
     del call, given
     return Version(importlib.metadata.version("penstock-frontend"))

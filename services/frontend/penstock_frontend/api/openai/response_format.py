@@ -1,4 +1,4 @@
-"""The field ``response_format``, in the forms of OpenAI, llama.cpp, Together, Fireworks and TGI."""
+"""Field ``response_format``, in the forms of OpenAI, llama.cpp, Together, Fireworks and TGI."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _KNOWN = "text, json_object, json_schema, structural_tag, json, regex, grammar"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A schema in OpenAI's form. It is always enforced, whatever ``strict`` says."""
+    """A schema in OpenAI's form. It is always enforced, regardless of ``strict``."""
 
     schema: msgspec.Raw
     name: str = ""
@@ -26,11 +26,11 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The form of the output: ``text``, ``json_object``, ``json_schema``, ``regex``, ``grammar``, or ``structural_tag`` as
-    xgrammar writes it.
+    """Format of the output: ``text``, ``json_object``, ``json_schema``, ``regex``, ``grammar``, or ``structural_tag``
+    in xgrammar's form.
 
-    ``schema`` and ``value`` are a schema beside the type, as llama.cpp, Together and TGI have it, ``pattern`` and ``value`` an
-    expression, ``grammar`` and ``value`` a grammar. ``name``, ``description`` and ``strict`` change nothing.
+    ``schema`` and ``value`` can hold a schema, as in llama.cpp, Together and TGI. ``pattern`` and ``value`` can hold a
+    regular expression, ``grammar`` and ``value`` a grammar. ``name``, ``description`` and ``strict`` have no effect.
     """
 
     type: str
@@ -46,12 +46,12 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """A constraint on the output that a body asks for.
+    """An output constraint of a body.
 
     Attributes:
-        field: Where its value stands in the body.
-        head: The field of the body that the value is in.
-        kind: Which field of a StructuredOutput it is.
+        field: Path of its value in the body.
+        head: The field of the body that contains the value.
+        kind: The corresponding field of StructuredOutput.
         value: The value of that field.
     """
 
@@ -62,12 +62,12 @@ class Constraint(msgspec.Struct, frozen=True):
 
     @property
     def output(self) -> StructuredOutput:
-        """The constraint as the domain has it."""
+        """The constraint as a domain type."""
         return StructuredOutput(**{self.kind: self.value})
 
 
 def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint | None:
-    """Return the constraint that a format is, None for ``text`` and null. ``head``: the field that has the format.
+    """Return the constraint of a format; None for ``text`` and null. ``head``: the field that has the format.
 
     Raises:
         InvalidArgument: The format has an unknown type or field, or lacks its value.
@@ -111,7 +111,7 @@ def _read(given: ResponseFormat, head: str) -> Constraint | None:
 
 
 def _values(given: ResponseFormat, head: str) -> dict[str, str]:
-    """Return the values that are set, by their places."""
+    """Return the values that are set, by their paths."""
     found = {
         f"{head}.schema": text_of(given.schema, f"{head}.schema"),
         f"{head}.value": text_of(given.value, f"{head}.value"),
@@ -128,34 +128,34 @@ def _values(given: ResponseFormat, head: str) -> dict[str, str]:
 
 
 def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
-    """Return the schema of a value in the form ``{"name": ..., "schema": ...}``, which is TGI's, else None."""
+    """Return the schema in a value of TGI's form ``{"name": ..., "schema": ...}``, else None."""
     try:
         return msgspec.json.decode(value, type=JsonSchemaFormat).schema
-    except (msgspec.DecodeError, UnicodeDecodeError):  # a schema itself, or nothing
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the value is a schema itself, or empty
         return None
 
 
 def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, required: bool = True) -> str | None:
-    """Return the place of the only value that is set. ``names``: fields that the type may have, the usual one first."""
+    """Return the path of the only value that is set. ``names``: fields that the type allows, the usual one first."""
     fields = [f"{head}.{name}" for name in names]
     _check_fields(given, values, head, fields)
     if len(values) > 1:
         first, second = list(values)[:2]
-        raise InvalidArgument(f"{first} is set beside {second}; set one", field=first)
+        raise InvalidArgument(f"{first} and {second} are both set; set one", field=first)
     if values:
         return next(iter(values))
     if required:
-        # Of OpenAI's form the outer object is missing.
+        # In OpenAI's form the outer object is missing.
         field = fields[0].removesuffix(".schema") if names[0] == "json_schema.schema" else fields[0]
         raise InvalidArgument(f"{field} is not set", field=field)
     return None
 
 
 def _check_fields(given: ResponseFormat, values: dict[str, str], head: str, fields: Sequence[str]) -> None:
-    """Raise InvalidArgument for a value that the type does not have."""
+    """Check that the type allows all values. Raises InvalidArgument."""
     for field in values:
         if field not in fields:
             raise InvalidArgument(
-                f"{field} is set beside {head}.type {quoted(given.type)}, which does not have it; change the type, or remove it",
+                f"{field} is set, but {head}.type {quoted(given.type)} does not have it; change the type, or remove it",
                 field=field,
             )

@@ -1,4 +1,4 @@
-"""Sampling parameters in request bodies, constraints on the output (structured outputs), and predicted outputs."""
+"""Sampling parameters, output constraints (structured outputs), and predicted outputs in request bodies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from penstock_frontend.call_types import Finish
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.dispatch.kv_gateway import KvGateway, answer_of
 
-# Other servers' names of sampling parameters that mean the same here.
+# Other servers' names of sampling parameters with the same meaning.
 
 _INT32_MAX = 2**31 - 1
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -33,9 +33,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "stop": ("stop_sequences",),
     "seed": ("random_seed",),
 }
-"""Our names to the others."""
+"""Map from our names to the other names."""
 _UNLIMITED: Mapping[str, tuple[int, ...]] = {"n_predict": (-1,), "num_predict": (-1, -2)}
-"""Values of llama.cpp and Ollama that set no limit."""
+"""Values of llama.cpp and Ollama that mean no limit."""
 _OTHER_RANGES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(_NAMES["max_tokens"], (1, _INT32_MAX)),
     "min_new_tokens": (0, _INT32_MAX),
@@ -44,9 +44,11 @@ _OTHER_RANGES: Mapping[str, tuple[int, int]] = {
 
 
 class OtherNames(GenerationContextFields, kw_only=True):
-    """The fields of bodies of text generation that are other names. ``max_completion_tokens`` and ``max_output_tokens`` are
-    OpenAI's, ``n_predict`` llama.cpp's, ``num_predict`` Ollama's, ``max_new_tokens`` TGI's and SGLang's, ``min_new_tokens``
-    SGLang's, ``stop_sequences`` Anthropic's and Cohere's, ``random_seed`` Mistral's.
+    """Alternative names of fields in generation bodies.
+
+    ``max_completion_tokens`` and ``max_output_tokens`` are OpenAI's, ``n_predict`` is llama.cpp's, ``num_predict``
+    Ollama's, ``max_new_tokens`` TGI's and SGLang's, ``min_new_tokens`` SGLang's, ``stop_sequences`` Anthropic's and
+    Cohere's, ``random_seed`` Mistral's.
     """
 
     max_completion_tokens: int | None = None
@@ -60,10 +62,11 @@ class OtherNames(GenerationContextFields, kw_only=True):
 
 
 def unify(body: OtherNames) -> None:
-    """Set the fields with our names to what other names say. ``max_completion_tokens`` wins over ``max_tokens``.
+    """Copy values given under other names to the fields with our names. ``max_completion_tokens`` overrides
+    ``max_tokens``.
 
     Raises:
-        InvalidArgument: A value is out of range, or two names of a parameter say different things.
+        InvalidArgument: A value is out of range, or two names of a parameter have different values.
     """
     for name, (low, high) in _OTHER_RANGES.items():
         value = getattr(body, name)
@@ -80,7 +83,7 @@ def unify(body: OtherNames) -> None:
 
 
 def other_names(body: OtherNames) -> Mapping[str, str]:
-    """Return our names of the parameters that the body gives under other names, as errors have them, to these."""
+    """Return a map from our parameter names, as errors use them, to the other names in the body."""
     return {
         f"sampling_params.{ours}": name
         for ours, others in _NAMES.items()
@@ -99,12 +102,13 @@ def _check_same(given: Mapping[str, Any]) -> None:
     for name, other in rest:
         if other != value:
             raise InvalidArgument(
-                f"{first} is {shown(value)} and {name} is {shown(other)}; they are two names of the same, so set one",
+                f"{first} is {shown(value)} and {name} is {shown(other)}; they are two names of the same setting, "
+                "so set one",
                 field=name,
             )
 
 
-# The constraint on the output, under the names that servers give it.
+# The output constraint, under the names of various servers.
 
 _PATH = "sampling_params.structured_output"
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
@@ -113,8 +117,10 @@ _WITHOUT_JSON = ("regex", "choice", "grammar")
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint in vLLM's form. Exactly one field is set, or none beside another constraint, besides those on blanks in JSON:
-    ``json_whitespace`` of our own, and vLLM's ``disable_any_whitespace``, which is the same as ``compact``.
+    """A constraint in vLLM's form. At most one constraint field is set.
+
+    The fields about whitespace in JSON may be set in addition: our own ``json_whitespace``, and vLLM's
+    ``disable_any_whitespace``, which is the same as ``compact``.
     """
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -129,9 +135,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ConstraintFields(OtherNames, kw_only=True):
-    """The fields of a body that constrain its output. At most one does. ``response_format`` is OpenAI's, ``structured_outputs``
-    vLLM's and ``guided_*`` its older form, ``json_schema`` and ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex``
-    and ``ebnf`` are SGLang's.
+    """Body fields that constrain the output. At most one may be set.
+
+    ``response_format`` is OpenAI's, ``structured_outputs`` vLLM's, ``guided_*`` its older form, ``json_schema`` and
+    ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex`` and ``ebnf`` are SGLang's.
     """
 
     response_format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -148,10 +155,10 @@ class ConstraintFields(OtherNames, kw_only=True):
 
 
 def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> StructuredOutput | None:
-    """Return the constraint that the body asks for, or None. ``own``: the constraint in the form of the body's own protocol.
+    """Return the constraint of the body, or None. ``own``: the constraint in the form of the body's own protocol.
 
     Raises:
-        InvalidArgument: A constraint cannot be read, or there are two.
+        InvalidArgument: A constraint is not valid, or there are two.
     """
     found = _all(body, own)
     if len(found) > 1:
@@ -167,14 +174,17 @@ def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> Stru
     if blanks is not JsonWhitespace.DUMPS and kind in _WITHOUT_JSON:
         field = f"structured_outputs.{'disable_any_whitespace' if given.json_whitespace is None else 'json_whitespace'}"
         raise InvalidArgument(
-            f"{field} is set beside {found[0].field}, which writes no JSON; it goes with json, json_object and structural_tag",
+            f"{field} is set together with {found[0].field}, which writes no JSON; use it with json, json_object "
+            "or structural_tag",
             field=field,
         )
     return msgspec.structs.replace(found[0].output, json_whitespace=blanks)
 
 
 def constraint_names(body: ConstraintFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return our names of the constraint and its parts to the client's, for errors. Raises what ``constraint_of`` raises."""
+    """Return a map from our names of the constraint and its parts to the client's, for errors. Raises as
+    ``constraint_of``.
+    """
     found = _all(body, own)
     if not found:
         return {_PATH: "structured_outputs"}
@@ -187,7 +197,7 @@ def _all(body: ConstraintFields, own: Constraint | None) -> Sequence[Constraint]
 
 
 def _of_llama_cpp(body: ConstraintFields) -> list[Constraint | None]:
-    """The constraints of llama.cpp and of Ollama. A grammar that is an object is a format, as TGI has it."""
+    """Return the constraints in the form of llama.cpp and Ollama. A grammar that is an object is a format, as in TGI."""
     grammar, format_ = bytes(body.grammar), bytes(body.format)
     found: list[Constraint | None] = []
     if grammar.startswith(b"{"):
@@ -263,28 +273,30 @@ def _blanks(given: StructuredOutputs) -> JsonWhitespace:
     return JsonWhitespace.COMPACT
 
 
-# The predicted output, as OpenAI writes it.
+# The predicted output, in OpenAI's form.
 
 NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
-"""Our names of its fields to the client's."""
+"""Map from our names of its fields to the client's."""
 
 
 class PredictionPart(msgspec.Struct, frozen=True):
-    """A part of it, which must be text."""
+    """A part of a predicted output; it must be text."""
 
     type: str
     text: str = ""
 
 
 class PredictionBody(msgspec.Struct, frozen=True):
-    """``{"type": "content", "content": text}``; parts are put together as they are."""
+    """``{"type": "content", "content": text}``. Parts are concatenated."""
 
     type: str
     content: str | list[PredictionPart]
 
 
 def predicted_text(prediction: PredictionBody | None) -> str | None:
-    """The text, None without a prediction. Raises InvalidArgument for another type, Unimplemented for a part that is no text."""
+    """Return the predicted text, or None. Raises InvalidArgument for another type, Unimplemented for a part that is not
+    text.
+    """
     if prediction is None:
         return None
     if prediction.type != "content":
@@ -316,19 +328,21 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (0, _INT32 - 1),
     "thinking_token_budget": (-1, _INT32 - 1),
 }
-"""What the engine's contract can carry; the domain's own limits are narrower."""
+"""Ranges that the engine's protocol can carry. The limits of the parameters themselves are narrower."""
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream says about tokens: in one more chunk at its end, or in every chunk."""
+    """Token counts in a stream: in an additional last chunk, or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class RepetitionFields(msgspec.Struct, frozen=True):
-    """Ends an output that repeats a pattern of so many tokens, from the least to the most, ``min_count`` times."""
+    """Ends an output in which a pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens occurs ``min_count``
+    times in a row.
+    """
 
     max_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
     min_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)] = 1
@@ -336,8 +350,10 @@ class RepetitionFields(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(ConstraintFields, kw_only=True):
-    """The common fields of both bodies, OpenAI's and vLLM's. Null is unset. ``truncate_prompt_tokens``: the last so many of the
-    prompt, -1 as many as leave room for the output. ``num_speculative_tokens`` is our own, and ``prediction`` in completions.
+    """Sampling fields that generation bodies share, from OpenAI and vLLM. Null means unset.
+
+    ``truncate_prompt_tokens`` keeps the last tokens of the prompt; -1 keeps as many as leave room for the output.
+    ``num_speculative_tokens`` is our own, and so is ``prediction`` in completions.
     """
 
     temperature: float | None = None
@@ -381,12 +397,13 @@ _PLAIN = tuple(
     for name in SamplingFields.__struct_fields__
     if name in SamplingParams.__struct_fields__ and name not in _OTHER_FORMS
 )
-"""The fields that are parameters as they stand."""
+"""Fields that become sampling parameters without conversion."""
 
 
 def check(body: SamplingFields) -> None:
-    """Raise InvalidArgument or Unimplemented for what can be said of the common fields without the domain, and give
-    parameters under other names ours.
+    """Check the common fields without the domain types, and unify parameters under other names.
+
+    Raises InvalidArgument and Unimplemented.
     """
     unify(body)
     for name, (low, high) in _RANGES.items():
@@ -398,26 +415,29 @@ def check(body: SamplingFields) -> None:
     if body.stream_options is not None and not body.stream:
         warn(WarningKind.HINT_IGNORED, "stream_options", "has no effect without stream")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs is set; a stream has none", field="prompt_logprobs")
+        raise InvalidArgument("prompt_logprobs is set; it is not available in a stream", field="prompt_logprobs")
 
 
 def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> Call:
-    """The call, whose context has what the body says of keys and values. ``of``: the field that says how many sequences. Raises
-    Unimplemented, InvalidArgument.
+    """Return the call with the body's KV transfer parameters in its context. ``of``: name of the field with the number
+    of sequences.
+
+    Raises Unimplemented and InvalidArgument.
     """
     kv = gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
     return msgspec.structs.replace(call, context=msgspec.structs.replace(call.context, kv=kv))
 
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
-    """The fields of an answer whose sequences ended so that say where its keys and values are: of the only one that has some."""
+    """Return the answer's field with KV transfer parameters, if exactly one of its sequences has some."""
     answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
     return {"kv_transfer_params": answers[0]} if len(answers) == 1 else {}
 
 
 def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any]:
-    """The sampling parameters that are set, under the names of ``SamplingParams``. ``own``: the constraint in the form of the
-    body's own protocol. Raises InvalidArgument.
+    """Return the sampling parameters that are set, under the names of ``SamplingParams``. Raises InvalidArgument.
+
+    ``own`` is the constraint in the form of the body's own protocol.
     """
     found: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     found |= {name: tuple(value) for name in _LISTS if (value := getattr(body, name)) is not None}
@@ -438,5 +458,5 @@ def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any
 
 
 def names(body: SamplingFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return our names of fields to the client's, for errors that come from behind this API. ``own``: see ``values``."""
+    """Return a map from our field names to the client's, for errors raised behind this API. ``own``: see ``values``."""
     return {**NAMES, **other_names(body), **constraint_names(body, own)}

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with what belongs to them."""
+    """Body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with further chat fields."""
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -43,7 +43,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/tokenize``. ``max_model_len`` is null while no engine is up."""
+    """Answer of ``/tokenize``. ``max_model_len`` is null without engines."""
 
     count: int
     max_model_len: int | None
@@ -52,7 +52,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of ``/detokenize``."""
+    """Body of ``/detokenize``."""
 
     tokens: list[TokenId]
     model: str | None = None
@@ -60,20 +60,20 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """The answer of ``/detokenize``."""
+    """Answer of ``/detokenize``."""
 
     prompt: str
 
 
 class Tokenization:
-    """The handlers."""
+    """Handlers of ``/tokenize`` and ``/detokenize``."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
 
     async def tokenize(self, call: Call, given: Body) -> Answer:
-        """A text or a conversation to token ids. Raises RequestFailed."""
+        """Convert a text or a conversation to token ids. Raises RequestFailed."""
         body = await given.decode(TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         request = await self._request(body)
@@ -89,7 +89,7 @@ class Tokenization:
         )
 
     async def detokenize(self, call: Call, given: Body) -> Answer:
-        """Token ids to text. Raises RequestFailed."""
+        """Convert token ids to a text. Raises RequestFailed."""
         body = await given.decode(DetokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         try:
@@ -99,7 +99,7 @@ class Tokenization:
         return Text(text)
 
     async def _encoded(self, request: GenerateRequest, *, with_tokens: bool) -> Encoded:
-        """``with_tokens``: also what the vocabulary writes for each id."""
+        """Return the token ids; if ``with_tokens``, also the vocabulary's text of each id."""
         if isinstance(request.prompt, str):
             add = request.add_special_tokens
             try:
@@ -107,13 +107,15 @@ class Tokenization:
             except RequestFailed as e:
                 raise renamed(e, {"text": "prompt"}) from e
         if with_tokens:
-            raise Unimplemented("return_token_strs is not served beside media", field="return_token_strs")
+            raise Unimplemented("return_token_strs is not served for prompts with media", field="return_token_strs")
         return Encoded(await self._llm.prompt_ids(request))
 
     async def _request(self, body: TokenizeRequest) -> GenerateRequest:
-        """The prompt, and whether special tokens are added to it: a chat template writes them itself."""
+        """Return the prompt. For a rendered conversation no special tokens are added, because the chat template writes
+        them.
+        """
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidArgument("prompt or messages must be set, one of them", field="prompt")
+            raise InvalidArgument("exactly one of prompt and messages must be set", field="prompt")
         if body.messages is None:
             return GenerateRequest(prompt=body.prompt or "")
         request = ChatRequest(

@@ -1,4 +1,4 @@
-"""Unknown fields of a JSON body: how they are found, in nested objects too, and whether they are logged, counted or refused."""
+"""Detection of unknown fields in JSON bodies, including nested objects, and their logging, counting and refusal."""
 
 import asyncio
 import re
@@ -21,11 +21,11 @@ from penstock_frontend.call_types import caller_named
 from penstock_frontend.call_warnings import LoggedOnce
 
 _MOST = 32
-"""Unknown fields of one body that are told, at most."""
+"""Maximum number of unknown fields reported per body."""
 _MOST_NESTED = 2
-"""Objects of a kind within each other that are looked at in one pass: blocks in blocks, in results of tools."""
+"""Maximum nesting of objects of the same struct checked in one pass, such as blocks in tool results in blocks."""
 _OPEN = frozenset({"DocumentBody"})
-"""Structs whose objects are a client's own data: their further fields are listed as ignored."""
+"""Structs whose objects are a client's own data. Their other fields are listed as ignored."""
 _RAW = {"response_format": ResponseFormat}
 """Structs of fields that bodies keep as text."""
 _TYPES = {
@@ -48,16 +48,16 @@ _TYPES = {
 }
 """Types of objects whose fields are known, by struct. Tools of other types are left out, whatever fields they have."""
 _NESTED = {"BlockBody": "content"}
-"""Fields that may have a list of their own struct, and are declared as of any form."""
+"""Fields that may contain a list of their own struct, although they are declared as any value."""
 _NULL = b"null"
 
 
 class UnknownField(NamedTuple):
-    """A field that nobody reads.
+    """A field that is not read.
 
     Attributes:
-        path: Where it stands in the body, such as ``messages[2].nmae``.
-        shape: The path without indexes, ``messages[].nmae``.
+        path: Its path in the body, such as ``messages[2].nmae``.
+        shape: The path without indexes, such as ``messages[].nmae``.
         name: Its last part.
         known: The names of the fields that its object may have.
     """
@@ -79,20 +79,24 @@ class _Plan(NamedTuple):
 
 
 def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
-    """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape. Fields that are null are unset
-    and left out, like fields that are listed as ignored. Raises Unimplemented for a field that is known and not served,
-    InvalidArgument for names and values that are no text: whoever decoded the body has passed over them.
+    """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape.
+
+    Null fields and fields listed as ignored are left out.
+
+    Raises:
+        Unimplemented: a field is known but not supported.
+        InvalidArgument: a name or value is not valid text, in a part that the decoder skipped.
     """
     try:
         _checker(kind).decode(body)
     except (msgspec.ValidationError, UnicodeDecodeError):
-        pass  # a name may be unknown, or no text: look which
+        pass  # there is an unknown or invalid name; find it below
     else:
         return []
     found: dict[str, UnknownField] = {}
     try:
         for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
-            if len(found) < _MOST:  # the walk goes on to fields that must be refused
+            if len(found) < _MOST:  # continue, because a later field may have to be refused
                 found.setdefault(field.shape, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e) from None
@@ -116,7 +120,7 @@ def _walk(given: Mapping[str, msgspec.Raw], kind: type, path: str, shape: str) -
 
 
 def _unknown_in(given: Mapping[str, msgspec.Raw], plan: _Plan, path: str, shape: str) -> Iterator[UnknownField]:
-    """Yield the unknown fields of one object. Raises Unimplemented for one that is known and not served."""
+    """Yield the unknown fields of one object. Raises Unimplemented for a field that is known but not supported."""
     for name, raw in given.items():
         if name in plan.silent or memoryview(raw) == _NULL:
             continue
@@ -135,14 +139,14 @@ def _objects_of(raw: msgspec.Raw) -> Iterator[tuple[int, Mapping[str, msgspec.Ra
     """Yield the objects of a list, with their indexes."""
     try:
         yield from enumerate(msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]]))
-    except msgspec.ValidationError:  # the list has texts or numbers, too
+    except msgspec.ValidationError:  # the list also has texts or numbers
         for index, value in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
             if _begins(value, b"{"):
                 yield index, msgspec.json.decode(value, type=dict[str, msgspec.Raw])
 
 
 def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether xgrammar reads the object, whose fields are its own."""
+    """Return True if xgrammar reads the object, which then has xgrammar's fields."""
     return bytes(value.get("type", msgspec.Raw())) == b'"structural_tag"'
 
 
@@ -181,26 +185,30 @@ def _checker(kind: type) -> msgspec.json.Decoder[Any]:
 
 
 def _strict(kind: type, around: tuple[type, ...]) -> type[msgspec.Struct]:
-    """Return a struct with all names that an object of ``kind`` may have, and no other. ``around``: what the object stands in."""
+    """Return a struct with exactly the names that an object of ``kind`` may have. ``around``: the structs that contain
+    the object.
+    """
     plan, within = _plan(kind), (*around, kind)
     types: dict[str, Any] = dict.fromkeys(sorted(plan.silent), msgspec.Raw)
     for name in plan.objects.keys() | plan.lists.keys():
         inner = _one_of(plan.lists.get(name), within)
         types[name] = _one_of(plan.objects.get(name), within) | list[inner]  # type: ignore[valid-type]
-    # Names of JSON need not be names of Python.
+    # JSON names need not be valid Python names.
     places = {f"f{place}": name for place, name in enumerate(types)}
     fields = [(place, types[name], None) for place, name in places.items()]
     return msgspec.defstruct(f"Strict{kind.__name__}", fields, rename=places, forbid_unknown_fields=True, frozen=True)
 
 
 def _one_of(of: type | None, within: tuple[type, ...]) -> Any:
-    """Return the type of a value that is no list. Objects are refused where nobody knows their names, or they hold each other."""
+    """Return the type of a value that is not a list. Objects are refused if their names are unknown, or if they nest
+    too deeply.
+    """
     plain = str | int | float | bool | None
     return plain if of is None or within.count(of) == _MOST_NESTED else plain | _strict(of, within)
 
 
 def _members(of: Any) -> Collection[Any]:
-    """Return the types of a union, or the type alone."""
+    """Return the types of a union, or the single type."""
     args = typing.get_args(of)
     return args if args and typing.get_origin(of) is not list and typing.get_origin(of) is not dict else (of,)
 
@@ -216,21 +224,21 @@ def _is_struct(of: Any) -> bool:
 
 
 _LARGE = 64 * 1024
-"""Bytes of a body that is looked at in a thread."""
+"""Size of a body, in bytes, from which on it is checked in a thread."""
 _MAX_LABELS = 50
-"""Fields with a label of their own; the others are counted together."""
+"""Maximum number of fields with their own label. Further ones are counted together."""
 _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}(?:(?:\[\])?\.[a-z][a-z0-9_]{0,39}){0,3}")
-"""Only what looks like a field of an API becomes a label."""
+"""Pattern of names that may become labels: only what looks like an API field."""
 _OTHER = "other"
 _MAX_NAME = 64
 
 
 class FieldPolicy:
-    """Looks at the fields of every HTTP body. Belongs to the event loop's thread.
+    """Checks the fields of every HTTP body. Must be used on the event loop's thread.
 
     Args:
-        refuse: Whether a body with an unknown field is refused; else the field is ignored.
-        registry: For the count of unknown fields; None counts nothing.
+        refuse: Whether a body with an unknown field is refused; otherwise the field is ignored.
+        registry: Registry for the count of unknown fields; None: they are not counted.
     """
 
     def __init__(self, *, refuse: bool, registry: CollectorRegistry | None = None) -> None:
@@ -240,14 +248,14 @@ class FieldPolicy:
         self._count = (
             None
             if registry is None
-            else Counter(
-                "penstock:unknown_fields", "Fields of HTTP bodies that nobody knows", ["field"], registry=registry
-            )
+            else Counter("penstock:unknown_fields", "Unknown fields in HTTP bodies", ["field"], registry=registry)
         )
 
     async def check(self, body: bytes, kind: type, client: str) -> None:
-        """Look at a body that was decoded as ``kind``. ``client``: who sent it, as ``client_of`` says. Raises InvalidArgument."""
-        # The thread lets the event loop serve others between two levels of a large body.
+        """Check a body that was decoded as ``kind``. ``client``: the caller's name from ``client_of``. Raises
+        InvalidArgument.
+        """
+        # In a thread the event loop can serve other requests while a large body is checked.
         large = len(body) > _LARGE
         found = await asyncio.to_thread(find_unknown, body, kind) if large else find_unknown(body, kind)
         if not found:
@@ -274,7 +282,7 @@ class FieldPolicy:
 
 
 def client_of(scope: Scope) -> str:
-    """Return whose call this is, for logs: the tenant or the name of its credentials, else its address."""
+    """Return the caller's name for logs: its tenant or the name of its credentials, otherwise its address."""
     address = scope.get("client")
     return caller_named(str(address[0]) if address else "local")
 

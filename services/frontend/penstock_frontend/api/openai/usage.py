@@ -1,4 +1,4 @@
-"""Token counts as OpenAI writes them."""
+"""Token counts in OpenAI's format."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,7 +9,7 @@ from penstock_frontend.call_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Parts of a prompt: what was cached, and what media stand at, where there are some."""
+    """Parts of the prompt tokens: cached tokens, and tokens at media positions, if there are media."""
 
     cached_tokens: int
     audio_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -18,8 +18,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Drafts of any kind, the client's prediction among them: those that became tokens of the completion, and those that did not,
-    which are none and cost nothing. ``reasoning_tokens``: tokens of the completion that are reasoning, in chats of models that
+    """Parts of the completion tokens.
+
+    Drafts of any kind count as predictions, including the client's prediction. Accepted drafts are tokens of the
+    completion. Rejected drafts are not, and cost nothing. ``reasoning_tokens`` is set for chats with models that
     reason.
     """
 
@@ -29,7 +31,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class UsageInfo(msgspec.Struct, frozen=True):
-    """Token counts of a call. ``completion_tokens_details``: only where something was drafted, or the model reasons."""
+    """Token counts of a call. ``completion_tokens_details`` is set only if there were drafts, or if the model reasons."""
 
     prompt_tokens: int
     total_tokens: int
@@ -39,20 +41,20 @@ class UsageInfo(msgspec.Struct, frozen=True):
 
 
 class UsageCount:
-    """Adds up the sequences of a call. A prompt counts once, however many sequences continue it."""
+    """Adds up the sequences of a call. A prompt counts once, regardless of its number of sequences."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
         self._sequences: dict[tuple[int, int], Usage] = {}
 
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
-        """Sequence ``index`` of a prompt ended."""
+        """Count a finished sequence ``index`` of a prompt."""
         if index == 0 or prompt not in self._prompts:
-            self._prompts[prompt] = usage  # later sequences find all of the prompt cached by the first
+            self._prompts[prompt] = usage  # later sequences find the whole prompt cached by the first
         self._sequences[prompt, index] = usage
 
     def total(self) -> UsageInfo:
-        """What there is so far of all sequences."""
+        """Return the totals of all sequences so far."""
         prompts: Collection[Usage] = self._prompts.values()
         sequences = self._sequences.values()
         reasoning = [count for usage in sequences if (count := usage.reasoning_tokens) is not None]
@@ -81,8 +83,16 @@ def usage_info(
     reasoning: int | None = None,
     media: Mapping[Modality, int] = {},
 ) -> UsageInfo:
-    """The counts as they are sent. ``media``: tokens of the prompt at which media stand; ``reasoning``:
-    tokens of reasoning, None where it is not looked for.
+    """Return the counts in OpenAI's format.
+
+    Args:
+        prompt_tokens: tokens of the prompts.
+        completion_tokens: output tokens.
+        cached_tokens: prompt tokens found in the prefix cache.
+        accepted: accepted draft tokens.
+        rejected: rejected draft tokens.
+        reasoning: reasoning tokens; None if the output is not parsed for reasoning.
+        media: prompt tokens at media positions.
     """
     return UsageInfo(
         prompt_tokens=prompt_tokens,

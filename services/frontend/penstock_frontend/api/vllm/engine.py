@@ -1,4 +1,4 @@
-"""``vllm.grpc.engine.VllmEngine``: the protocol of gateways and load generators that come with a tokenizer of their own."""
+"""``vllm.grpc.engine.VllmEngine``: the protocol of gateways and load generators that tokenize themselves."""
 
 import asyncio
 import importlib.metadata
@@ -29,13 +29,13 @@ from penstock_frontend.dispatch.kv_events import KvEventBatch, KvEventFeed
 from penstock_frontend.dispatch.kv_gateway import CONNECTOR
 from penstock_frontend.processing.prompts.tokenizer_bundle import ModelCard, TokenizerBundle
 
-# Changes of the engines' prefix caches as messages.
+# Conversion of KV cache events to messages.
 
 _HASH_BYTES = 8
 
 
 def kv_event_batch(batch: KvEventBatch, first_id: int) -> common_pb2.KvEventBatch:
-    """The message for changes of a prefix cache, whose events are numbered from ``first_id``."""
+    """Return the message for a batch of events, which are numbered from ``first_id``."""
     return common_pb2.KvEventBatch(
         sequence_number=batch.sequence,
         timestamp=batch.timestamp,
@@ -75,7 +75,7 @@ def _stored(event: BlockStored) -> common_pb2.KvBlocksStored:
 
 
 def _folded(block_hash: bytes) -> int:
-    """The last eight bytes of a digest as a signed integer: what this contract names a block by."""
+    """Return the last eight bytes of a digest as a signed integer, which identifies a block in this protocol."""
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big", signed=True)
 
 
@@ -87,7 +87,7 @@ _VERSION = importlib.metadata.version("penstock-frontend")
 _CHUNK_BYTES = 64 * 1024
 _KV_ROLES = {EngineRole.BOTH: "kv_both", EngineRole.PREFILL: "kv_producer", EngineRole.DECODE: "kv_consumer"}
 _FLUSH_RETRY = 0.1
-"""Seconds between two attempts to empty caches that are in use."""
+"""Seconds between two attempts to clear caches that are in use."""
 _PROFILE_OPTIONS = (
     "output_dir",
     "start_step",
@@ -104,9 +104,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class VllmEngineServicer:
-    """Turns calls into requests of the AsyncLLM, which is one worker to its gateway however many engines it has.
+    """Converts calls into requests of AsyncLLM. For its gateway the frontend is one worker, regardless of its number of
+    engines.
 
-    Errors become statuses in the server's interceptor.
+    The server's interceptor converts errors into statuses.
     """
 
     def __init__(
@@ -131,16 +132,17 @@ class VllmEngineServicer:
         self._started = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Continues a prompt: chunks as they come, or everything at the end."""
+        """Continue a prompt. Yields chunks, or complete sequences at the end."""
         converted = messages.generate_request(request, **messages.call_details(context), anchor=self._anchor)
         said, n = request.kv_transfer_params_json, converted.sampling["n"]
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
         converted = msgspec.structs.replace(converted, context=msgspec.structs.replace(converted.context, kv=kv))
-        if converted.sampling["truncate_prompt_tokens"] == -1:  # as long as a prompt may be that has an output
+        # the maximum length of a prompt that leaves room for one output token
+        if converted.sampling["truncate_prompt_tokens"] == -1:
             room = await self._llm.prompt_room(1, converted.context)
             converted.sampling["truncate_prompt_tokens"] = room
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
-        # A call may end anywhere, also while a message waits for a slow client to read: only its end is sure to come.
+        # A call may end at any point, even while a message waits for a slow client. Only the done callback always runs.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         writer = messages.GenerateResponses(converted, live, stream=request.stream)
         async for output in self._llm.generate(converted, live):
@@ -148,7 +150,7 @@ class VllmEngineServicer:
                 yield response
 
     def _anchor(self, modality: Modality) -> int:
-        """The token that stands for a medium, as the model's chat template writes it. Raises InvalidArgument."""
+        """Return the token that the model's chat template writes for a media item. Raises InvalidArgument."""
         media = self._llm.inputs.media
         family = media.preparer.family if media is not None else None
         if family is None or modality not in family.modalities:
@@ -157,22 +159,24 @@ class VllmEngineServicer:
         return self._llm.tokenizer.token_id(family.placeholder(modality)) or 0
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """The vector of a prompt."""
+        """Return the embedding of a prompt."""
         converted = messages.embed_request(request, **messages.call_details(context))
         result, _ = await self._llm.run_pooling(converted, abortable=True)
         return messages.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends requests of this protocol and the caller's tenant. Ids that do not run are no error: they may just have ended."""
+        """Abort requests of this protocol and the caller's tenant. Unknown ids are ignored, because the requests may
+        have just ended.
+        """
         self._llm.abort_ids(request.request_ids, messages.tenant_of(context))
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Whether to send requests here."""
+        """Report whether requests should be sent to this frontend."""
         return pb.HealthCheckResponse(healthy=self._readiness.ready, message=self._readiness.why or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """What is served. Waits for an engine: its limits are part of the answer."""
+        """Return the properties of the model. Waits for an engine, because its limits are part of the answer."""
         deadline = deadline_after(context.time_remaining())
         limits = await self._llm.engines.wait_until_usable(deadline, tenant=messages.tenant_of(context))
         defaults = self._card.sampling_defaults
@@ -194,7 +198,9 @@ class VllmEngineServicer:
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """How this frontend and its engines are. docs/guides/gateways.md says of each field what it is, or why it is not set."""
+        """Return the properties of this frontend and its engines. docs/guides/gateways.md explains each field, and why some
+        are not set.
+        """
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
@@ -216,7 +222,9 @@ class VllmEngineServicer:
         )
 
     def _media_info(self, media: Sequence[MediaLimits], dtype: str) -> dict[str, Any]:
-        """Of a model that takes media. Tensors are taken as processors make them: engines normalize pixels."""
+        """Return the fields about media. Tensors are accepted as processors make them, because engines normalize
+        pixels.
+        """
         schemes = ["data", "http", "https"] if self._media.allowed_domains else ["data"]
         return {
             "mm_processor": "inprocess",
@@ -229,7 +237,7 @@ class VllmEngineServicer:
         }
 
     def _kv_info(self) -> dict[str, Any]:
-        """Of engines that give keys and values away. Those of one fingerprint can have each other's."""
+        """Return the fields about KV transfer. Engines with the same fingerprint can exchange blocks."""
         known, connector = self._llm.engines.view.cluster(), self._llm.gateway.connector
         giving = [e for e in known if connector != CONNECTOR or (e.kv_address and e.kv_fingerprint)]
         if not giving:
@@ -245,7 +253,7 @@ class VllmEngineServicer:
         }
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        """What each engine has to do."""
+        """Return the load of each engine."""
         loads = self._llm.engines.view.rank_loads()
         if request.HasField("dp_rank"):
             loads = [load for load in loads if load.rank == request.dp_rank]
@@ -272,7 +280,7 @@ class VllmEngineServicer:
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """A zip archive of the tokenizer's files in pieces; the last one has the archive's SHA-256."""
+        """Stream a zip archive of the tokenizer's files. The last piece has the archive's SHA-256."""
         data, sha256 = await self._bundle.get()
         for start in range(0, len(data), _CHUNK_BYTES):
             stop = start + _CHUNK_BYTES
@@ -281,21 +289,23 @@ class VllmEngineServicer:
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """What is in the engines' prefix caches, then how it changes; every engine is a rank with numbers of its own."""
+        """Stream the content of the engines' prefix caches, then its changes. Every engine is a rank with its own
+        sequence numbers.
+        """
         if request.start_sequence_number:
             raise OutOfRange(
-                f"start_sequence_number is {request.start_sequence_number}; changes are not kept: "
-                "subscribe from 0, which begins with the current state",
+                f"start_sequence_number is {request.start_sequence_number}; past events are not stored: subscribe "
+                "from 0, which begins with the current state",
                 field="start_sequence_number",
             )
         engines = self._llm.engines
         if not engines.usable:
             raise Unavailable("no engine takes requests", retry_after=1.0)
         if "kv_events" not in engines.view.capabilities:
-            raise Unimplemented("the engines tell no changes of their prefix caches: cache.enable_kv_events is off")
+            raise Unimplemented("the engines do not publish KV cache events; set cache.enable_kv_events to true")
         subscription = self._kv_events.subscribe()
         context.add_done_callback(lambda _: subscription.close())  # type: ignore[arg-type]  # its stub is no Protocol
-        await context.send_initial_metadata(())  # subscribers wait for it, and there may be no events for long
+        await context.send_initial_metadata(())  # subscribers wait for it, and the first event may take long
         num_events = 0
         async for batch in subscription:
             yield kv_event_batch(batch, num_events + 1)
@@ -304,7 +314,7 @@ class VllmEngineServicer:
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Empties the prefix caches, which engines with running requests refuse: those are waited for ``timeout_s``."""
+        """Clear the prefix caches. Engines with running requests refuse; retry for up to ``timeout_s`` seconds."""
         if not 0.0 <= request.timeout_s < math.inf:
             raise InvalidArgument(
                 f"timeout_s is {request.timeout_s}; it must be finite and not negative", field="timeout_s"
@@ -316,19 +326,19 @@ class VllmEngineServicer:
             if not refused:
                 return common_pb2.FlushCacheResponse(success=True, message="the prefix caches are empty")
             if time.monotonic() >= give_up:
-                message = f"requests are running on {', '.join(refused)}: its prefix cache stays"
+                message = f"requests are running on {', '.join(refused)}, so its prefix cache was not cleared"
                 return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(_FLUSH_RETRY)
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        """Starts the engines' profilers, whose options are their configuration's."""
+        """Start the engines' profilers. Their options come from the configuration."""
         refuse_set(request, _PROFILE_OPTIONS)
         await ask_all(self._llm.engines, "start_profile")
         return common_pb2.ProfileResponse(success=True, message="profiling")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
-        """Stops them; the message has the paths of the traces on the engines' machines."""
+        """Stop the profilers. The message has the paths of the traces on the engines' machines."""
         paths = (await ask_all(self._llm.engines, "stop_profile")).values()
         return common_pb2.ProfileResponse(success=True, message=", ".join(path for each in paths for path in each))

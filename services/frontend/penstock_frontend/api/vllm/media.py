@@ -1,4 +1,4 @@
-"""Media of ``vllm.grpc.engine``: preprocessed tensors and references beside token ids, to prompts of parts."""
+"""Media of ``vllm.grpc.engine``: conversion of token ids with preprocessed tensors or references to mixed prompts."""
 
 import itertools
 import sys
@@ -16,10 +16,10 @@ from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import Features, MediaPart, MixedPrompt, Part
 
 MAX_ITEMS = 1024
-"""Of a batch, before the frontend's own limit is applied."""
+"""Maximum number of items per batch. The configured limit applies later."""
 Anchor = Callable[[Modality], int]
-"""The token that stands for a medium of that modality before it is expanded. Raises InvalidArgument where the model takes
-none.
+"""Function that returns the token that stands for a media item before expansion. Raises InvalidArgument if the model
+does not take the modality.
 """
 _MODALITIES: Mapping[int, Modality] = {
     common_pb2.MODALITY_UNSPECIFIED: "image",
@@ -32,14 +32,14 @@ _MAIN_TENSOR: Mapping[Modality, str] = {
     "audio": "input_features",
     "video": "pixel_values_videos",
 }
-"""What the processors of transformers call what comes as ``pixel_values``."""
+"""Names in transformers' processors for the tensor sent as ``pixel_values``."""
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES}
 _WIDENED = "uint32"
-"""A type of theirs that becomes int64, as which processors give sizes."""
+"""Data type of sizes in this protocol; it is converted to int64, as transformers' processors use."""
 
 
 class _Placed(NamedTuple):
-    """An item and the token ids in whose place it stands."""
+    """An item, and the range of token ids that it replaces."""
 
     start: int
     stop: int
@@ -48,10 +48,13 @@ class _Placed(NamedTuple):
 
 
 def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.MultimodalInputs, str]]) -> MixedPrompt:
-    """The prompt with preprocessed items at their placeholders, whose tokens are not looked at: what stands for an item follows
-    from its tensors. ``batches``: each with its path. Hashes of clients are not read.
+    """Return the prompt with preprocessed items at their placeholders. ``batches`` has each batch with its path.
 
-    Raises InvalidArgument for tensors or placeholders that do not fit, Unimplemented for tensors that are not in the message.
+    The placeholders' token ids are ignored, because an item's tokens follow from its tensors. Hashes from clients are
+    ignored as well.
+
+    Raises InvalidArgument for tensors or placeholders that do not fit, Unimplemented for tensors that are not in the
+    message.
     """
     placed = [item for message, path in batches for item in _items(message, path, len(token_ids))]
     placed.sort(key=lambda item: item.start)
@@ -62,7 +65,7 @@ def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.Multimodal
 
 
 def with_references(token_ids: Sequence[int], refs: pb.MediaRefs, anchor: Anchor) -> MixedPrompt:
-    """The prompt with each medium in the place of its anchor, one token. Raises InvalidArgument unless there is one for each."""
+    """Return the prompt with each media item at its anchor token. Raises InvalidArgument if an anchor is missing."""
     placed: list[_Placed] = []
     begin = 0
     _check_count("media_refs.items", len(refs.items))
@@ -73,7 +76,7 @@ def with_references(token_ids: Sequence[int], refs: pb.MediaRefs, anchor: Anchor
         start = next((i for i in range(begin, len(token_ids)) if token_ids[i] == token_id), None)
         if start is None:
             raise InvalidArgument(
-                f"{path}: tokenized.input_ids has no token {token_id} for it behind position {begin}", field=path
+                f"{path}: tokenized.input_ids has no token {token_id} for it after position {begin}", field=path
             )
         field = f"{path}.url"
         part = MediaPart(modality=modality, source=source_of_url(modality, item.url, field=field), field=field)
@@ -104,7 +107,7 @@ def _items(message: pb.MultimodalInputs, path: str, num_ids: int) -> list[_Place
     count = len(message.mm_placeholders)
     if not count:
         raise InvalidArgument(
-            f"{path}.mm_placeholders is empty: nothing says where its items stand", field=f"{path}.mm_placeholders"
+            f"{path}.mm_placeholders is empty; set a placeholder for each item", field=f"{path}.mm_placeholders"
         )
     _check_count(f"{path}.mm_placeholders", count)
     fields = []
@@ -112,8 +115,8 @@ def _items(message: pb.MultimodalInputs, path: str, num_ids: int) -> list[_Place
         field = f"{path}.mm_placeholders[{index}]"
         if not place.length or place.offset + place.length > num_ids:
             raise InvalidArgument(
-                f"{field} is {place.length} tokens from {place.offset} on; it must be 1 at least, of the {num_ids} of "
-                "tokenized.input_ids",
+                f"{field} is {place.length} tokens at offset {place.offset}; it must have at least 1 token, "
+                f"within the {num_ids} of tokenized.input_ids",
                 field=field,
             )
         fields.append(field)
@@ -135,7 +138,7 @@ def _check_count(field: str, count: int) -> None:
 
 
 def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: int) -> list[dict[str, TensorData]]:
-    """The tensors of each of ``count`` items, under transformers' names."""
+    """Return the tensors of each of ``count`` items, under transformers' names."""
     wire = message.encoder_input_key or "pixel_values"
     given = {wire: _tensor(message.pixel_values, f"{path}.pixel_values")} if message.HasField("pixel_values") else {}
     for name, tensor in message.model_specific_tensors.items():
@@ -144,7 +147,7 @@ def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: i
     sizes = set(message.flat_keys.values())
     for name, data in given.items():
         if name in sizes and name not in message.flat_keys:
-            continue  # of this protocol alone: it says how another one is cut
+            continue  # specific to this protocol: it says how another tensor is split
         field = f"{path}.{name[:64]}"
         kept = _MAIN_TENSOR[modality] if name == "pixel_values" else name
         if name in message.flat_keys:
@@ -161,23 +164,23 @@ def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: i
 
 
 def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -> list[int]:
-    """Rows of each item of the tensor ``field``."""
+    """Return the number of rows of each item in the tensor ``field``."""
     of = given.get(name)
     if of is None or of.dtype not in ("int64", "int32"):
-        raise InvalidArgument(f"{field} is cut by {quoted(name)}, which is no tensor of integers", field=field)
+        raise InvalidArgument(f"{field} is split by {quoted(name)}, which is not a tensor of integers", field=field)
     numbers = array("q" if of.dtype == "int64" else "i", bytes(of.data))
     if sys.byteorder == "big":
         numbers.byteswap()
     if len(numbers) != count:
-        raise InvalidArgument(f"{field} is cut by {len(numbers)} sizes; there are {count} placeholders", field=field)
+        raise InvalidArgument(f"{field} is split by {len(numbers)} sizes; there are {count} placeholders", field=field)
     return list(numbers)
 
 
 def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData]:
-    """The tensor in pieces of so many rows."""
+    """Split a tensor into pieces with these numbers of rows."""
     if not tensor.shape or min(rows) < 0 or sum(rows) != tensor.shape[0]:
         raise InvalidArgument(
-            f"{field} has the shape {list(tensor.shape)}; its items have {sum(rows)} rows together", field=field
+            f"{field} has the shape {list(tensor.shape)}; its items have {sum(rows)} rows in total", field=field
         )
     width = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype]
     pieces, start = [], 0
@@ -191,7 +194,7 @@ def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData
 def _tensor(message: pb.TensorData, path: str) -> TensorData:
     kind = message.WhichOneof("payload")
     if kind in ("shm", "remote"):
-        raise Unimplemented(f"{path}.{kind} is not served: tensors come in the message", field=f"{path}.{kind}")
+        raise Unimplemented(f"{path}.{kind} is not served; send tensors inline", field=f"{path}.{kind}")
     shape, data = tuple(message.shape), message.inline
     dtype = _DTYPES.get(message.dtype)
     if message.dtype != _WIDENED and dtype is None:
@@ -200,7 +203,7 @@ def _tensor(message: pb.TensorData, path: str) -> TensorData:
     size = prod(shape) * (4 if dtype is None else DTYPE_BYTES[dtype])
     if len(data) != size:
         raise InvalidArgument(
-            f"{path}.inline has {len(data)} bytes; its shape and type ask for {size}", field=f"{path}.inline"
+            f"{path}.inline has {len(data)} bytes; its shape and dtype require {size}", field=f"{path}.inline"
         )
     if dtype is not None:
         return TensorData(dtype=dtype, shape=shape, data=data)

@@ -1,4 +1,4 @@
-"""Conversion of ``vllm.grpc.engine`` messages to the domain and back: requests with their context, outputs, embeddings."""
+"""Conversion between ``vllm.grpc.engine`` messages and domain types: requests, outputs, and embeddings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,9 @@ from penstock_frontend.dispatch.kv_gateway import answer_of
 def context_of(
     message: pb.GenerateRequest | pb.EmbedRequest, metadata: Mapping[str, str], time_left: float | None
 ) -> RequestContext:
-    """What the message and its call say. ``time_left``: seconds until the call's deadline. Raises InvalidArgument."""
+    """Return the context from a message and its call. ``time_left``: seconds until the call's deadline. Raises
+    InvalidArgument.
+    """
     context = msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left)), external_request_id=message.request_id
     )
@@ -55,16 +57,23 @@ _SAME_NAMES = [
     for field in pb.SamplingParams.DESCRIPTOR.fields
     if field.name in SamplingParams.__struct_fields__ and not field.is_repeated
 ]
-"""Fields of the contract that are parameters of ours by the same name; lists have another form."""
+"""Fields of the protocol that have the same name in SamplingParams. Lists are excluded, because their form differs."""
 
 
 def generate_request(
     message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, anchor: Anchor
 ) -> GenerateRequest:
-    """The domain's request, but for what is said of keys and values. ``time_left``: seconds until the call's deadline.
-    ``anchor``: of media that are given as references.
+    """Return the domain request, without KV transfer parameters.
 
-    Raises Unimplemented for fields of later features, InvalidArgument for what cannot be read.
+    Args:
+        message: the request message.
+        metadata: the call's metadata.
+        time_left: seconds until the call's deadline, or None.
+        anchor: returns the anchor token of media given as references.
+
+    Raises:
+        Unimplemented: a field is not supported yet.
+        InvalidArgument: a field is not valid.
     """
     refuse_set(message, _NOT_SERVED_YET)
     kind = message.WhichOneof("input")
@@ -86,16 +95,16 @@ def _prompt(message: pb.GenerateRequest, kind: str, anchor: Anchor) -> str | Seq
         return prompt
     field = "media_refs" if references else batches[0][1]
     if kind == "text":
-        raise InvalidArgument(f"{field} is set beside text; it needs tokenized", field=field)
+        raise InvalidArgument(f"{field} is set together with text; it requires tokenized", field=field)
     if references and batches:
-        raise InvalidArgument(f"media_refs is set beside {batches[0][1]}; set one", field="media_refs")
+        raise InvalidArgument(f"media_refs and {batches[0][1]} are both set; set only one", field="media_refs")
     if references:
         return with_references(message.tokenized.input_ids, message.media_refs, anchor)
     return with_tensors(message.tokenized.input_ids, batches)
 
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """The domain's request for a vector. ``time_left`` and errors as of ``generate_request``."""
+    """Return the domain request for an embedding. For ``time_left`` and errors see ``generate_request``."""
     if not message.HasField("tokenized"):
         raise InvalidArgument("tokenized is not set", field="tokenized")
     return PoolingRequest(
@@ -107,12 +116,12 @@ def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time
 
 
 def call_details(context: Any) -> dict[str, Any]:
-    """What a call carries beside its message: arguments of the functions above."""
+    """Return the call's metadata and remaining time, as arguments for the functions above."""
     return {"metadata": _metadata(context), "time_left": context.time_remaining()}
 
 
 def tenant_of(context: Any) -> str:
-    """Whose requests a call is about."""
+    """Return the tenant of a call."""
     return tenant_of_call(_metadata(context))
 
 
@@ -121,11 +130,11 @@ def _metadata(context: Any) -> dict[str, str]:
 
 
 def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
-    """All parameters, by the names of ``SamplingParams``: the model's own defaults are for the gateway to apply.
+    """Return all parameters, by the names of ``SamplingParams``. The gateway applies the model's own defaults.
 
-    Unset and 0 are the same for most fields of this contract: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then.
-    Text is made only for stop strings to be found: what is sent are token ids, all up to the one that completes a stop
-    string, because gateways cut the text themselves, and a token may have a part of it. Raises InvalidArgument.
+    In this protocol, 0 means unset for most fields: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then. Only token
+    ids are sent. Text is produced only to find stop strings. The tokens include the one that completes a stop string:
+    gateways cut the text themselves, and a token may be only partly in the stop string. Raises InvalidArgument.
     """
     stop = tuple(message.stop)
     unset = {field.name for field in _SAME_NAMES if field.has_presence and not message.HasField(field.name)}
@@ -144,7 +153,7 @@ def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
         "detokenize": bool(stop),
         "output_kind": OutputKind.DELTA if stream else OutputKind.FINAL,
     }
-    if "seed" in unset:  # one is picked
+    if "seed" in unset:  # a random one is picked
         del values["seed"]
     return values
 
@@ -173,20 +182,20 @@ def _constraint(message: pb.SamplingParams) -> StructuredOutput | None:
 
 
 def embed_response(result: PoolingResult) -> pb.EmbedResponse:
-    """The message for one embedded input. Raises TypeError for a result without a vector."""
+    """Return the message for one embedding. Raises TypeError for a result without an embedding."""
     (output,) = result.outputs
     if output.pooling_output is None:
-        raise TypeError("an output without vectors is no answer")
+        raise TypeError("the pooling output has no embedding")
     embedding = parts.floats(output.pooling_output)
     return pb.EmbedResponse(embedding=embedding, prompt_tokens=result.prompt_tokens, embedding_dim=len(embedding))
 
 
 class GenerateResponses:
-    """The messages for the outputs of one call.
+    """Makes the messages for the outputs of one call.
 
-    Streamed, each output is a chunk with what is new, and the last of each sequence is followed by its ``complete``, which
-    repeats the tokens of that last chunk and has the counts of the whole. Otherwise there are only the ``complete``s, with
-    everything. The prompt's log-probabilities come with the first message of sequence 0.
+    When streaming, each output becomes a chunk with the new tokens. After a sequence's last chunk follows its
+    ``complete``, which repeats the tokens of that chunk and has the total counts. Without streaming there are only
+    ``complete`` messages, with everything. The prompt's log-probabilities come with the first message of sequence 0.
     """
 
     def __init__(self, request: GenerateRequest, live: LiveRequest, *, stream: bool) -> None:
@@ -196,7 +205,7 @@ class GenerateResponses:
         self._prompt_top: int | None = request.sampling["prompt_logprobs"]
 
     def of(self, output: RequestOutput) -> Iterator[pb.GenerateResponse]:
-        """The messages for an output."""
+        """Yield the messages for an output."""
         if self._stream:
             yield pb.GenerateResponse(chunk=self._chunk(output))
         if output.finish is not None:
@@ -248,7 +257,7 @@ def _output_logprobs(logprobs: Logprobs | None, top: int | None) -> pb.OutputLog
 def _input_logprobs(
     logprobs: Logprobs | None, prompt_token_ids: Sequence[int], top: int | None
 ) -> pb.InputLogProbs | None:
-    """One position per prompt token; the first has no log-probability."""
+    """Return one position per prompt token; the first has no log-probability."""
     if logprobs is None:
         return None
     values = [pb.InputTokenLogProb(value=logprobs.logprobs[start]) for start in logprobs.offsets[:-1]]
@@ -260,7 +269,7 @@ def _input_logprobs(
 
 
 def _top_logprobs(logprobs: Logprobs) -> list[pb.TopLogProbs]:
-    """The likeliest tokens of each position: its entries but the first, which is the chosen token."""
+    """Return the most likely tokens of each position: its entries without the first one, which is the chosen token."""
     return [
         pb.TopLogProbs(values=logprobs.logprobs[start + 1 : stop], token_ids=logprobs.token_ids[start + 1 : stop])
         for start, stop in zip(logprobs.offsets, logprobs.offsets[1:], strict=False)

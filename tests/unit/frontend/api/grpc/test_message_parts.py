@@ -72,7 +72,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "video", "frames": frames()}, "frames.frames", "is empty; at least one frame is required"),
     ({"modality": "video", "frames": frames(0, data=b"")}, "frames.frames[0].data", "is empty"),
     ({"modality": "video", "frames": frames(-0.5)}, "frames.frames[0].timestamp", "is -0.5; it must be finite"),
-    ({"modality": "video", "frames": frames(1, 0.5)}, "frames.frames[1].timestamp", "at least 1.0, the timestamp of the"),
+    (
+        {"modality": "video", "frames": frames(1, 0.5)},
+        "frames.frames[1].timestamp",
+        "at least 1.0, the timestamp of the",
+    ),
     ({"modality": "video", "frames": frames(math.nan)}, "frames.frames[0].timestamp", "is nan"),
     ({"modality": "video", "frames": frames(0, math.inf)}, "frames.frames[1].timestamp", "is inf"),
     ({"modality": "video", "frames": frames(*[0] * (MAX_FRAMES + 1))}, "frames.frames", f"the limit is {MAX_FRAMES}"),

@@ -55,13 +55,13 @@ def test_what_asks_for_nothing_is_no_constraint(value: Any) -> None:
         (
             {"type": "regex", "schema": {}},
             "schema",
-            "response_format.schema is set beside response_format.type 'regex'",
+            "response_format.schema is set, but response_format.type 'regex'",
         ),
         ({"type": "json_object", "schem": {}}, "schem", "response_format.schem is not a known field; remove it"),
         (
             {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
             "schema",
-            "response_format.schema is set beside response_format.json_schema.schema; set one",
+            "response_format.schema and response_format.json_schema.schema are both set; set one",
         ),
     ],
     ids=str,

@@ -113,21 +113,29 @@ def test_references_stand_at_their_anchors() -> None:
 
 GOOD = {"pixel_values": tensor(2, 3), "batched_keys": ["pixel_values"], "mm_placeholders": PLACES}
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"text": "a", "mm_inputs": GOOD}, "mm_inputs", "is set beside text; it needs tokenized"),
-    ({"text": "a", "media_refs": {"items": [{"url": "x"}]}}, "media_refs", "is set beside text; it needs tokenized"),
-    ({"mm_inputs": GOOD, "media_refs": {"items": [{"url": "x"}]}}, "media_refs", "is set beside mm_inputs; set one"),
+    ({"text": "a", "mm_inputs": GOOD}, "mm_inputs", "is set together with text; it requires tokenized"),
+    (
+        {"text": "a", "media_refs": {"items": [{"url": "x"}]}},
+        "media_refs",
+        "is set together with text; it requires tokenized",
+    ),
+    (
+        {"mm_inputs": GOOD, "media_refs": {"items": [{"url": "x"}]}},
+        "media_refs",
+        "and mm_inputs are both set; set only one",
+    ),
     ({"mm_inputs": {}}, "mm_inputs.mm_placeholders", "is empty"),
     ({"extra_mm_inputs": [{}]}, "extra_mm_inputs[0].mm_placeholders", "is empty"),
     ({"mm_inputs": {**GOOD, "modality": 9}}, "mm_inputs.modality", "is 9; known: IMAGE, AUDIO, VIDEO"),
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [{"offset": 1, "length": 0}]}},
         "mm_inputs.mm_placeholders[0]",
-        "is 0 tokens from 1 on; it must be 1 at least",
+        "is 0 tokens at offset 1; it must have at least 1 token",
     ),
     (
         {"mm_inputs": {**GOOD, "batched_keys": [], "mm_placeholders": [{"offset": 7, "length": 2}]}},
         "mm_inputs.mm_placeholders[0]",
-        "is 2 tokens from 7 on; it must be 1 at least, of the 8",
+        "is 2 tokens at offset 7; it must have at least 1 token, within the 8",
     ),
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [PLACES[0], {"offset": 3, "length": 1}]}},
@@ -147,17 +155,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "pixel_values": tensor(3, 1)}},
         "mm_inputs.pixel_values",
-        "has the shape [3, 1]; its items have 2 rows together",
+        "has the shape [3, 1]; its items have 2 rows in total",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": tensor()}},
         "mm_inputs.pixel_values",
-        "has the shape []; its items have 2 rows together",
+        "has the shape []; its items have 2 rows in total",
     ),
     (
         {"mm_inputs": {**GOOD, "flat_keys": {"pixel_values": "n"}}},
         "mm_inputs.pixel_values",
-        "is cut by 'n', which is no tensor of integers",
+        "is split by 'n', which is not a tensor of integers",
     ),
     (
         {
@@ -168,7 +176,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "mm_inputs.pixel_values",
-        "is cut by 1 sizes; there are 2 placeholders",
+        "is split by 1 sizes; there are 2 placeholders",
     ),
     (
         {
@@ -179,17 +187,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "mm_inputs.pixel_values",
-        "its items have 2 rows together",
+        "its items have 2 rows in total",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint8", "shm": {"name": "/x"}}}},
         "mm_inputs.pixel_values.shm",
-        "is not served: tensors come in the message",
+        "is not served; send tensors inline",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint8", "remote": {}}}},
         "mm_inputs.pixel_values.remote",
-        "is not served: tensors come in the message",
+        "is not served; send tensors inline",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "complex64"}}},
@@ -199,17 +207,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint32", "inline": b"123"}}},
         "mm_inputs.pixel_values.inline",
-        "has 3 bytes; its shape and type ask for 8",
+        "has 3 bytes; its shape and dtype require 8",
     ),
     (
         {"mm_inputs": {**GOOD, "model_specific_tensors": {"a": tensor(2, data=b"1")}}},
         "mm_inputs.model_specific_tensors['a'].inline",
-        "has 1 bytes; its shape and type ask for 2",
+        "has 1 bytes; its shape and dtype require 2",
     ),
     ({"media_refs": {"items": [{"modality": 9, "url": "x"}]}}, "media_refs.items[0].modality", "is 9"),
     ({"media_refs": {"items": [{"modality": 1}]}}, "media_refs.items[0].url", "is empty"),
     ({"media_refs": {"items": [{"modality": 2, "url": "x"}]}}, "media_refs.items[0]", "has no token 8 for it"),
-    ({"media_refs": {"items": [{"url": "x"}] * 6}}, "media_refs.items[5]", "has no token 9 for it behind position 7"),
+    ({"media_refs": {"items": [{"url": "x"}] * 6}}, "media_refs.items[5]", "has no token 9 for it after position 7"),
     ({"media_refs": {"items": [{"url": "x"}] * 1025}}, "media_refs.items", "has 1025 entries; the limit is 1024"),
     (
         {"media_refs": {"items": [{"modality": 1, "url": "x"}] * 2 + [{"modality": 3, "url": "file:///etc/passwd"}]}},

@@ -1,1 +1,1 @@
-"""Embedding, rerank, score and classification routes in the forms of vLLM, Jina and Cohere."""
+"""Embedding, rerank, score and classification routes, in the forms of vLLM, Jina and Cohere."""

@@ -34,9 +34,11 @@ _ENCODINGS = ("float", "base64")
 
 
 class EmbeddingRequest(TruncationFields, kw_only=True):
-    """The body. ``input``: a text, texts, token ids, or lists of them. The rest is vLLM's: ``messages`` in its place, a
-    conversation that is one input; ``normalize``, also called ``use_activation``, null: as the model says.
-    ``embedding_types``: Cohere's list of one encoding, ``float`` or ``base64``.
+    """Body of ``/v1/embeddings``. ``input``: a text, texts, token ids, or lists of them.
+
+    Most other fields are vLLM's. ``messages`` is a conversation that is used as the only input. ``normalize``, also
+    called ``use_activation``, defaults to the model's setting. ``embedding_types`` is Cohere's list with one encoding,
+    ``float`` or ``base64``.
     """
 
     input: Input | None = None
@@ -56,7 +58,7 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """The vector of an input: numbers, or float32 bytes (little-endian) in base64."""
+    """The embedding of an input: numbers, or float32 bytes (little-endian) in base64."""
 
     object: str = "embedding"
     index: int
@@ -64,7 +66,7 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """Tokens of all inputs."""
+    """Token counts of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -81,7 +83,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings:
-    """The handler."""
+    """Handler of ``/v1/embeddings``."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
@@ -108,7 +110,7 @@ class Embeddings:
         request = await self._with_inputs(request, body, given)
         result, request_id = await pooled(self._llm, request, given)
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
-        # The encoder copies a Raw as it is.
+        # The encoder copies a Raw unchanged.
         data = cast(
             Sequence[Embedding],
             await written(
@@ -128,7 +130,7 @@ class Embeddings:
             self._llm.pooling.inputs.check_count(len(inputs), field="input")
             return msgspec.structs.replace(request, inputs=inputs, fields=fields)
         if body.input is not None:
-            raise InvalidArgument("messages is set beside input; set one", field="messages")
+            raise InvalidArgument("messages and input are both set; set one", field="messages")
         options = options_of(body.mm_processor_kwargs, body.media_io_kwargs)
         messages = await given.converted(functools.partial(messages_of, body.messages, options))
         rendered = await self._chat.renderer.render(
@@ -149,7 +151,9 @@ class Embeddings:
 
 
 def _encoding_of(body: EmbeddingRequest) -> str | None:
-    """Return the encoding of the vectors. Raises InvalidArgument for two different ones, Unimplemented for several at once."""
+    """Return the encoding of the embeddings. Raises InvalidArgument for two different ones, Unimplemented for several
+    at once.
+    """
     types = body.embedding_types
     if not types:
         return body.encoding_format

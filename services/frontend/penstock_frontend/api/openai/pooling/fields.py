@@ -1,4 +1,4 @@
-"""Fields that the bodies of pooling calls share: inputs, normalization, and truncation of inputs that are too long."""
+"""Body fields shared by pooling routes: inputs, normalization, and truncation."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.outputs.pooling import vectors_of
 
-# Truncation of inputs that are too long, under the names that servers give these fields.
+# Truncation of inputs that are too long, under the names of various servers.
 
 _NUMBER_BYTES = 4
 _ENCODER = msgspec.json.Encoder()
@@ -30,16 +30,17 @@ _SIDES: Mapping[str, Mapping[str, Truncation]] = {
     "truncation_direction": {"right": "end", "left": "start"},
     "truncate": {"end": "end", "start": "start"},
 }
-"""Fields that name a side, their words in lower case, and the side that is cut off."""
+"""Fields that name a side, with their words in lower case, and the end that is truncated."""
 
 _NO_CUT = ("NONE", "none", "None")
 
 
 class TruncationFields(ContextFields, kw_only=True):
-    """The fields. ``truncate_prompt_tokens`` (vLLM): inputs are cut to so many tokens, -1 to as many as the model reads.
+    """Truncation fields.
 
-    ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut, ``right`` by default. ``truncate``: true
-    or false (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false (Voyage).
+    ``truncate_prompt_tokens`` (vLLM): maximum tokens of an input; -1: the model's maximum. ``truncation_side`` (vLLM)
+    and ``truncation_direction`` (TEI): the side that is cut off, ``right`` by default. ``truncate``: true or false
+    (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false (Voyage).
     """
 
     truncate_prompt_tokens: int | None = None
@@ -50,10 +51,10 @@ class TruncationFields(ContextFields, kw_only=True):
 
 
 def truncation_of(body: TruncationFields) -> Truncation | None:
-    """Return where longer inputs are cut, as ``PoolingRequest.truncation`` has it.
+    """Return the end at which longer inputs are truncated, as in ``PoolingRequest.truncation``.
 
     Raises:
-        InvalidArgument: A field is out of range, or two fields ask for different things.
+        InvalidArgument: A field is out of range, or two fields contradict each other.
     """
     check_range("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, _MANY - 1)
     sides: dict[str, Any] = {name: _side(name, getattr(body, name)) for name in _SIDES}
@@ -79,14 +80,14 @@ def _side(name: str, value: bool | str | None) -> Truncation | None:
 
 
 def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
-    """Return the only value that fields have, None for none. Raises InvalidArgument for two."""
+    """Return the only value that fields have, or None. Raises InvalidArgument for different values."""
     values = {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         first = next(iter(values))
         if value != values[first]:
             raise InvalidArgument(
-                f"{first} is {shown(getattr(body, first))} and {name} is {shown(getattr(body, name))}; they ask for different "
-                "cuts, so set one",
+                f"{first} is {shown(getattr(body, first))} and {name} is {shown(getattr(body, name))}; they ask "
+                "for different truncation, so set one",
                 field=name,
             )
     return next(iter(values.values()), None)
@@ -97,13 +98,13 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 
 
 class PoolingFields(TruncationFields, kw_only=True):
-    """The common fields of bodies of vLLM's protocol. ``use_activation`` false: the model's bare scores."""
+    """Common fields of bodies in vLLM's protocol. ``use_activation``: false returns the model's raw scores."""
 
     use_activation: bool | None = None
 
 
 class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of everything that was read."""
+    """Token counts of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -111,18 +112,20 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
-    """Whether vectors get length one; None as the model says. vLLM has had both names. Raises InvalidArgument."""
+    """Return whether embeddings are normalized; None: the model's setting. Both names come from vLLM. Raises
+    InvalidArgument.
+    """
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise InvalidArgument(
-            f"normalize is {shown(normalize)} and use_activation is {shown(use_activation)}; they are two names of the same, so "
-            "set one",
+            f"normalize is {shown(normalize)} and use_activation is {shown(use_activation)}; they are two names "
+            "of the same setting, so set one",
             field="normalize",
         )
     return use_activation if normalize is None else normalize
 
 
 def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:
-    """The inputs of a body and what each is called, none for an empty list. Raises InvalidArgument."""
+    """Return the inputs of a body and their names; none for an empty list. Raises InvalidArgument."""
     try:
         inputs = split(given, _MANY) if given else []
     except InvalidArgument as e:
@@ -132,13 +135,13 @@ def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], S
 
 
 def usage_of(prompt_tokens: int) -> PoolingUsage:
-    """The counts as they are sent."""
+    """Return the counts as they are sent."""
     return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
 
 
 async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:
-    """What ``request`` came to, and its id. Raises RequestFailed, which names the fields of the body."""
-    given.close()  # admission is the first thing that happens
+    """Return the result of ``request``, and its id. Raises RequestFailed with the body's field names."""
+    given.close()  # the call below admits the request first
     try:
         return await llm.run_pooling(request)
     except RequestFailed as e:
@@ -148,8 +151,14 @@ async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[P
 async def written(
     outputs: Sequence[EngineCoreOutput], pace: Pace, numbers: Callable[[Vectors], Any], made: Callable[[int, Any], Any]
 ) -> list[msgspec.Raw]:
-    """The JSON of what is ``made`` of every output's vectors, which ``numbers`` reads, over as many turns of the event loop as it
-    takes: numbers are slow to write.
+    """Encode the entry of every output as JSON, over several turns of the event loop, because encoding many numbers is
+    slow.
+
+    Args:
+        outputs: the outputs.
+        pace: limits the work per turn.
+        numbers: converts the numbers of an output.
+        made: makes the entry from an index and the converted numbers.
     """
     found = []
     for index, output in enumerate(outputs):
@@ -160,5 +169,5 @@ async def written(
 
 
 def in_base64(vectors: Vectors) -> str:
-    """The float32 numbers as text."""
+    """Return the float32 numbers in base64."""
     return base64.b64encode(vectors.data).decode()

@@ -1,4 +1,4 @@
-"""``/pooling`` and ``/classify``, as vLLM has them: outputs of pooling models, and classes of inputs."""
+"""``/pooling`` and ``/classify``, as in vLLM: outputs of pooling models, and classes of inputs."""
 
 import time
 from collections.abc import Sequence
@@ -34,14 +34,15 @@ from penstock_frontend.processing.prompts.pooling import check_pools
 
 _INT32_MAX = 2**31 - 1
 _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
-"""What is done where the body names no task: the first of these that the model serves."""
+"""Default tasks, in order of preference. The first one that the model supports is used."""
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _OF_VECTORS = ("dimensions", "normalize")
 
 
 class PoolingBody(PoolingFields, kw_only=True):
-    """The body. ``task``, null: one vector per token where the model can. ``dimensions`` and ``normalize`` are for vectors, for
-    which ``use_activation`` is another name of ``normalize``.
+    """Body of ``/pooling``. The default ``task`` is one embedding per token, if the model supports it.
+
+    ``dimensions`` and ``normalize`` apply to embeddings. For these ``use_activation`` is another name of ``normalize``.
     """
 
     input: Input
@@ -54,7 +55,7 @@ class PoolingBody(PoolingFields, kw_only=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
-    """What an input came to: numbers, a list of them per token, or all of them as float32 (little-endian) in base64."""
+    """Result of an input: numbers, a list of numbers per token, or all numbers as float32 (little-endian) in base64."""
 
     index: int
     object: str = "pooling"
@@ -73,7 +74,7 @@ class PooledList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling:
-    """The handler."""
+    """Handler of ``/pooling``."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -88,7 +89,7 @@ class Pooling:
         model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
-        # Only an engine knows what the model can do.
+        # Only an engine knows the model's tasks.
         await self._llm.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         request = PoolingRequest(
             inputs=inputs,
@@ -99,7 +100,7 @@ class Pooling:
             truncation=truncation,
         )
         result, request_id = await pooled(self._llm, request, given)
-        # The encoder copies a Raw as it is.
+        # The encoder copies a Raw unchanged.
         numbers = in_base64 if body.encoding_format == "base64" else _numbers
         data = cast(
             Sequence[Pooled],
@@ -127,7 +128,7 @@ class Pooling:
         for name in _OF_VECTORS:
             if (value := getattr(body, name)) is not None:
                 raise InvalidArgument(
-                    f"{name} is {shown(value)}; it means nothing to {task.name.lower()}, so leave it out", field=name
+                    f"{name} is {shown(value)}; it has no meaning for {task.name.lower()}, so leave it out", field=name
                 )
         return PoolingParams(task=task, use_activation=body.use_activation is not False)
 
@@ -144,14 +145,14 @@ def _numbers(vectors: Vectors) -> Sequence[float | list[float]]:
 
 
 class ClassificationBody(PoolingFields, kw_only=True):
-    """The body. ``input``: a text, texts, token ids, or lists of them."""
+    """Body of ``/classify``. ``input``: a text, texts, token ids, or lists of them."""
 
     input: Input
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """The classes of an input: ``probs`` in the order of the model's labels, and the likeliest of these, null where it has no
-    name.
+    """Classes of an input: ``probs`` in the order of the model's labels, and the ``label`` of the most likely class,
+    null if it has none.
     """
 
     index: int
@@ -172,7 +173,7 @@ class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Classifications:
-    """The handler. ``labels``: names of the model's classes, in order."""
+    """Handler of ``/classify``. ``labels``: names of the model's classes, in order."""
 
     def __init__(self, llm: AsyncLLM, *, labels: Sequence[str]) -> None:
         self._llm = llm

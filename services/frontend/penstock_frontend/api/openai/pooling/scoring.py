@@ -1,4 +1,4 @@
-"""``/score`` and ``/rerank``: how well texts fit one another, as vLLM, Jina and Cohere have it."""
+"""``/score`` and ``/rerank``: scores of text pairs, as in vLLM, Jina and Cohere."""
 
 import time
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.scoring import ScoringCalls
 
-# ``/v1/score`` and ``/score``, as vLLM has them.
+# ``/v1/score`` and ``/score``, as in vLLM.
 
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
-"""What the two sides may be called."""
+"""Possible names of the two sides."""
 
 
 class ScoreBody(PoolingFields, kw_only=True):
-    """The body. One of the pairs ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and ``text_2``, ``data_1``
-    and ``data_2``: the first of each is one input, or as many as the second has.
+    """Body of ``/score``, with one of these pairs: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1``
+    and ``text_2``, ``data_1`` and ``data_2``. The first side is one input, or as many as the second side has.
     """
 
     queries: Input | None = None
@@ -44,7 +44,7 @@ class ScoreBody(PoolingFields, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a pair fits."""
+    """Score of a pair."""
 
     index: int
     object: str = "score"
@@ -63,7 +63,7 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scores:
-    """The handler."""
+    """Handler of ``/score``."""
 
     def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
         self._llm = llm
@@ -96,7 +96,7 @@ class Scores:
             truncation=truncation,
             context=context,
         )
-        given.close()  # admission is the first thing that happens
+        given.close()  # the call below admits the request first
         result = await self._scoring.run(request)
         return ScoreList(
             id=result.request_id,
@@ -114,7 +114,9 @@ class _Sides(NamedTuple):
 
 
 def _sides(body: ScoreBody) -> _Sides:
-    """What is compared, and how the body calls it. Raises InvalidArgument unless that is one of ``_NAMES`` and nothing else."""
+    """Return the two sides and their names in the body. Raises InvalidArgument unless exactly one pair of ``_NAMES`` is
+    set.
+    """
     given = [name for name in dict.fromkeys(sum(_NAMES, ())) if getattr(body, name) is not None]
     for names in _NAMES:
         if set(given) == set(names):
@@ -130,20 +132,22 @@ def _sides(body: ScoreBody) -> _Sides:
     )
 
 
-# ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as Jina and Cohere have them.
+# ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as in Jina and Cohere.
 
 _INT32_MAX = 2**31 - 1
 
 
 class DocumentBody(msgspec.Struct, frozen=True):
-    """A document as an object. What else it has is not read."""
+    """A document as an object. Its other fields are ignored."""
 
     text: str
 
 
 class RerankBody(PoolingFields, kw_only=True):
-    """The body. ``documents``: texts, or objects with ``text``. ``top_n``: null or 0 for all of them; ``return_documents`` false
-    leaves their texts out of the answer.
+    """Body of ``/rerank``.
+
+    ``documents`` are texts, or objects with ``text``. ``top_n``: null or 0 for all documents. ``return_documents``:
+    false leaves their texts out of the answer.
     """
 
     query: str | DocumentBody
@@ -153,13 +157,13 @@ class RerankBody(PoolingFields, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
-    """A document."""
+    """A document in the answer."""
 
     text: str
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
-    """A document's place in the body, and how well it fits."""
+    """Index of a document in the body, and its score."""
 
     index: int
     document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
@@ -167,7 +171,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, the best first. Documents that fit alike stay in their order."""
+    """The answer, by descending score. Documents with equal scores keep their order."""
 
     id: str
     model: str
@@ -176,7 +180,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reranking:
-    """The handler."""
+    """Handler of ``/rerank``."""
 
     def __init__(self, llm: AsyncLLM, scoring: ScoringCalls) -> None:
         self._llm = llm
@@ -201,7 +205,7 @@ class Reranking:
             truncation=truncation,
             context=context,
         )
-        given.close()  # admission is the first thing that happens
+        given.close()  # the call below admits the request first
         result = await self._scoring.run(request)
         order = sorted(range(len(texts)), key=result.scores.__getitem__, reverse=True)
         shown = body.return_documents is not False

@@ -1,1 +1,1 @@
-"""OpenAI's responses API: items, stored responses, and the events of its streams."""
+"""OpenAI's Responses API: items, stored responses, and streaming events."""

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: answers a conversation, which a later response may go on with."""
+"""``POST /v1/responses``: conversations in, responses out, which later calls can continue."""
 
 import functools
 import time
@@ -52,7 +52,7 @@ EVENTS = StreamForm(named, _unexpected)
 
 
 class ResponseCreation:
-    """The handler."""
+    """Handler of ``POST /v1/responses``."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls, store: ResponseStore) -> None:
         self._llm = llm
@@ -60,14 +60,14 @@ class ResponseCreation:
         self._store = store
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Answer the conversation. Raises RequestFailed."""
+        """Continue the conversation. Raises RequestFailed."""
         body = await given.decode(ResponseBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
         keep = self._store.enabled if body.store is None else body.store
         if keep and not self._store.enabled:
             raise InvalidArgument(
-                "store is true; this server keeps no responses (http.responses.max_stored is 0)",
+                "store is true, but this server stores no responses (http.responses.max_stored is 0)",
                 field="store",
                 reason="RESPONSES_NOT_STORED",
             )
@@ -90,7 +90,7 @@ class ResponseCreation:
         self._llm.check_room([demand])
         label = request.context.external_request_id
         source = Source(label, demand, functools.partial(self._chat.run, request), names)
-        # Clients may give an id to several calls; a response has one of its own.
+        # Clients may use an id for several calls, but response ids must be unique.
         response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
         making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages, tools)
         generation = Generation(self._llm, [source], given)
@@ -123,7 +123,7 @@ class ResponseCreation:
 
 
 class _Making:
-    """One response in the making. ``messages``: the conversation that it answers, without instructions."""
+    """Produces one response. ``messages``: the conversation without instructions."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Making:
         self._messages = messages
 
     async def whole(self, generation: Generation[ChatOutput], store: ResponseStore) -> Response:
-        """The response, once it has ended. Raises RequestFailed, except for one that was cancelled."""
+        """Return the response after its end. Raises RequestFailed, except for a cancelled response."""
         with generation:
             self._begin(generation, store)
             try:
@@ -165,7 +165,9 @@ class _Making:
         return self._writer.response
 
     async def events(self, generation: Generation[ChatOutput], store: ResponseStore) -> AsyncGenerator[Event, None]:
-        """The response's events. What fails before the first output is raised, what fails later is the last event."""
+        """Yield the response's events. An error before the first output is raised; a later error becomes the last
+        event.
+        """
         begun = False
         with generation:
             self._begin(generation, store)
@@ -183,7 +185,7 @@ class _Making:
                     store.end(self._tenant, self._writer.response.id)
                     raise
                 self._writer.fail(e)
-            except BaseException:  # the client is gone
+            except BaseException:  # the client has disconnected
                 store.end(self._tenant, self._writer.response.id)
                 raise
         self._end(store)
@@ -205,7 +207,7 @@ def _turns(body: ResponseBody) -> input_items.Turns:
 
 
 def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], chosen: ChosenTools) -> ChatRequest:
-    # Pieces also for an answer in one piece: its items are those of the stream.
+    # Deltas even for a complete answer, so that it has the same items as a stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
     if body.with_logprobs:
@@ -225,7 +227,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], ch
 
 
 def _items(given: str | Sequence[InputItem]) -> list[InputItem]:
-    """The input as items that each have an id and a type."""
+    """Return the input as items with ids and types."""
     if isinstance(given, str):
         part = InputPart(type="input_text", text=given)
         given = [InputItem(type="message", role="user", content=[part])]

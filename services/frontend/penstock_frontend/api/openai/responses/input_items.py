@@ -1,4 +1,4 @@
-"""Conversion of a response's input items and tools to the domain's, and of its output to the history of a later response."""
+"""Conversion of input items and tools to domain types, and of outputs to the history of a later response."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.answers import Block, BlockKind
 from penstock_frontend.processing.chat.histories import arguments_text
 
-# Calls and results of tools in the input, or text about them that the model sees.
+# Tool calls and results in the input, or text about them that the model sees.
 
 CALLS = (
     "function_call",
@@ -45,7 +45,7 @@ CALLS = (
     "computer_call",
     "tool_search_call",
 )
-"""Calls that the client answers with an item of its own."""
+"""Calls that the client answers with a separate item."""
 OUTPUTS = (
     "function_call_output",
     "custom_tool_call_output",
@@ -65,7 +65,7 @@ TEXTS = (
     "mcp_approval_request",
     "mcp_approval_response",
 )
-"""Calls that OpenAI has answered: call and result are one item."""
+"""Calls that OpenAI has already answered: call and result are one item."""
 SECRETS = ("compaction", "compaction_summary", "context_compaction")
 """Items that only their author can read."""
 _SHOWN = (
@@ -87,7 +87,7 @@ _SHOWN = (
 
 
 def call_of(item: InputItem, path: str) -> ToolCall:
-    """The call that an item is. Raises InvalidArgument."""
+    """Return the tool call of an item. Raises InvalidArgument."""
     call_id, kind = item.call_id or item.id or "", item.type or ""
     if kind in ("function_call", "custom_tool_call"):
         if not item.name:
@@ -102,7 +102,7 @@ def call_of(item: InputItem, path: str) -> ToolCall:
 
 
 def output_of(item: InputItem, path: str) -> str | list[InputPart]:
-    """What a tool gave: text and media as the client has them, or JSON of any other form as text. Raises InvalidArgument."""
+    """Return the result of a tool: text and media, or other JSON as text. Raises InvalidArgument."""
     raw = b"" if isinstance(item.output, msgspec.UnsetType) else bytes(item.output)
     if raw in (b"", b"null"):
         shown = {"status": item.status} if item.type == "apply_patch_call_output" else {"tools": item.tools}
@@ -121,7 +121,7 @@ def output_of(item: InputItem, path: str) -> str | list[InputPart]:
 
 
 def text_of(item: InputItem, path: str) -> str:
-    """An item of a tool that OpenAI runs, as text, with a warning."""
+    """Return an item of a tool that OpenAI runs as text, and warn about it."""
     shown = {name: value for name in _SHOWN if (value := getattr(item, name)) is not None}
     if not isinstance(item.output, msgspec.UnsetType) and bytes(item.output) != b"null":
         shown["output"] = msgspec.json.decode(bytes(item.output))
@@ -134,7 +134,7 @@ def text_of(item: InputItem, path: str) -> str:
 
 
 def warn_of_secret(item: InputItem, path: str) -> None:
-    """Warn of an item that the model cannot see."""
+    """Warn about an item that the model cannot see."""
     text = f"is of type '{item.type}' and is left out: only its author can read it"
     warn(WarningKind.HISTORY_LEFT_OUT, path, text)
 
@@ -151,17 +151,16 @@ _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 
 class Turns(NamedTuple):
-    """The domain's messages, and the item that each begins with, as errors call it."""
+    """The domain's messages, and the path of the item that each begins with."""
 
     messages: list[ChatMessage]
     places: list[str]
 
 
 def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
-    """The input's. What an assistant thought, said and called, one behind the other, is one message. Fields of media are relative
-    to their items.
+    """Convert the input to messages. Consecutive reasoning, text and calls of an assistant become one message.
 
-    Raises InvalidArgument, Unimplemented.
+    Fields of media are relative to their items. Raises InvalidArgument and Unimplemented.
     """
     if isinstance(given, str):
         return Turns([ChatMessage(role="user", content=given)], ["input"])
@@ -174,7 +173,7 @@ def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
 
 
 def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
-    """What an assistant has answered, as messages. ``tools``: those that it had."""
+    """Return the output of an assistant as messages. ``tools``: the tools that it had."""
     turns = _Turns()
     for block in blocks:
         if block.kind is BlockKind.REASONING:
@@ -189,13 +188,13 @@ def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
 
 
 def template_kwargs(body: ResponseBody) -> dict[str, Any]:
-    """Variables of the chat template."""
+    """Return the variables of the chat template."""
     effort = body.reasoning.effort if body.reasoning else None
     return {**effort_kwargs(effort, "reasoning.effort"), **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(format_: FormatBody | None) -> Constraint | None:
-    """What ``text.format`` asks of the output. Raises InvalidArgument."""
+    """Return the constraint from ``text.format``, or None. Raises InvalidArgument."""
     head, field = "text.format", "text.format.schema"
     match format_.type if format_ else "text":
         case "text":
@@ -213,8 +212,13 @@ def format_constraint(format_: FormatBody | None) -> Constraint | None:
 
 
 def names(body: ResponseBody, places: Sequence[str], before: int, chosen: ChosenTools) -> Mapping[str, str]:
-    """Our names of fields to the client's, for errors. ``places``: of the input's messages, which stand behind ``before``
-    others; ``chosen``: the tools.
+    """Return a map from our field names to the client's, for errors.
+
+    Args:
+        body: the body.
+        places: paths of the input's messages.
+        before: number of messages before them.
+        chosen: the tools.
     """
     own = format_constraint(body.text.format if body.text is not None else None)
     return {
@@ -230,12 +234,14 @@ def names(body: ResponseBody, places: Sequence[str], before: int, chosen: Chosen
 
 
 class _Turns:
-    """Messages in the making. The assistant's last one takes more, in the order in which templates write it."""
+    """Messages under construction. The assistant's last message takes further content in the order in which templates
+    write it.
+    """
 
     def __init__(self) -> None:
         self._done: list[ChatMessage] = []
         self._open: ChatMessage | None = None
-        self._noted = False  # whether the open message has nothing but notes yet
+        self._noted = False  # True if the open message has only notes so far
 
     def all(self) -> list[ChatMessage]:
         self._close()
@@ -255,7 +261,7 @@ class _Turns:
         self._change(reasoning=(self._open.reasoning if self._open else "") + text)
 
     def noted(self, text: str) -> None:
-        """Add what a tool left between what the assistant says."""
+        """Add a note about a tool between the assistant's texts."""
         if self._open is None or self._open.tool_calls or not isinstance(self._open.content, str | None):
             self._begin()
         said = self._open.content if self._open is not None else None
@@ -330,14 +336,14 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
 def _content(
     content: str | Sequence[InputPart] | None, path: str, name: str, options: MediaOptions
 ) -> str | list[ContentPart]:
-    """Text, or parts of text and media. Raises Unimplemented for other parts, and what ``media_of`` raises."""
+    """Return text, or parts of text and media. Raises Unimplemented for other parts, and the errors of ``media_of``."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_part(part, path, f"{name}[{index}]", options) for index, part in enumerate(content)]
 
 
 def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> ContentPart:
-    """``place``: of the part in its item."""
+    """Convert a part. ``place``: its path in its item."""
     if is_media(part.type):
         media = media_of(part.type, part, f"{path}.{place}", options)
         relative = msgspec.structs.replace(media, field=media.field.removeprefix(f"{path}."))
@@ -352,14 +358,16 @@ def _missing(field: str) -> InvalidArgument:
     return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
 
 
-# Tools, and which of them must or may be called.
+# Tools and tool choice.
 
 SERVED = ("function", "custom", "namespace")
-"""Types of tools that the model is told of."""
+"""Types of tools that the model sees."""
 
 
 def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
-    """The tools of a body. Those in a namespace are functions whose names begin with the namespace's. Raises InvalidArgument."""
+    """Return the tools of a body. Tools in a namespace are functions with the namespace as name prefix. Raises
+    InvalidArgument.
+    """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
         _add_tool(tools, body, f"tools[{index}]", "")
@@ -367,7 +375,7 @@ def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
 
 
 def choice_of(choice: str | ToolChoiceBody | None) -> ToolChoice:
-    """The choice of a body. Raises InvalidArgument."""
+    """Return the tool choice of a body. Raises InvalidArgument."""
     if choice is None:
         return ToolChoice("auto")
     if isinstance(choice, str):
@@ -403,7 +411,7 @@ def _add_tool(tools: ServedTools, body: FunctionTool, path: str, namespace: str)
 
 
 def _grammar(body: FunctionTool, path: str) -> tuple[str, str]:
-    """The form and the text of a custom tool's grammar; empty texts without one."""
+    """Return syntax and definition of a custom tool's grammar; empty texts without a grammar."""
     if isinstance(body.format, msgspec.UnsetType) or body.format is None or body.format.type == "text":
         return "", ""
     if body.format.type != "grammar":

@@ -1,4 +1,4 @@
-"""A response: the body that asks for it, its fields, the items of its output, and its events."""
+"""Types of the Responses API: the request body, the response, its output items, and its events."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from penstock_frontend.api.openai.conversation import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
 from penstock_frontend.call_warnings import WarningKind, warn
 
-# The body of a call that makes a response.
+# The body of a call that creates a response.
 
 _INT32_MAX = 2**31 - 1
 _MOST_METADATA = 16
@@ -26,11 +26,11 @@ _HOSTED = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""More of items that answers of this server do not have."""
+"""Values of ``include`` for items that this server never returns."""
 
 
 class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item: text, under one of its names, or a medium."""
+    """A part of an item: text under one of its names, or media."""
 
     type: str
     text: str = ""
@@ -38,8 +38,9 @@ class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An item of the input: a message, a call of a tool, what one gave, or reasoning. Items of outputs are taken as well. Items
-    of tools that OpenAI runs have fields of any form, which become text.
+    """An input item: a message, a tool call, a tool result, or reasoning. Output items are accepted as well.
+
+    Items of tools that OpenAI runs have fields of any form, which become text.
     """
 
     type: str | None = None
@@ -71,7 +72,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The form of a custom tool's input: ``text``, or ``grammar`` with its ``syntax``, ``lark`` or ``regex``."""
+    """Format of a custom tool's input: ``text``, or ``grammar`` with its ``syntax``, ``lark`` or ``regex``."""
 
     type: str
     syntax: str = ""
@@ -79,8 +80,9 @@ class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call, a custom tool, or a namespace of them. Tools of other types are left out. Schemas of
-    tools that must be called are enforced, whatever ``strict`` says.
+    """A function that the model may call, a custom tool, or a namespace of tools. Tools of other types are left out.
+
+    If a call is required, its schema is enforced regardless of ``strict``.
     """
 
     type: str
@@ -93,7 +95,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool that may be called. A hosted tool has a type alone."""
+    """A tool that may be called. A hosted tool has only a type."""
 
     type: str
     name: str = ""
@@ -101,14 +103,16 @@ class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=True):
-    """The tool that must be called, or with the type ``allowed_tools`` those that may be, and whether one must be."""
+    """The tool that must be called. With the type ``allowed_tools``, the tools that may be called, and whether one must
+    be.
+    """
 
     mode: str | None = None
     tools: list[AllowedToolBody] | None = None
 
 
 class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The form of the text: ``text``, ``json_object``, or ``json_schema``, which is always enforced."""
+    """Format of the text: ``text``, ``json_object``, or ``json_schema``, which is always enforced."""
 
     type: str
     name: str = ""
@@ -118,21 +122,21 @@ class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TextBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What text is to be like."""
+    """Settings of the text."""
 
     format: FormatBody | None = None
     verbosity: str | None = None
 
 
 class ReasoningBody(msgspec.Struct, frozen=True, kw_only=True):
-    """How much the model is to reason: a variable of its chat template; ``none``: not at all, where the template knows that."""
+    """Reasoning effort, a variable of the chat template. ``none`` turns reasoning off if the template supports that."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class ResponseBody(SamplingFields, kw_only=True):
-    """The body. ``input``: a text, or items. The common fields of completions are vLLM's here."""
+    """Body of ``/v1/responses``. ``input``: a text, or items. The sampling fields follow vLLM."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -157,12 +161,12 @@ class ResponseBody(SamplingFields, kw_only=True):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the text's log-probabilities are asked for."""
+        """True if log-probabilities of the text are requested."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 def check(body: ResponseBody) -> None:
-    """Raise InvalidArgument or Unimplemented for what can be said of the body without the domain."""
+    """Check the body without the domain types. Raises InvalidArgument and Unimplemented."""
     refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
     sampling_fields.check(body)
     if body.truncation == "auto":
@@ -178,15 +182,15 @@ def check(body: ResponseBody) -> None:
             field = f"include[{index}]"
             raise Unimplemented(f"{field} is {quoted(name)}; known: {', '.join(_INCLUDED)}", field=field)
     if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
-        warn(WarningKind.HINT_IGNORED, "reasoning.summary", "has no effect: reasoning is shown whole")
+        warn(WarningKind.HINT_IGNORED, "reasoning.summary", "has no effect: reasoning is returned in full")
     if len(body.metadata or ()) > _MOST_METADATA:
         raise InvalidArgument(
-            f"metadata has {len(body.metadata or ())} entries; it may have {_MOST_METADATA}", field="metadata"
+            f"metadata has {len(body.metadata or ())} entries; it must have at most {_MOST_METADATA}", field="metadata"
         )
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """Text of a message. ``logprobs``: where they were asked for."""
+    """Text of a message. ``logprobs`` is set if requested."""
 
     text: str
     annotations: Sequence[str] = ()
@@ -194,13 +198,13 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What the model thought."""
+    """Reasoning text of the model."""
 
     text: str
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """What the assistant says."""
+    """A message of the assistant."""
 
     id: str
     status: str
@@ -209,7 +213,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought before its answer. It is not summed up."""
+    """Reasoning before the answer, without a summary."""
 
     id: str
     status: str
@@ -219,7 +223,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function. ``arguments``: a JSON object as text. ``namespace``: of a function that is in one."""
+    """A function call. ``arguments``: a JSON object as text. ``namespace``: set for a function in a namespace."""
 
     id: str
     status: str
@@ -248,14 +252,14 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED, CANCELLED = "in_progress", "complete
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """The part of the input that was cached."""
+    """Cached part of the input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """The part of the output that is reasoning."""
+    """Reasoning part of the output tokens."""
 
     reasoning_tokens: int
 
@@ -271,20 +275,20 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """Why a response is not complete."""
+    """Reason why a response is incomplete."""
 
     reason: str
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    """What a response failed with."""
+    """The error of a failed response."""
 
     code: str
     message: str
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and what it was asked with. Times are seconds since the Unix epoch."""
+    """The response, with the settings of its request. Times are seconds since the Unix epoch."""
 
     id: str
     object: str = "response"
@@ -314,11 +318,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """Not of OpenAI's."""
+    """Not part of OpenAI's API."""
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of a response that was deleted."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: str = "response.deleted"
@@ -326,7 +330,7 @@ class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
-    """Items of a response's input, or a page of them."""
+    """Input items of a response, or a page of them."""
 
     object: str = "list"
     data: Sequence[Any]
@@ -335,31 +339,33 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-# Events. ``sequence_number`` counts them from 0, ``output_index`` the items of the output.
+# Events. ``sequence_number`` counts events from 0, ``output_index`` counts output items.
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them have."""
+    """Fields of all events."""
 
     type: str
     sequence_number: int
 
 
 class ResponseEvent(Event, frozen=True, kw_only=True):
-    """``response.created``, ``.in_progress``, ``.completed``, ``.incomplete``, ``.failed``: the response as it is now."""
+    """``response.created``, ``.in_progress``, ``.completed``, ``.incomplete``, ``.failed``: the current state of the
+    response.
+    """
 
     response: Response
 
 
 class ItemEvent(Event, frozen=True, kw_only=True):
-    """``response.output_item.added`` and ``.done``."""
+    """``response.output_item.added`` and ``.done``: start and end of an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class PartEvent(Event, frozen=True, kw_only=True):
-    """``response.content_part.added`` and ``.done``."""
+    """``response.content_part.added`` and ``.done``: start and end of a part."""
 
     item_id: str
     output_index: int
@@ -368,7 +374,7 @@ class PartEvent(Event, frozen=True, kw_only=True):
 
 
 class TextDelta(Event, frozen=True, kw_only=True):
-    """``response.output_text.delta``."""
+    """``response.output_text.delta``: a further piece of text."""
 
     item_id: str
     output_index: int
@@ -378,7 +384,7 @@ class TextDelta(Event, frozen=True, kw_only=True):
 
 
 class TextDone(Event, frozen=True, kw_only=True):
-    """``response.output_text.done``."""
+    """``response.output_text.done``: the complete text."""
 
     item_id: str
     output_index: int
@@ -388,7 +394,7 @@ class TextDone(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDelta(Event, frozen=True, kw_only=True):
-    """``response.reasoning_text.delta``."""
+    """``response.reasoning_text.delta``: a further piece of reasoning."""
 
     item_id: str
     output_index: int
@@ -397,7 +403,7 @@ class ReasoningDelta(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDone(Event, frozen=True, kw_only=True):
-    """``response.reasoning_text.done``."""
+    """``response.reasoning_text.done``: the complete reasoning."""
 
     item_id: str
     output_index: int
@@ -406,7 +412,7 @@ class ReasoningDone(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDelta(Event, frozen=True, kw_only=True):
-    """``response.function_call_arguments.delta``."""
+    """``response.function_call_arguments.delta``: a further piece of a call's arguments."""
 
     item_id: str
     output_index: int
@@ -414,7 +420,7 @@ class ArgumentsDelta(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDone(Event, frozen=True, kw_only=True):
-    """``response.function_call_arguments.done``."""
+    """``response.function_call_arguments.done``: the complete arguments of a call."""
 
     item_id: str
     output_index: int
@@ -423,7 +429,7 @@ class ArgumentsDone(Event, frozen=True, kw_only=True):
 
 
 class InputDelta(Event, frozen=True, kw_only=True):
-    """``response.custom_tool_call_input.delta``."""
+    """``response.custom_tool_call_input.delta``: a further piece of a custom call's input."""
 
     item_id: str
     output_index: int
@@ -431,7 +437,7 @@ class InputDelta(Event, frozen=True, kw_only=True):
 
 
 class InputDone(Event, frozen=True, kw_only=True):
-    """``response.custom_tool_call_input.done``."""
+    """``response.custom_tool_call_input.done``: the complete input of a custom call."""
 
     item_id: str
     output_index: int

@@ -1,4 +1,4 @@
-"""Stored responses: kept for later ones that go on with them, and served, deleted or cancelled at ``/v1/responses/{id}``."""
+"""Stored responses, which later calls can continue, and their routes under ``/v1/responses/{id}``."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Running(NamedTuple):
-    """A response in the making: as it is now, its input, and what ends it."""
+    """A response in progress: its current state, its input, and a function that cancels it."""
 
     response: Response
     items: Sequence[InputItem]
@@ -26,13 +26,13 @@ class Running(NamedTuple):
 
 
 class _Output(msgspec.Struct, frozen=True):
-    """The output of a kept response, as items of a later input."""
+    """The output of a stored response, as items of a later input."""
 
     output: list[InputItem]
 
 
 class Kept(NamedTuple):
-    """A response that has ended: that, its input and the whole conversation, as JSON, and the ids of the items of its output."""
+    """A stored response: the response, its input and the whole conversation as JSON, and the ids of its output items."""
 
     response: bytes
     items: bytes
@@ -41,42 +41,44 @@ class Kept(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return len(self.response) + len(self.items) + len(self.messages)
 
 
 class ResponseStore:
-    """Responses by tenant and id. None of them is another tenant's to see.
+    """Stores responses by tenant and id. A tenant sees only its own responses.
 
-    Where there are too many, or too many bytes, the oldest of the tenant that has the most bytes goes first: nobody's
-    responses make those of others go.
+    If there are too many responses or bytes, the oldest response of the tenant with the most bytes is dropped first. So
+    a tenant cannot displace the responses of smaller tenants.
     """
 
     def __init__(self, config: ResponsesConfig) -> None:
         self._config = config
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._holders: dict[str, dict[str, str]] = {}
-        """By tenant and item of an output: the id of the response that has it."""
+        """Id of the response that has an output item, by tenant and item id."""
         self._sizes: dict[str, int] = {}
         self._running: dict[tuple[str, str], Running] = {}
 
     @property
     def enabled(self) -> bool:
-        """Whether responses are kept at all."""
+        """True if responses are stored."""
         return self._config.max_stored > 0
 
     def begin(self, tenant: str, running: Running) -> None:
-        """A response that is to be kept has begun."""
+        """Add a response in progress that will be stored."""
         self._running[tenant, running.response.id] = running
 
     def end(self, tenant: str, response_id: str) -> bool:
-        """It is not in the making any more. Returns whether it was: it may have been deleted meanwhile. Idempotent."""
+        """Remove a response in progress. Return False if it was not there, for instance because it was deleted.
+        Idempotent.
+        """
         return self._running.pop((tenant, response_id), None) is not None
 
     def keep(
         self, tenant: str, response: Response, items: Sequence[InputItem], messages: Sequence[ChatMessage]
     ) -> None:
-        """Keep a response that has ended, if it is not larger than the limit alone."""
+        """Store a response that has ended, unless it alone exceeds the limit."""
         item_ids = [item.id for item in response.output]
         kept = Kept(_ENCODER.encode(response), _ENCODER.encode(items), _ENCODER.encode(messages), item_ids)
         if kept.size > self._config.max_stored_bytes:
@@ -89,36 +91,37 @@ class ResponseStore:
             self._drop(largest, next(iter(self._kept[largest])))
 
     def running(self, tenant: str, response_id: str) -> Running | None:
-        """The response if it is in the making."""
+        """Return the response if it is in progress, else None."""
         return self._running.get((tenant, response_id))
 
     def get(self, tenant: str, response_id: str, *, field: str = "response_id") -> Kept:
-        """A response that has ended. Raises NotFound; InvalidArgument where none are kept."""
+        """Return a stored response. Raises NotFound, and InvalidArgument if no responses are stored."""
         self._check_enabled(field)
         of_tenant = self._kept.get(tenant)
         if of_tenant is None or (found := of_tenant.get(response_id)) is None:
             raise NotFound(
-                f"{field} is {quoted(response_id)}; there is no such response here, or not any more", field=field
+                f"{field} is {quoted(response_id)}; no such response is stored here; it may have been dropped",
+                field=field,
             )
         return found
 
     def messages(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """The conversation up to the end of a response. Raises as ``get`` does."""
+        """Return the conversation up to the end of a response. Raises as ``get`` does."""
         kept = self.get(tenant, response_id, field="previous_response_id")
         return msgspec.json.decode(kept.messages, type=list[ChatMessage])
 
     def holder(self, tenant: str, item_id: str, *, field: str) -> str:
-        """Return the id of the kept response whose output has the item.
+        """Return the id of the stored response whose output has the item.
 
         Raises:
-            NotFound: No kept response of the tenant has the item.
-            InvalidArgument: The server keeps no responses.
+            NotFound: No stored response of the tenant has the item.
+            InvalidArgument: The server stores no responses.
         """
         self._check_enabled(field)
         if (found := self._holders.get(tenant, {}).get(item_id)) is None:
             raise NotFound(
-                f"{field} is {quoted(item_id)}; no response that is kept here has such an item, or not any more; "
-                "send the item itself",
+                f"{field} is {quoted(item_id)}; no stored response has such an item; it may have been dropped. "
+                "Send the item itself",
                 field=field,
             )
         return found
@@ -128,7 +131,7 @@ class ResponseStore:
         return msgspec.json.decode(self.get(tenant, response_id).response, type=_Output).output
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; one in the making ends. Raises as ``get`` does."""
+        """Delete a response. One in progress is cancelled. Raises as ``get`` does."""
         if (running := self._running.pop((tenant, response_id), None)) is not None:
             running.cancel()
             return
@@ -150,23 +153,23 @@ class ResponseStore:
     def _check_enabled(self, field: str) -> None:
         if not self.enabled:
             raise InvalidArgument(
-                f"{field} is set; this server keeps no responses (http.responses.max_stored is 0)",
+                f"{field} is set, but this server stores no responses (http.responses.max_stored is 0)",
                 field=field,
                 reason="RESPONSES_NOT_STORED",
             )
 
 
-# Items of an input that only name an item of an earlier response, as clients send them that rely on stored responses.
+# Input items that refer to an item of a stored response by its id.
 
 _REFERENCE = "item_reference"
 
 
 def resolved(given: str | list[InputItem], store: ResponseStore, tenant: str) -> str | list[InputItem]:
-    """Return the input with the stored items in place of the references.
+    """Return the input with references replaced by the stored items.
 
     Raises:
-        NotFound: A reference names no item of a kept response of the tenant.
-        InvalidArgument: There are references, and the server keeps no responses.
+        NotFound: A reference names no item of a stored response of the tenant.
+        InvalidArgument: There are references, but the server stores no responses.
     """
     if isinstance(given, str) or not any(item.type == _REFERENCE for item in given):
         return given
@@ -190,47 +193,50 @@ _ORDERS = ("desc", "asc")
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """What is read of a response that has ended."""
+    """Fields read from a stored response."""
 
     status: str
 
 
 class StoredResponses:
-    """The handlers."""
+    """Handlers of ``/v1/responses/{id}``."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """A response as it is now. Raises NotFound."""
+        """Return the current state of a response. Raises NotFound."""
         if call.query.get("stream") == "true":
-            raise Unimplemented("stream is true; a response that is kept is given in one piece", field="stream")
+            raise Unimplemented("stream is true, but a stored response cannot be streamed", field="stream")
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
             return running.response
-        # The encoder copies a Raw as it is.
+        # The encoder copies a Raw unchanged.
         return cast(Response, msgspec.Raw(self._store.get(tenant, response_id).response))
 
     async def delete(self, call: Call, given: Body) -> Answer:
-        """Forget it. Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         tenant, response_id = _whose(call)
         self._store.delete(tenant, response_id)
         return DeletedResponse(id=response_id)
 
     async def cancel(self, call: Call, given: Body) -> Answer:
-        """End one in the making, with what there is of it. Raises NotFound, InvalidArgument for one that has ended."""
+        """Cancel a response in progress, and return what it has so far. Raises NotFound, and InvalidArgument if it has
+        ended.
+        """
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
             running.cancel()
             return msgspec.structs.replace(running.response, status=response.CANCELLED)
         ended = msgspec.json.decode(self._store.get(tenant, response_id).response, type=_Ended)
         raise InvalidArgument(
-            f"response_id is {quoted(response_id)}, which has ended ({ended.status}); one in the making can be cancelled",
+            f"response_id is {quoted(response_id)}, which has ended ({ended.status}); only a response in progress "
+            "can be cancelled",
             field="response_id",
         )
 
     async def items(self, call: Call, given: Body) -> Answer:
-        """The items of its input, a page of them. Raises NotFound, InvalidArgument."""
+        """Return a page of a response's input items. Raises NotFound and InvalidArgument."""
         tenant, response_id = _whose(call)
         running = self._store.running(tenant, response_id)
         kept = msgspec.json.encode(running.items) if running else self._store.get(tenant, response_id).items

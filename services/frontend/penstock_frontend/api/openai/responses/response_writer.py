@@ -1,4 +1,4 @@
-"""A response in the making: its items, its events, what it counts."""
+"""Writer of a response: its items, its events, and its token counts."""
 
 import time
 import uuid
@@ -40,8 +40,8 @@ E = TypeVar("E", bound=response.Event)
 
 
 class ResponseWriter:
-    """Makes events of outputs, and keeps the response as it is now. ``reasoning``: whether it is shown; ``top_logprobs``: None
-    without log-probabilities.
+    """Converts outputs into events, and tracks the current state of the response. ``reasoning``: whether reasoning is
+    shown. ``top_logprobs``: None without log-probabilities.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class ResponseWriter:
         self._bytes_of = bytes_of
         self._ids: list[str] = []
         self._logprobs: list[list[ContentLogprob]] = []
-        self._untold: list[ContentLogprob] = []  # of tokens whose text is still to come
+        self._untold: list[ContentLogprob] = []  # log-probabilities of tokens whose text has not arrived yet
         self._number = 0
 
     def begin(self) -> Iterator[response.Event]:
-        """The first events."""
+        """Yield the first events."""
         yield self._event(response.ResponseEvent, "response.created", response=self.response)
         yield self._event(response.ResponseEvent, "response.in_progress", response=self.response)
 
     def take(self, output: ChatOutput) -> Iterator[response.Event]:
-        """The events of a piece of output. Behind the last one the response is as it ended."""
+        """Yield the events of a piece of output. After the last one, ``response`` is in its final state."""
         output = self._inputs.read(output)
         logprobs = self._logprobs_of(output)
         for piece in self.blocks.push(output):
@@ -84,13 +84,13 @@ class ResponseWriter:
             self._finish(output.finish)
 
     def last(self) -> response.Event:
-        """The event of the end."""
+        """Return the event of the response's end."""
         status = self.response.status
-        kind = "incomplete" if status == response.CANCELLED else status  # of which there is no event
+        kind = "incomplete" if status == response.CANCELLED else status  # there is no event for a cancelled response
         return self._event(response.ResponseEvent, f"response.{kind}", response=self.response)
 
     def fail(self, error: Exception) -> None:
-        """The response ends with an error, with what there is of its output."""
+        """End the response with an error. It keeps its output so far."""
         if isinstance(error, Cancelled):
             self._end(response.CANCELLED)
             return
@@ -215,7 +215,9 @@ class ResponseWriter:
         return block.kind is BlockKind.CALL and (tool := self._tools.called(block.name)) is not None and tool.custom
 
     def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
-        """Those that belong to the piece's text: tokens may come before it. None, and none later, of reasoning and calls."""
+        """Return the log-probabilities for the piece's text, including earlier tokens without text; none for reasoning
+        and calls.
+        """
         if self._top_logprobs is None:
             return []
         if (found := chat_logprobs(output.logprobs, top=self._top_logprobs, bytes_of=self._bytes_of)) is not None:
@@ -232,7 +234,7 @@ class ResponseWriter:
 
 
 def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentLogprob]:
-    """The last tokens, as many as the text is made of: before them there may be a tag."""
+    """Return the log-probabilities of the last tokens, as many as the text has. Tokens before them may belong to a tag."""
     size, begin = len(text.encode()), len(logprobs)
     while begin and size > 0:
         begin -= 1
@@ -242,5 +244,5 @@ def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentL
 
 
 def _status(block: Block, blocks: Sequence[Block], *, complete: bool) -> str:
-    """Only the last block of what did not complete is incomplete."""
+    """Return the status of a block. In an incomplete response only the last block is incomplete."""
     return response.COMPLETED if complete or block is not blocks[-1] else response.INCOMPLETE
