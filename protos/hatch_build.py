@@ -1,4 +1,4 @@
-"""Build hook: generates the Python stubs from the .proto files, so that they are never committed."""
+"""Build hook that generates the Python stubs from the .proto files, so that stubs are never committed."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 def files_of(descriptors: Path) -> list[str]:
-    """The files of a descriptor set that are in a folder of ours."""
+    """Return the names of a descriptor set's files that are below "penstock/"."""
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
     found = FileDescriptorSet.FromString(descriptors.read_bytes())
@@ -19,23 +19,26 @@ def files_of(descriptors: Path) -> list[str]:
 
 
 class GenerateStubs(BuildHookInterface[Any]):
-    """Runs protoc (messages, services and their type stubs) and puts the results into the wheel, with the service config."""
+    """Generates messages, services and their type stubs with protoc, and puts them into the wheel with the service
+    config.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
-        """Generate into a temporary folder and name the files to hatchling."""
+        """Generate the stubs into a temporary folder, and add the files to the wheel."""
         import grpc_tools
         from grpc_tools import protoc
 
         root = Path(self.root)
         self._out = tempfile.TemporaryDirectory()
         out = Path(self._out.name)
-        if (descriptors := root / "descriptors.binpb").exists():  # beside this file: compiled contracts of some version
+        # compiled contracts of a given version, put here by protos/stubs/python.py
+        if (descriptors := root / "descriptors.binpb").exists():
             protos, read = files_of(descriptors), [f"--descriptor_set_in={descriptors}"]
         else:
             protos = sorted(str(p.relative_to(root)) for p in (root / "penstock").rglob("*.proto"))
             read = [f"-I{root}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
         outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-        # The mypy plugins stand beside the running interpreter, or on PATH in an isolated build.
+        # The mypy plugins are in the interpreter's folder, or on PATH in an isolated build.
         search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         plugins = [
             f"--plugin={name}={shutil.which(name, path=search) or name}"
@@ -43,7 +46,7 @@ class GenerateStubs(BuildHookInterface[Any]):
         ]
         code = protoc.main(["protoc", *read, *plugins, *outputs, *protos])
         if code != 0:
-            raise RuntimeError(f"protoc ended with {code}")
+            raise RuntimeError(f"protoc failed with exit status {code}")
         for package in {
             out / "penstock",
             *((out / p).parent for p in protos),

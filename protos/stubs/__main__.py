@@ -1,4 +1,6 @@
-"""Build the packages of the contracts: ``python protos/stubs [--out FOLDER] [--released FILE] [LANGUAGE...]``."""
+"""Build the client packages of the gRPC contracts: ``python protos/stubs [--out FOLDER] [--released FILE]
+[LANGUAGE...]``.
+"""
 
 import argparse
 import importlib
@@ -14,12 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Build what is asked for. What lacks its tools is named and left out; asked for by name, it is an error."""
+    """Build the requested packages. Without arguments, languages whose tools are missing are skipped; if one was
+    requested by name, return 1.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("languages", nargs="*", choices=[[], *LANGUAGES], metavar="LANGUAGE", help=", ".join(LANGUAGES))
-    parser.add_argument("--out", type=Path, default=ROOT / "build/stubs", help="where the packages go")
     parser.add_argument(
-        "--released", type=Path, help="a descriptor set in protos/released, instead of the contracts as they are"
+        "--out", type=Path, default=ROOT / "build/stubs", help="output folder of the packages (default: build/stubs)"
+    )
+    parser.add_argument(
+        "--released",
+        type=Path,
+        help=("Descriptor set in protos/released to build from, instead of the current contracts."),
     )
     args = parser.parse_args()
     out = args.out.resolve()

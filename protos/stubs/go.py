@@ -1,4 +1,4 @@
-"""The Go module ``penstock.io/protos``, in a module proxy that is a folder."""
+"""Package for Go: the module ``penstock.io/protos``, in a folder laid out as a module proxy."""
 
 import json
 import os
@@ -20,16 +20,19 @@ PLUGINS = {
 }
 TEMPLATE = Path(__file__).parent / "go"
 SAME_TIME = (1980, 1, 1, 0, 0, 0)
-"""Of every file in the zip: the same contracts make the same bytes."""
+"""Modification time of every file in the zip, so that equal contracts give equal bytes."""
 
 
 def build(source: Source, out: Path) -> Path:
-    """Write the module into the proxy ``out/go``, for GOPROXY, and return that folder.
+    """Write the module into the proxy folder ``out/go``, for GOPROXY, and return that folder.
 
-    Raises ValueError for a version that this module path cannot have, and CalledProcessError if protoc or a plugin fails.
+    Raises ValueError if the version is not valid for this module path, and CalledProcessError if protoc or a plugin
+    fails.
     """
     if not re.fullmatch(r"[01]\.\d+\.\d+", source.version):
-        raise ValueError(f"version is {source.version}; that of {MODULE} must be MAJOR.MINOR.PATCH, with MAJOR 0 or 1")
+        raise ValueError(
+            f"version is {source.version}; a version of {MODULE} must be MAJOR.MINOR.PATCH, with MAJOR 0 or 1"
+        )
     proxy = out / "go"
     shutil.rmtree(proxy, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -43,7 +46,7 @@ def build(source: Source, out: Path) -> Path:
 
 
 def plugins(folder: Path) -> Path:
-    """The folder, with the plugins of protoc in it at the versions that its name tells."""
+    """Install protoc's plugins if needed, and return their folder. Its name has the pinned versions."""
     pinned = folder / "-".join(path.rpartition("@")[2] for path in PLUGINS.values())
     for name, path in PLUGINS.items():
         if not (pinned / name).exists():
@@ -52,7 +55,7 @@ def plugins(folder: Path) -> Path:
 
 
 def generate(source: Source, tools: Path, module: Path) -> None:
-    """Put the packages of all files into the module's folder."""
+    """Generate the Go packages of all files into the module's folder."""
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--descriptor_set_in={source.descriptors}"]
     for kind in ("go", "go-grpc"):
         command += [f"--plugin={tools}/protoc-gen-{kind}", f"--{kind}_out={module}", f"--{kind}_opt=module={MODULE}"]
@@ -60,7 +63,7 @@ def generate(source: Source, tools: Path, module: Path) -> None:
 
 
 def publish(module: Path, version: str, versions: Path) -> None:
-    """Write what a proxy serves of one version: the list it stands in, its name, its go.mod and its files."""
+    """Write the files that a module proxy serves for one version: version list, info, go.mod and zip."""
     versions.mkdir(parents=True)
     (versions / "list").write_text(f"{version}\n")
     (versions / f"{version}.info").write_text(json.dumps({"Version": version}))

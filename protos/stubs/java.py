@@ -1,4 +1,4 @@
-"""The package for Java: a jar with messages, stubs and the service config, in a Maven repository that is a folder."""
+"""Package for Java: a jar with messages, stubs and the service config, in a folder laid out as a Maven repository."""
 
 import shutil
 import subprocess
@@ -20,9 +20,9 @@ def build(source: Source, out: Path) -> Path:
 
 
 def deploy(template: Path, source: Source, repository: Path) -> None:
-    """Build the Maven project ``template`` from ``source``, and put what comes out of it into ``repository``.
+    """Build the Maven project ``template`` from ``source`` and deploy the artifacts to ``repository``.
 
-    Raises RuntimeError with what Maven said if it fails.
+    Raises RuntimeError with Maven's output if Maven fails.
     """
     with tempfile.TemporaryDirectory() as temporary:
         project = Path(temporary)
@@ -39,4 +39,4 @@ def deploy(template: Path, source: Source, repository: Path) -> None:
         command = ["mvn", "--batch-mode", "--quiet", "--no-transfer-progress", "deploy", *flags]
         run = subprocess.run(command, cwd=project, capture_output=True, text=True)
         if run.returncode:
-            raise RuntimeError(f"mvn ended with {run.returncode}:\n{run.stdout}{run.stderr}")
+            raise RuntimeError(f"mvn failed with exit status {run.returncode}:\n{run.stdout}{run.stderr}")

@@ -1,6 +1,6 @@
-"""The package for Kotlin: coroutine stubs and builders, beside the package for Java that they stand on.
+"""Package for Kotlin: coroutine stubs and builders, based on the package for Java.
 
-It is one of its own because programs in Java have no use for Kotlin's standard library and coroutines.
+Kotlin has a separate package, because Java programs do not need Kotlin's standard library and coroutines.
 """
 
 import shutil

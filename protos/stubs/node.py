@@ -1,4 +1,4 @@
-"""The package of npm: ``@penstock/protos``, compiled, with types."""
+"""Package for Node.js: the npm package ``@penstock/protos``, compiled, with types."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _OPTIONS = ",".join(
 
 
 def build(source: Source, out: Path) -> Path:
-    """``out/node/penstock-protos-VERSION.tgz``."""
+    """Build ``out/node/penstock-protos-VERSION.tgz`` and return its path."""
     folder = out / "node"
     folder.mkdir(parents=True, exist_ok=True)
     project = folder / "project"
@@ -48,7 +48,7 @@ def build(source: Source, out: Path) -> Path:
 
 
 def _generate(source: Source, project: Path) -> None:
-    """The sources in TypeScript, with an index for each package."""
+    """Generate the TypeScript sources, with an index file for each package."""
     src = project / "src"
     src.mkdir()
     plugin = project / "node_modules/.bin/protoc-gen-ts_proto"
@@ -56,7 +56,8 @@ def _generate(source: Source, project: Path) -> None:
     flags = [f"--plugin=protoc-gen-ts_proto={plugin}", f"--ts_proto_out={src}", f"--ts_proto_opt={_OPTIONS}"]
     subprocess.run([*protoc, *flags, *source.files], check=True)
     shutil.move(src / "penstock", src / "generated")
-    for path in (src / "generated").rglob("*.ts"):  # what is beside them moved one up
+    # The generated files moved one folder up, so shorten their imports of "penstock/...".
+    for path in (src / "generated").rglob("*.ts"):
         path.write_text(re.sub(r'"((?:\.\./)+)penstock/', r'"\1', path.read_text()))
     packages: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted((src / "generated").glob("*/v*/*.ts")):

@@ -1,4 +1,4 @@
-"""The wheel ``penstock-protos``."""
+"""Package for Python: the wheel ``penstock-protos``."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ NEEDS = ("python3",)
 
 
 def build(source: Source, out: Path) -> Path:
-    """``out/python/penstock_protos-VERSION-py3-none-any.whl``."""
+    """Build ``out/python/penstock_protos-VERSION-py3-none-any.whl`` and return its path."""
     folder = out / "python"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""The crate ``penstock-protos``: its code is generated here, and whoever uses it needs no protoc."""
+"""Package for Rust: the crate ``penstock-protos`` with generated code, so that its users need no protoc."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ NEEDS = ("cargo",)
 TEMPLATE = Path(__file__).parent / "rust"
 NAME = "penstock-protos"
 TOOLS = PROTOS.parent / "build/stubs/tools/rust"
-"""What the generator is compiled into, once for all versions."""
+"""Build folder of the generator, shared by all versions so that it is compiled once."""
 
 
 def build(source: Source, out: Path) -> Path:
@@ -28,14 +28,16 @@ def build(source: Source, out: Path) -> Path:
         shutil.copy(PROTOS.parent / "LICENSE", crate)
         shutil.copy(source.service_config, crate / "src/service_config.json")
         generate(source, crate / "src")
-        # Its dependencies are compiled where it is used.
+        # Skip verification: users compile the crate's dependencies themselves.
         cargo("package", "--no-verify", "--allow-dirty", "--target-dir", str(TOOLS), folder=crate)
     packed = f"{NAME}-{source.version}.crate"
     return Path(shutil.copy(TOOLS / "package" / packed, folder / packed))
 
 
 def generate(source: Source, sources: Path) -> None:
-    """Write a file per package, ``penstock.inference.v1`` as ``inference/v1.rs``, and name them in ``lib.rs``."""
+    """Write one file per package, e.g. ``inference/v1.rs`` for ``penstock.inference.v1``, and declare the modules in
+    ``lib.rs``.
+    """
     descriptors = str(source.descriptors.absolute())
     with tempfile.TemporaryDirectory() as generated:
         options = ["run", "--quiet", "--locked", "--target-dir", str(TOOLS), "--"]
@@ -49,7 +51,9 @@ def generate(source: Source, sources: Path) -> None:
 
 
 def cargo(*arguments: str, folder: Path) -> None:
-    """Run cargo in ``folder``. Raises RuntimeError with what it said if it fails."""
+    """Run cargo in ``folder``. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(["cargo", *arguments], cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"cargo {arguments[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"cargo {arguments[0]} failed with exit status {done.returncode}:\n{done.stdout}{done.stderr}"
+        )

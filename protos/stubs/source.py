@@ -1,4 +1,4 @@
-"""What the packages of every language are built from: a descriptor set, and what goes into each package beside it."""
+"""Inputs from which the packages of all languages are built: a descriptor set, a version and the service config."""
 
 import tomllib
 from dataclasses import dataclass
@@ -9,14 +9,20 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 PROTOS = Path(__file__).resolve().parents[1]
 OURS = "penstock."
-"""Packages that begin with this are published; contracts of others are not."""
+"""Prefix of the proto packages that are published. Contracts of other projects are not."""
 OUTER = "Proto"
-"""What the name of a file's own class in Java ends with."""
+"""Suffix of the outer class that Java code has for each proto file."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The contracts of one version. ``descriptors`` is a FileDescriptorSet in a file, with all that is imported."""
+    """Contracts of one version, from which the packages are built.
+
+    Attributes:
+        descriptors: File with a FileDescriptorSet that includes all imports.
+        version: Version of the packages.
+        service_config: File with the gRPC service config that goes into each package.
+    """
 
     descriptors: Path
     version: str
@@ -24,13 +30,13 @@ class Source:
 
     @cached_property
     def files(self) -> list[str]:
-        """The names of the files to generate from, as protoc takes them."""
+        """Names of the proto files to generate code from, as protoc takes them."""
         found = FileDescriptorSet.FromString(self.descriptors.read_bytes())
         return [file.name for file in found.file if file.package.startswith(OURS)]
 
 
 def current(folder: Path) -> Source:
-    """The contracts as they are, compiled into ``folder``. Raises RuntimeError if protoc refuses them."""
+    """Compile the current contracts into ``folder``. Raises RuntimeError if protoc fails."""
     import grpc_tools
     from grpc_tools import protoc
 
@@ -40,13 +46,16 @@ def current(folder: Path) -> Source:
     files = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "penstock").rglob("v*/*.proto"))
     flags = ["--include_imports", "--include_source_info", f"--descriptor_set_out={out}"]
     if code := protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *files]):
-        raise RuntimeError(f"protoc ended with {code}")
+        raise RuntimeError(f"protoc failed with exit status {code}")
     project = tomllib.loads((PROTOS / "pyproject.toml").read_text())["project"]
     return Source(out, project["version"])
 
 
 def released(path: Path, folder: Path) -> Source:
-    """Those of a release, ``released/vVERSION.binpb``. Files of 0.1.0 had no options: they get those of today."""
+    """Return the contracts of a release, from ``released/vVERSION.binpb``.
+
+    Files of 0.1.0 have no file options (Go, Java and C# packages), so the current ones are added.
+    """
     found = FileDescriptorSet.FromString(path.read_bytes())
     for file in found.file:
         if file.package.startswith(OURS) and not file.options.go_package:
@@ -58,7 +67,7 @@ def released(path: Path, folder: Path) -> Source:
 
 
 def set_options(file: FileDescriptorProto) -> None:
-    """Name the packages that the file's code is generated into."""
+    """Set the file options that name the packages of the generated code."""
     _, area, version = file.package.split(".")
     title = {"enginecore": "EngineCore"}.get(area, area.capitalize())
     stem = Path(file.name).stem

@@ -1,11 +1,11 @@
-// Package protos has the service config of Penstock's public API. The messages and stubs are in the packages below it.
+// Package protos contains the service config of Penstock's public API. The messages and stubs are in the packages below it.
 package protos
 
 import _ "embed"
 
-// ServiceConfig is for grpc.WithDefaultServiceConfig: calls go in turn to all addresses that a name has, a call that failed
-// before anything of its answer came is tried again, and a frontend that says it does not serve gets no new ones. The last
-// needs a blank import of google.golang.org/grpc/health in the program.
+// ServiceConfig is a gRPC service config for grpc.WithDefaultServiceConfig. Calls are distributed round-robin over all addresses of
+// the name. A call that fails before any part of its answer arrives is retried. A frontend whose health check fails gets no new
+// calls; this requires a blank import of google.golang.org/grpc/health in the program.
 //
 //go:embed service_config.json
 var ServiceConfig string

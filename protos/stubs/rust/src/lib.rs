@@ -1,5 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-/// How channels to the public API balance, retry and watch health: a gRPC service config, in JSON.
+/// gRPC service config (JSON) of the public API: load balancing, retries and health checks of channels.
 pub const SERVICE_CONFIG: &str = include_str!("service_config.json");
 

@@ -1,4 +1,4 @@
-//! Generates a file of code per package: `generator DESCRIPTORS OUT FILE...`. Needs no protoc.
+//! Generates one source file per package: `generator DESCRIPTORS OUT FILE...`. Needs no protoc.
 
 use std::error::Error;
 use std::{env, fs};
