@@ -93,7 +93,7 @@ test-all: test-checks test-quick
 
 .PHONY: test-checks
 test-checks: setup
-	@$(MAKE) --no-print-directory -j 2 $(WHOLE) typecheck chart-lint lint
+	@$(MAKE) --no-print-directory -j 2 $(WHOLE) typecheck chart-lint docs lint
 
 # In one session, which collects and imports once. What waits for processes comes first, so that workers end at the same time.
 .PHONY: test-quick
@@ -105,7 +105,7 @@ test-slow: setup ## The tests that `make test` leaves out because they take long
 	@CLIENT_LANGUAGES=python,node $(PYTEST) $(TESTS) -m slow -n $(JOBS_WAITING) --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: retest
-retest: lint typecheck ## Lint and types again, and what failed last of the tests, the chart, the soak and the sanitizers
+retest: lint typecheck docs ## Lint, types and docs site again, and what failed last of the tests, the chart, the soak and the sanitizers
 	@test ! -e $(CHART_FAILED) || $(MAKE) chart-lint
 	@test ! -e $(SOAK_FAILED) || $(MAKE) soak-short
 	@test ! -e $(SANITIZE_FAILED) || $(MAKE) sanitize
@@ -200,6 +200,10 @@ settings: setup ## Write docs/reference/settings.md, docs/reference/feature-pair
 	@$(BIN)/python -m tests.pairs.page
 	@$(BIN)/python -m tests.documents.field_tables
 	@$(BIN)/python -m tests.documents.code_map
+
+.PHONY: docs
+docs: setup ## Build the docs site into build/docs; warnings and broken links are errors. DOCS_SOURCE_URL: address of the files in a web view
+	@$(BIN)/python -m docs.site
 
 .PHONY: dashboard
 dashboard: setup ## Write the chart's dashboard anew, after a change of its panels
