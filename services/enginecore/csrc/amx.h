@@ -1,11 +1,11 @@
-// Products on the matrix unit of x86 processors that have AMX: eight tiles of up to 16 rows of 64 bytes.
+// Products on the matrix unit of x86 processors with AMX, which has eight tiles of up to 16 rows of 64 bytes.
 //
-// A strip of rows is multiplied with a panel at a time. Every number is one sum in one order: over blocks of kBlockInputs inputs
-// in theirs, of a block over parts from the smallest, and of those in the order of the unit, which is the same for every row of a
-// tile. So a row's result does not depend on how many rows are computed beside it.
+// A strip of rows is multiplied by one panel at a time. Each output is one sum in one order: over blocks of kBlockInputs inputs in
+// order, within a block over parts from the smallest, and within a part in the unit's order, which is equal for all rows of a tile.
+// So a row's result does not depend on the other rows.
 //
-// Compilers take the loads of tiles for no use of memory. What is loaded here was written before the thread took the task: the
-// counters of phases, which it reads in between, keep the order.
+// Compilers do not treat tile loads as memory accesses. The data loaded here was written before the thread took the task. Between
+// the two, the thread reads the phase counters, which keep the order.
 #pragma once
 
 #include <immintrin.h>
@@ -24,7 +24,7 @@ static_assert(kLanes == 16 && kBlockInputs == 32);
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kStripRows = 2 * kTileRows;
 
-// What the unit is told of its tiles.
+// Configuration of the unit's tiles.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t reserved[15] = {};
@@ -33,8 +33,8 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Of strips of 1 to kStripRows rows: 0 and 1 are the sums of the upper rows, left and right, 2 and 3 of the lower ones, 4 and 5
-// inputs of both, 6 and 7 weights, left and right.
+// Configurations for strips of 1 to kStripRows rows. Tiles 0 and 1 are the sums of the upper rows, left and right, and 2 and 3
+// those of the lower rows. Tiles 4 and 5 are the inputs of both, and 6 and 7 the weights, left and right.
 constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   std::array<TileShapes, kStripRows> all{};
   for (int64_t rows = 1; rows <= kStripRows; ++rows) {
@@ -49,7 +49,7 @@ constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   return all;
 }();
 
-// The unit of this thread, until the end of a task: the system has more to save of a thread that holds tiles.
+// Matrix unit of this thread, until the end of a task. While a thread holds tiles, the system must save more of its state.
 class MatrixUnit {
  public:
   MatrixUnit() = default;
@@ -57,7 +57,8 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-  // `sums` [rows, kPanel]: of `rows` rows in parts, at most kStripRows and `stride` bytes apart, with a panel of `blocks` blocks.
+  // Computes `sums` [rows, kPanel] of `rows` rows in parts, at most kStripRows and `stride` bytes apart, times a panel of `blocks`
+  // blocks.
   void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
     if (rows != rows_) _tile_loadconfig(&kTileShapes[rows - 1]);
     rows_ = rows;
@@ -99,7 +100,7 @@ class MatrixUnit {
     }
   }
 
-  int64_t rows_ = 0;  // that tiles are shaped for
+  int64_t rows_ = 0;  // rows for which the tiles are configured
 };
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// The library's C interface. Functions return 0, or an errno value. Handles are not for use by several threads at once.
+// C interface of the library. Functions return 0 or an errno value. Handles are not thread-safe.
 
 #include <cerrno>
 #include <cstdint>
@@ -36,16 +36,16 @@ extern "C" {
 
 int penstock_lanes() { return penstock::kLanes; }
 
-// Panels of numbers of `kind` have a multiple of so many inputs.
+// Returns the multiple to which inputs of panels with elements of `kind` are padded.
 int64_t penstock_filled_to(int64_t kind) {
   using namespace penstock;
   return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 ? kFilledTo<uint16_t> : kFilledTo<float>;
 }
 
-// Of an input, by whether it may be rounded to bfloat16; 0 where no matrix unit multiplies.
+// Returns the number of parts of an input, by whether it may be rounded to bfloat16. 0 without a matrix unit.
 int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedParts : penstock::kFloatParts; }
 
-// Sizes of the structs that Python has, too, so that a library from other sources is found out.
+// Returns the sizes of the structs that Python also has, to detect a library from other sources.
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
@@ -60,7 +60,7 @@ int penstock_context_new(int threads, void** context) {
 
 void penstock_context_free(void* context) { delete static_cast<Context*>(context); }
 
-// `weight` [n, k] floats into the memory that `to` names.
+// Packs `weight` [n, k] floats into the memory of `to`.
 int penstock_pack(void* context, const float* weight, const penstock::Linear* to) {
   return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, *to); });
 }
@@ -70,7 +70,8 @@ int penstock_linear(void* context, const penstock::Linear* linear, const float* 
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
 }
 
-// Adds to `out` [rows, n] what the adapters of `segments` make of rows of `x`. The first of their updates is for this product.
+// Adds the adapters' outputs for rows of `x` to `out` [rows, n]. The first update of each adapter of `segments` belongs to this
+// product.
 int penstock_low_rank(void* context, const penstock::Segment* segments, int64_t num_segments, int64_t n, const float* x, int64_t stride,
                       float* out, int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.low_rank(segments, num_segments, n, x, stride, out, out_stride); });
@@ -110,12 +111,12 @@ int penstock_decoder_forward(void* decoder, const penstock::Step* step) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->forward(*step); });
 }
 
-// `step` as for `penstock_decoder_forward`, which computes all layers and keeps no states.
+// Computes a chain. `step` is as for `penstock_decoder_forward`, computes all layers and keeps no states.
 int penstock_decoder_chain(void* decoder, const penstock::Step* step, const penstock::Chain* chain) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->chain(*step, *chain); });
 }
 
-// `segments`: of the tokens, as those of a step.
+// Computes the head. `segments` are those of the tokens, as in a step.
 int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments,
                           const penstock::Segment* segments) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits, num_segments, segments); });

@@ -1,17 +1,18 @@
-// Attention over the paged cache, without a copy of it and without a mask in memory.
+// Attention over the paged cache, without copying it and without a mask in memory.
 //
-// kChunk slots lie together: of each head first the keys as [head size][kChunk], so that the scores of sixteen tokens are
-// vectors, then, in the memory of values, the values as [kChunk][value size]. A task is one key head and a run of a request's
-// queries; rows are those queries times the query heads that share the key head. Keys are taken kKeys at a time from
-// positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018): a row's
-// result does not depend on how many rows are computed beside it, nor on how its prompt was cut.
+// kChunk slots are stored together. For each head, keys are [head size][kChunk], so that scores of sixteen tokens are vectors, and
+// values are [kChunk][value size] in the memory of values. A task is one key head and a range of a request's queries. Its rows are
+// these queries times the query heads that share the key head. Keys are processed kKeys at a time, from positions that are
+// multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018). So a row's result depends neither on
+// the other rows nor on how its prompt was split.
 //
-// Each kSegment keys from positions that are multiples of kSegment give sums of their own, which are added up in order. So where
-// there are fewer tasks than two for each thread, segments are tasks (Flash-Decoding, Dao et al. 2023), and the results are the same.
+// Keys are divided into segments of kSegment keys at multiples of kSegment. Each segment has separate sums, which are added in
+// order. If there are fewer than two tasks per thread, segments become tasks (Flash-Decoding, Dao et al. 2023), with the same
+// results.
 //
-// What a row does not see takes no part in it, whatever it is: nothing times no number is no number. Chunks without a key that
-// the task sees are not read, they may be another request's by now. Of the others, scores of keys that a row does not see are
-// replaced, and its sum of values leaves theirs out.
+// Masked keys and values never affect a row, even if they are NaN. A zero weight would not be enough, because zero times NaN is
+// NaN. Chunks without a visible key are not read, because they may already belong to another request. In other chunks, scores of
+// masked keys are replaced, and masked values are left out of the sums.
 #pragma once
 
 #include <algorithm>
@@ -36,15 +37,15 @@ constexpr int64_t kAllSegments = -1;
 struct AttentionTask {
   int64_t request;
   int64_t kv_head;
-  int64_t first;  // of the request's queries in this step
+  int64_t first;  // first of the request's queries in this step
   int64_t count;
   int64_t head;  // first query head
   int64_t heads;
   int64_t segment = kAllSegments;
-  int64_t part = 0;  // where the sums of its rows go; of merges those of the first segment, behind which the others lie
+  int64_t part = 0;  // row for the sums; in merges that of the first segment, followed by those of the others
 };
 
-// `merges`: tasks whose segments are tasks of their own, in `num_parts` rows of sums.
+// Tasks of attention. `merges` are tasks whose segments are separate tasks, with `num_parts` rows of sums.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionTask> merges;
@@ -63,24 +64,24 @@ inline int64_t lowest(const Params& params, int64_t position) {
   return low;
 }
 
-// The rows of a task.
+// Rows of a task, with causal attention.
 struct Rows {
   Rows(const Attention& a, const AttentionTask& task)
       : params(a.params), first_head(task.head), heads(task.heads), count(task.count * task.heads),
         token(a.query_start[task.request] + task.first),
         position(a.seq_lens[task.request] - (a.query_start[task.request + 1] - a.query_start[task.request]) + task.first) {}
 
-  // Keys that some row sees.
+  // Keys that are visible to some row.
   int64_t begin() const { return lowest(params, position); }
   int64_t end() const { return position + count / heads; }
   Span segments() const { return {begin() / kSegment, (end() + kSegment - 1) / kSegment}; }
 
-  // What a row sees of the keys from..to, counted from `from`. Neither bound falls from a row to the next.
+  // Returns a row's visible keys in from..to, relative to `from`. Both bounds never decrease from row to row.
   Span seen(int64_t row, int64_t from, int64_t to) const {
     const int64_t at = position + row / heads;
     return {std::max<int64_t>(0, lowest(params, at) - from), std::min(to, at + 1) - from};
   }
-  // The first row that sees something from a position on, or behind it.
+  // Returns the first row to which keys from a position on are visible.
   int64_t first_seeing(int64_t from) const { return std::max<int64_t>(0, from - position) * heads; }
 
   int64_t head(int64_t row) const { return first_head + row % heads; }
@@ -96,7 +97,7 @@ struct Rows {
   int64_t token, position;  // of the first row
 };
 
-// Those of a step in which some queries see keys behind themselves: up to `key_ends`, which do not fall from one to the next.
+// Rows of a step in which some queries attend to later keys, up to `key_ends`, which never decrease.
 struct SpanRows : Rows {
   SpanRows(const Attention& a, const AttentionTask& task) : Rows(a, task), ends(a.key_ends + token) {}
 
@@ -112,7 +113,7 @@ struct SpanRows : Rows {
   const int64_t* ends;  // of the task's queries
 };
 
-// `body` of the rows of a task, whose type says what they see: where no query sees keys behind itself, nothing is looked up.
+// Calls `body` with the rows of a task. Their type determines the mask, so causal attention needs no lookup.
 template <class Body>
 auto of_rows(const Attention& a, const AttentionTask& task, const Body& body) {
   return a.key_ends == nullptr ? body(Rows(a, task)) : body(SpanRows(a, task));
@@ -123,7 +124,8 @@ bool sees(const AnyRows& rows, int64_t row, int64_t segment) {
   return !rows.seen(row, segment * kSegment, (segment + 1) * kSegment).empty();
 }
 
-// Where there are few tasks, those of several segments become one for each: from the first on, for layers see what they see.
+// Splits tasks of several segments if there are few tasks. All segments from the first on are split, because layers have different
+// masks.
 inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   std::vector<AttentionTask> tasks;
   for (AttentionTask& task : plan.tasks) {
@@ -142,7 +144,7 @@ inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   plan.tasks = std::move(tasks);
 }
 
-// The longest work first, so that `threads` end together.
+// Plans tasks with the longest first, so that `threads` threads finish at the same time.
 inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan) {
   std::vector<AttentionTask>& tasks = plan.tasks;
   tasks.clear(), plan.merges.clear(), plan.num_parts = 0;
@@ -165,7 +167,7 @@ inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan)
                    [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
 }
 
-// What a segment's keys give the rows: into `s.part`.
+// Computes the rows' sums over a segment's keys into `s.part`.
 template <class Tiles, class AnyRows>
 void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows& rows, int64_t segment, Scratch& s) {
   using Number = typename Tiles::Number;
@@ -175,7 +177,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     s.part.total[row] = vf{};
   }
   const int64_t begin = std::max(rows.begin(), segment * kSegment), end = std::min(rows.end(), (segment + 1) * kSegment);
-  // A chunk that holds a key of begin..end, all of which some row sees: beyond them any key does, since it is masked.
+  // Clamped to begin..end: chunks of other keys may be anything, since they are masked.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
     return static_cast<const Number*>(a.cache.keys) + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
@@ -199,7 +201,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     for (int64_t row = rows.first_seeing(base), count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
       for (int64_t j = first_panel; j < end_panel; ++j) Tiles::score(s, row, count, j * kPanel, panels[j], a.head_size);
-      if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // as nearly everywhere: all of them see the whole tile
+      if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // the usual case: the whole tile is visible to all rows
         for (int64_t i = row; i < row + count; ++i) weigh<Tiles>(s, i, i - row, {0, kKeys}, a.params, a.value_size);
         Tiles::add(s, row, 0, count, Tiles::shared({0, kKeys}), values, a.value_size);
         continue;
@@ -209,7 +211,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
       const auto add = [&](int64_t i, int64_t some, const Span& span) {
         Tiles::add(s, i, i - row, some, span, values, a.value_size);
       };
-      // What all of them see they add together, and each in order: before it what the first ones see alone, after it the last ones.
+      // Keys visible to all rows are added together. Each row adds its other keys before and after them, in order.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
         Tiles::add_first(s, i, i - row, seen(i), values, a.value_size);
@@ -224,7 +226,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
   }
 }
 
-// What no key gives.
+// Starts the sums with the sinks, which belong to no key.
 inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   if (a.params.sinks == nullptr) return;
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -234,19 +236,19 @@ inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   }
 }
 
-// Adds what a segment's keys give a row.
+// Adds the sums of a segment's keys to those of a row.
 template <class AnyRows>
 void add_segment(const Attention& a, const AnyRows& rows, int64_t segment, int64_t row, Scratch& s) {
   if (!sees(rows, row, segment)) return;
   const Sums& part = s.part;
   Sums& whole = s.whole;
-  if (a.params.sinks == nullptr && (segment == 0 || !sees(rows, row, segment - 1))) {  // its first
+  if (a.params.sinks == nullptr && (segment == 0 || !sees(rows, row, segment - 1))) {  // the row's first segment
     std::memcpy(whole.output[row], part.output[row], a.value_size * sizeof(float));
     whole.peak[row] = part.peak[row], whole.total[row] = part.total[row];
     return;
   }
   const float peak = std::max(whole.peak[row], part.peak[row]);
-  // Keys none of which has a finite score weigh nothing, or are no numbers.
+  // If no key has a finite score, the weights are zero or NaN.
   const auto scale = [peak](float of) { return of == -INFINITY ? splat(1.0f) : power_of_two(kPowers5, splat(of - peak)); };
   const vf old = scale(whole.peak[row]), more = scale(part.peak[row]);
   whole.peak[row] = peak;
@@ -263,7 +265,7 @@ inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
   }
 }
 
-// Sums of a row in memory: its total, its peak, its output.
+// Floats of a row's sums in memory: total, peak and output.
 inline int64_t part_width(const Attention& a) { return a.value_size + 2 * kLanes; }
 
 inline void store_part(const Attention& a, const Sums& sums, int64_t row, float* to) {
@@ -306,7 +308,7 @@ void attend_by(const Attention& a, const AttentionTask& task, const AnyRows& row
   put_out(a, rows, alone ? s.part : s.whole);
 }
 
-// `parts`: rows of `part_width`, the plan's `num_parts`.
+// Computes a task. `parts` are the plan's `num_parts` rows of `part_width`.
 inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
   of_rows(a, task, [&](const auto& rows) {
 #if defined(PENSTOCK_PAIRS)
@@ -316,7 +318,7 @@ inline void attend(const Attention& a, const AttentionTask& task, const Buffer& 
   });
 }
 
-// Adds up the segments of a task that were tasks of their own.
+// Merges the segments of a task that were separate tasks.
 template <class AnyRows>
 void merge_rows(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
@@ -344,7 +346,7 @@ inline void write_token(const Write& w, int64_t token) {
                 w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
 }
 
-// Keys and values of tokens first..end into the cache.
+// Writes keys and values of tokens first..end into the cache.
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
 #if defined(PENSTOCK_PAIRS)
   if (w.cache.pairs != 0) return write_pairs(w, first, end);

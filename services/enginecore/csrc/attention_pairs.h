@@ -1,8 +1,7 @@
-// Attention's products of pairs of bfloat16: the cache holds them, queries and weights are rounded, sums are floats.
+// Attention with products of bfloat16 pairs. The cache holds bfloat16, queries and weights are rounded, and sums are floats.
 //
-// In a chunk of the cache a lane has of a key two numbers, [head size / 2][kChunk][2], and of values those of two keys, [kChunk / 2]
-// [value size][2]. A row adds up pairs of keys in order. Of a pair of which it sees one key, the other's value is taken for zero,
-// whatever it is.
+// In a chunk of the cache, a lane has two elements of a key, [head size / 2][kChunk][2], and values of two keys, [kChunk / 2][value
+// size][2]. A row adds pairs of keys in order. If only one key of a pair is visible, the other value is replaced by zero.
 #pragma once
 
 #include "pairs.h"
@@ -16,10 +15,10 @@
 
 namespace penstock {
 
-constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // numbers of a pair
+constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // elements of a pair
 constexpr int64_t kChunkPairs = kChunk / 2;
 
-// The pair that lies there, in each lane.
+// Loads a pair into each lane.
 inline vu splat_pair(const float* at) {
   uint32_t pair;
   std::memcpy(&pair, at, sizeof pair);
@@ -98,7 +97,7 @@ constexpr auto kPairScoreTiles = pair_score_tiles(std::make_integer_sequence<int
 constexpr auto kPairValueTiles = pair_value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowPairValueTiles = pair_value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// As `FloatTiles`. What is shared are pairs.
+// Tile operations like `FloatTiles`. Keys shared by rows are whole pairs.
 struct PairTiles {
   using Number = uint16_t;
   static_assert(kLanes == kChunk && kKeys % (2 * kLanes) == 0);
@@ -155,7 +154,7 @@ struct PairTiles {
   }
 };
 
-// Some numbers, of which there are `left`, rounded; behind them zeros.
+// Rounds up to `left` elements and fills the rest with zeros.
 inline vu rounded_numbers(const float* from, int64_t left) {
   if (left >= 2 * kLanes) return rounded(load(from), load(from + kLanes));
   float numbers[2 * kLanes] = {};
@@ -163,8 +162,8 @@ inline vu rounded_numbers(const float* from, int64_t left) {
   return rounded(load(numbers), load(numbers + kLanes));
 }
 
-// Keys and values of kTokens tokens from `token` on, whose slots follow each other in a chunk, into a cache of pairs: of one, or of
-// two whose values are pairs.
+// Writes keys and values of kTokens tokens from `token` on into a cache of pairs. Their slots are consecutive in a chunk. Values of
+// two tokens form pairs.
 template <int kTokens>
 void write_pairs(const Write& w, int64_t token) {
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
@@ -195,7 +194,7 @@ void write_pairs(const Write& w, int64_t token) {
   }
 }
 
-// Keys and values of tokens first..end.
+// Writes keys and values of tokens first..end.
 inline void write_pairs(const Write& w, int64_t first, int64_t end) {
   for (int64_t token = first; token < end;) {
     const bool two = w.slots[token] % 2 == 0 && token + 1 < end && w.slots[token + 1] == w.slots[token] + 1;

@@ -1,4 +1,4 @@
-// What a task of attention computes with, and its products of floats.
+// Memory of an attention task, and its products of floats.
 #pragma once
 
 #include <algorithm>
@@ -11,36 +11,36 @@
 namespace penstock {
 
 constexpr int kTileVectors = 8;
-constexpr int64_t kKeys = kTileVectors * kLanes;  // of a tile
+constexpr int64_t kKeys = kTileVectors * kLanes;  // keys of a tile
 constexpr int64_t kTaskRows = 4 * kTile;
 constexpr int64_t kMaxValueSize = 512;
 
-// What some keys give the rows of a task.
+// Sums of a task's rows over some keys.
 struct Sums {
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
-  float peak[kTaskRows];  // the binary logarithm of what weighs 1: near that of the heaviest
-  vf total[kTaskRows];    // by lane: of keys whose number leaves the same remainder
+  float peak[kTaskRows];  // binary logarithm of weight 1, close to the largest score
+  vf total[kTaskRows];    // by lane, over keys with the same remainder
 };
 
-// `query` and `weights` are floats, or pairs of bfloat16 in the first half of a row.
+// Working memory. `query` and `weights` are floats, or bfloat16 pairs in the first half of a row.
 struct Scratch {
   static constexpr int64_t kQuery = kMaxValueSize + 2 * kLanes;
 
   alignas(64) float query[kTaskRows][kQuery];
-  alignas(64) float weights[kTile][kKeys];  // of the rows that are computed together; their scores before
-  Sums part;   // of a segment's keys
-  Sums whole;  // of all segments so far
+  alignas(64) float weights[kTile][kKeys];  // of rows computed together; before that, their scores
+  Sums part;   // over one segment's keys
+  Sums whole;  // over all segments so far
 };
 
-// What is read next. Chunks lie anywhere in memory, so the processor cannot guess it, and a few rows at a time, as in decoding,
-// are done before memory has answered.
+// Prefetch of the next chunk. Chunks can be anywhere in memory, so the processor cannot predict the address. With few rows, as in
+// decoding, the computation would wait for memory.
 template <class Number>
 struct Ahead {
   const Number* left;
   const Number* right;
 };
 
-// Where the keys of a panel are, the two vectors of them.
+// Addresses of a panel's keys: two vectors.
 template <class Number>
 struct PanelKeys {
   const Number* left;
@@ -74,14 +74,14 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const PanelKeys<float>& ke
   }
 }
 
-// Keys of a tile.
+// Range of a tile's keys.
 struct Span {
   int64_t from;
   int64_t to;
   bool empty() const { return from >= to; }
 };
 
-// Where the values of a tile's keys are and, a chunk each, what is read next.
+// Addresses of the values of a tile's keys, and the next chunk to prefetch for each.
 template <class Number>
 struct Values {
   const Number* of[kKeys / kChunk];
@@ -133,30 +133,30 @@ constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{
 constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Scores and sums of values of floats.
+// Scores and weighted sums with floats.
 struct FloatTiles {
   using Number = float;
 
-  // Of the query in row `row`, of which there are `head_size` numbers.
+  // Prepares the query of `row` with `head_size` elements.
   static void take_query(Scratch&, int64_t, int64_t) {}
 
-  // Of `count` rows from `row` on and the keys of a panel, `key`.. of the tile.
+  // Computes the scores of `count` rows from `row` on, for the keys of a panel that starts at `key` of the tile.
   static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const PanelKeys<float>& keys, int64_t head_size) {
     kScoreTiles[count - 1](s, row, key, keys, head_size);
   }
 
   static vf power(vf x) { return power_of_two(kPowers5, x); }
 
-  // Puts the weights of a row's keys in place of its scores. Returns `total` and their sum.
+  // Replaces the scores of a row by its weights. Returns `total` plus their sum.
   static vf take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf total) {
     for (int v = 0; v < kTileVectors; ++v) store(&s.weights[row][v * kLanes], weights[v]), total += weights[v];
     return total;
   }
 
-  // What of the keys that a row sees is added together with that of other rows.
+  // Returns the visible keys that a row adds together with other rows.
   static Span shared(const Span& seen) { return seen; }
 
-  // Of `count` rows from `row` on, whose weights are those from `weight` on.
+  // Adds the values for `count` rows from `row` on, with weights from row `weight` on.
   static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& span, const Values<float>& values,
                   int64_t value_size) {
     if (span.empty()) return;
@@ -165,7 +165,7 @@ struct FloatTiles {
     for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, weight, span, values, value_size, column);
   }
 
-  // What a row sees before and behind what is shared.
+  // Adds keys of a single row before and after the shared ones.
   static void add_first(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
   static void add_last(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
 };

@@ -1,8 +1,8 @@
-// What attention makes of the scores of a row and a tile: weights, powers of two, beside what weighs 1.
+// Weights from the scores of a row and a tile, as powers of two relative to a peak.
 //
-// A score, scaled, is the binary logarithm of a weight. What weighs 1 is the peak of the row's first tile until a score exceeds it by
-// more than kLeeway; then it is that score, and what was summed up is scaled anew. So nearly all tiles need no more than a comparison of
-// their largest score, and a row's weights depend on its own scores in their order, and on nothing else.
+// A scaled score is the binary logarithm of a weight. The score with weight 1 is the peak of the row's first tile. If a score
+// exceeds it by more than kLeeway, that score becomes the new peak and the sums are rescaled. So most tiles only compare their
+// largest score, and a row's weights depend only on its own scores in order.
 #pragma once
 
 #include <cmath>
@@ -16,17 +16,17 @@ namespace penstock {
 
 constexpr float kLeeway = 8.0f;
 
-// Makes `best`, the largest number of a vector, what weighs 1.
+// Makes `best`, the largest element of a vector, the score with weight 1.
 inline void raise_peak(Sums& sums, int64_t row, vf best, int64_t value_size) {
   const float before = sums.peak[row], peak = largest(best);
   sums.peak[row] = peak;
-  if (before == -INFINITY) return;  // nothing was summed up
+  if (before == -INFINITY) return;  // there are no sums yet
   const vf shrink = power_of_two(kPowers5, splat(before - peak));
   sums.total[row] *= shrink;
   for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
 }
 
-// Puts scaled and capped scores of a row in their place.
+// Scales and caps the scores of a row in place.
 inline void scale_scores(float* scores, const Params& params) {
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     const vf x = load(scores + j) * splat(params.scaling);
@@ -34,7 +34,7 @@ inline void scale_scores(float* scores, const Params& params) {
   }
 }
 
-// Replaces scores of keys that are not seen.
+// Replaces scores of masked keys.
 inline void mask_scores(float* scores, const Span& seen) {
   const vi from = static_cast<int32_t>(seen.from) - vi{}, to = static_cast<int32_t>(seen.to) - vi{};
   vi key = lanes();
@@ -42,19 +42,19 @@ inline void mask_scores(float* scores, const Span& seen) {
     if (j < seen.from || j + kLanes > seen.to) store(scores + j, (key >= from) & (key < to) ? load(scores + j) : splat(-INFINITY));
 }
 
-// Turns the scores of row `row` of the task, which are those of row `at` of the scratch, into weights: of the tile the row sees the
-// keys of `seen`, one at least.
+// Replaces scores by weights, for row `row` of the task and row `at` of the scratch. `seen` are the visible keys of the tile, at
+// least one.
 template <class Tiles>
 void weigh(Scratch& s, int64_t row, int64_t at, const Span& seen, const Params& params, int64_t value_size) {
   float* scores = s.weights[at];
-  const bool scaled = params.softcap != 0.0f || params.scaling <= 0.0f;  // else the largest is so after scaling, too
+  const bool scaled = params.softcap != 0.0f || params.scaling <= 0.0f;  // otherwise the largest score stays the largest after scaling
   const vf scale = splat(scaled ? kLog2E : params.scaling * kLog2E);
   if (scaled) scale_scores(scores, params);
   if (seen.from > 0 || seen.to < kKeys) mask_scores(scores, seen);
   vf x[kTileVectors], best = splat(-INFINITY);
   for (int v = 0; v < kTileVectors; ++v) {
     x[v] = load(scores + v * kLanes);
-    best = max(x[v], best);  // passes over what is no number
+    best = max(x[v], best);  // ignores NaN
   }
   Sums& sums = s.part;
   best *= scale;

@@ -1,4 +1,4 @@
-// Memory for rows of numbers, kept from step to step.
+// Memory for rows of numbers that is reused from step to step.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace penstock {
 
-inline int64_t padded(int64_t width) { return width + 16; }  // rows a power of two apart would share cache sets
+inline int64_t padded(int64_t width) { return width + 16; }  // rows at distances of a power of two would share cache sets
 
 class Buffer {
  public:
-  // At least `rows` rows of `width` numbers, each padded. What was in it is lost when it grows.
+  // Makes room for at least `rows` rows of `width` numbers, each padded. The content is lost when the buffer grows.
   void resize(int64_t rows, int64_t width) {
     stride_ = padded(width);
     const size_t bytes = (static_cast<size_t>(rows * stride_) * sizeof(float) + 63) / 64 * 64;

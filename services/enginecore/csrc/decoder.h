@@ -1,5 +1,5 @@
-// A whole forward pass of a decoder, as one program: layers are norm, attention with rotary halves, add, norm, gated MLP or mixture of
-// experts, add, and norms of what is added where a model has them.
+// Forward pass of a decoder as one program. A layer is norm, attention with rotary embedding, add, norm, gated MLP or mixture of
+// experts, and add. Some models also norm the outputs before they are added.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ inline void rotate(float* x, const float* cosines, const float* sines, int64_t s
   }
 }
 
-// In place.
+// Applies the soft cap in place.
 inline void cap(float* x, int64_t n, float cap) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i), cap));
@@ -109,11 +109,11 @@ class Decoder {
   }
 
  protected:
-  // What the last layer put out for a row of the logits of the last step.
+  // Returns the last layer's output for a row of the last step's logits.
   const float* state(int64_t row) const { return states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden; }
 
  private:
-  // What stays the same in all calls of a step.
+  // Prepares data that stays the same in all calls of a step.
   void begin(const Step& step) {
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
@@ -148,7 +148,7 @@ class Decoder {
     }
   }
 
-  // The part has `rows` rows at most.
+  // Plans the adapters of a part with at most `rows` rows.
   void plan_adapters(int part, int64_t rows) {
     int64_t width = 0;
     for (const Segment& of : adapted_[part]) width = std::max(width, of.width);
@@ -202,7 +202,7 @@ class Decoder {
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
 
-  // What the first layer of an EAGLE head gets.
+  // Computes the first layer's input in an EAGLE head.
   bool fuse(Cursor& cursor) {
     const Linear& fc = model_.fusion.fc;
     if (!each_token(cursor, kAll, [this](int64_t t) { put_both(t); })) return false;
@@ -215,7 +215,7 @@ class Decoder {
     });
   }
 
-  // A token's embedding and what goes into `fc` beside it, or without it; or the states that need none.
+  // Writes a token's embedding with or without the other input of `fc`, or states that need no `fc`.
   void put_both(int64_t token) {
     const Fusion& f = model_.fusion;
     const int64_t n = model_.hidden;
@@ -232,7 +232,7 @@ class Decoder {
     else if (splits(f.fc)) split_row(f.fc, step_.states + token * f.fc.k, parts_.row(token));
   }
 
-  // Puts the normed state behind the embedding, for `linear`.
+  // Writes the normed state after the embedding, for `linear`.
   void norm_both(int64_t token, const Linear& linear) {
     const int64_t n = model_.hidden;
     float *to = both_.row(token) + n, *x = step_.x + token * n;
@@ -243,18 +243,18 @@ class Decoder {
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
 
-  // The input of an MLP that is computed elsewhere.
+  // Writes the input of an MLP that is computed outside of the kernels.
   void give_mlp(Cursor& cursor, size_t index) {
     const int part = part_of(index);
     each_token(cursor, part, [&](int64_t t) { norm_state(part, t, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden); });
   }
 
-  // And what became of it.
+  // Adds the output of an MLP that was computed outside of the kernels.
   bool take_mlp(Cursor& cursor, size_t index) {
     return add(cursor, part_of(index), layers_[index].mlp_out_norm, [this]() -> const float* { return step_.mlp_output; });
   }
 
-  // What `from` gives, normed where `norm` is not null, to the hidden states.
+  // Adds the rows of `from` to the hidden states, normed if `norm` is not null.
   template <class From>
   bool add(Cursor& cursor, int part, const float* norm, const From& from) {
     return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, norm); });
@@ -270,7 +270,7 @@ class Decoder {
     for (int64_t i = 0; i < n; ++i) to[i] += norm[i] * (from[i] * scale);
   }
 
-  // Leaves out attention of which nothing is wanted.
+  // Removes attention tasks whose outputs are not needed.
   void leave_out(AttentionPlan& plan) {
     wanted_before_.assign(step_.num_tokens + 1, 0);
     for (int64_t i = 0; i < step_.num_rows; ++i) wanted_before_[step_.rows[i] + 1] = 1;
@@ -283,7 +283,7 @@ class Decoder {
     std::erase_if(plan.merges, idle);
   }
 
-  // Behind its attention the last layer has no more tokens than the logits need, unless all states are kept.
+  // Selects the tokens that the logits need. After its attention the last layer computes only these, unless all states are kept.
   bool gather(Cursor& cursor) {
     return cursor(num_gathered_, [this](int64_t i) {
       const int64_t token = step_.rows[i];
@@ -292,15 +292,15 @@ class Decoder {
     });
   }
 
-  // `task` for some tokens at a time, from one to before another: of many those whose keys lie together, whose lines of memory one
-  // thread should write.
+  // Runs `task` for ranges of tokens. If there are many, a range holds keys that are stored together, because one thread should
+  // write their cache lines.
   template <class Task>
   bool some_tokens(Cursor& cursor, int part, const Task& task) {
     const int64_t tokens = counts_[part], some = tokens >= kManyTokens ? kChunk : kRowTask;
     return cursor((tokens + some - 1) / some, [&](int64_t index) { task(index * some, std::min(tokens, (index + 1) * some)); });
   }
 
-  // `task` for each token.
+  // Runs `task` for each token.
   template <class Task>
   bool each_token(Cursor& cursor, int part, const Task& task) {
     return some_tokens(cursor, part, [&](int64_t first, int64_t end) {
@@ -314,7 +314,7 @@ class Decoder {
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
-  // Of rows that are multiplied with `linear` next.
+  // Norms rows that are multiplied by `linear` next.
   bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
     return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
   }
@@ -324,7 +324,7 @@ class Decoder {
     if (splits(linear)) split_row(linear, normed_.row(token), parts_.row(token));
   }
 
-  // What comes into a layer, where it is asked for.
+  // Copies the input of a layer if it was requested.
   void give_hidden(size_t layer, int64_t token) const {
     const int64_t n = model_.hidden;
     for (int64_t i = 0; i < step_.num_kept; ++i) {
@@ -333,19 +333,20 @@ class Decoder {
     }
   }
 
-  // Whether something of media is added before a layer: behind the one before it.
+  // Returns whether deepstack embeddings are added before a layer, which is after the previous layer.
   bool is_deep(size_t layer) const { return layer > 0 && static_cast<int64_t>(layer) <= step_.num_deepstack; }
   void add_deepstack(size_t layer, int64_t token, float* to) const {
     add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, nullptr);
   }
 
-  // Rows that no token's task of its own has put there.
+  // Splits rows into parts that no task per token has split.
   template <class From>
   bool split(Cursor& cursor, int part, const From& from, const Linear& linear) {
     return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // What adapters make of rows that are multiplied next, at `place` among an adapter's updates. `rounded`: the rows are bfloat16.
+  // Computes the adapters' small sums of rows that are multiplied next, for the update at `place`. `rounded` means that the rows
+  // are bfloat16.
   template <class From>
   bool shrink(Cursor& cursor, int part, const From& from, int64_t place, bool rounded = false) {
     return cursor(num_shrinkings_[part], [&](int64_t task) {
@@ -360,13 +361,13 @@ class Decoder {
     });
   }
 
-  // In a task of the product behind `shrink`.
+  // Returns the adapters of a product, for use in tasks after `shrink`.
   LowRank low_rank(int part, int64_t place) const {
     return {adapted_[part].data(), static_cast<int64_t>(adapted_[part].size()), place, shrunk_.data(), shrunk_.stride()};
   }
 
-  // `from` and `output` say in a task where the rows are and where the sums go. `split`: the rows were split. `place`: what adapters
-  // have for it, kNone for nothing.
+  // Computes a product. In a task, `from` and `output` return the address of the rows and of the sums. `split` means that the rows
+  // were split. `place` is the adapters' update, or kNone.
   template <class From, class Where>
   bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, int64_t place, bool split = true) {
     const Blocks blocks(counts_[part], linear.n);
@@ -379,15 +380,15 @@ class Decoder {
     });
   }
 
-  // Where a layer's attention or MLP puts what it adds: of several ranks one adds to what was there, and the others put their parts in
-  // its place. What is normed first goes elsewhere.
+  // Returns the destination of the output of attention or MLP that is added to the hidden states. With several ranks, one rank adds
+  // its part to the hidden states and the others overwrite theirs. Outputs that are normed first go to another buffer.
   Output residual(int part, const Linear& linear, const float* norm) {
     const Epilogue put = norm == nullptr && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
     return {residual_rows(part, norm), model_.hidden, linear.bias, model_.hidden, put};
   }
   float* residual_rows(int part, const float* norm) { return norm == nullptr ? states_[part] : added_.data(); }
 
-  // Behind the product of `residual`.
+  // Completes the addition after the product of `residual`.
   bool settle(Cursor& cursor, size_t sum, int part, const float* norm) {
     if (!add_up(cursor, sum, part, norm)) return false;
     return norm == nullptr || add(cursor, part, norm, [this]() -> const float* { return added_.data(); });
@@ -432,7 +433,7 @@ class Decoder {
     const auto gated = [this]() -> const Buffer& { return gated_; };
     const Epilogue gate = model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
     if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
-    const bool rounded = rounds(l.down);  // as the product before puts them out
+    const bool rounded = rounds(l.down);  // the format of the previous product's output
     if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate, nullptr, rounded}; },
@@ -445,7 +446,7 @@ class Decoder {
     return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
   }
 
-  // Routes tokens to experts, whose outputs are weighted and added in the order of the routing.
+  // Routes tokens to experts. The outputs are weighted and added in the order of the routing.
   bool mix(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const Mixture& mixture = l.mixture;
@@ -465,7 +466,7 @@ class Decoder {
     });
   }
 
-  // The sum of the ranks' parts of the hidden states, by one thread.
+  // Sums the ranks' parts of the hidden states, on one thread.
   bool add_up(Cursor& cursor, size_t index, int part, const float* norm) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
@@ -476,7 +477,7 @@ class Decoder {
     });
   }
 
-  // Norms and rotates queries and keys of tokens first..end, and puts their keys and values into the cache.
+  // Norms and rotates queries and keys of tokens first..end, and writes their keys and values into the cache.
   void keep(size_t index, int64_t first, int64_t end) {
     const Model& m = model_;
     const Layer& l = layers_[index];
@@ -505,7 +506,7 @@ class Decoder {
 
   void logits(Cursor& cursor) {
     const int64_t rows = num_rows_;
-    if (rows == 0 || model_.head.n == 0) return;  // of a pipeline the last stage alone has a head
+    if (rows == 0 || model_.head.n == 0) return;  // only the last pipeline stage has a head
     const Linear& head = model_.head;
     if (!cursor(rows, [&](int64_t row) {
           norm_state(kLast, gathered_ ? row : step_.rows[row], model_.final_norm, normed_.row(row));
@@ -526,11 +527,11 @@ class Decoder {
     if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
-  enum { kAll, kLast, kHead };            // tokens of a step; those that the last layer has behind its attention; that get logits
-  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // of an adapter's updates in a layer
+  enum { kAll, kLast, kHead };            // tokens of a step; of the last layer after its attention; that get logits
+  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // updates of an adapter in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 22;      // of a layer, sums over ranks, of adapters and splitting of inputs among them
-  static constexpr int64_t kRowTask = 4;  // tokens of a task that is done token by token
+  static constexpr int kPhases = 22;      // per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int64_t kRowTask = 4;  // tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
@@ -539,27 +540,27 @@ class Decoder {
   std::vector<Layer> layers_;
   Step step_{};
   Count first_, last_layer_, num_embedded_, num_fused_;  // of this call
-  Count num_deep_;                 // tokens to which rows of media are added behind the last layer
+  Count num_deep_;                 // tokens to which deepstack embeddings are added after the last layer
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
-  float* states_[2] = {};          // the hidden states
-  const Buffer* heads_[2] = {};    // what the heads put out
+  float* states_[2] = {};          // hidden states
+  const Buffer* heads_[2] = {};    // outputs of the attention heads
   bool gathered_ = false;          // whether the last layer has fewer tokens
   int64_t parts_width_ = 0;        // floats of the widest row in parts
-  int64_t gated_width_ = 0;        // and of the widest of those between gate and down, some of which are in parts
+  int64_t gated_width_ = 0;        // the same for rows between gate and down
   Buffer qkv_, normed_, attended_, gated_, parts_;
-  bool norms_ = false;             // what some layers add is normed
+  bool norms_ = false;             // some layers norm their outputs
   bool mixes_ = false;             // some layers have experts
   Mixing mixing_;
-  std::vector<float> added_;       // what a layer is about to add
-  std::vector<float> last_;        // the states and, in `kept_`, heads of tokens whose logits are wanted
+  std::vector<float> added_;       // values that a layer is about to add
+  std::vector<float> last_;        // states and, in `kept_`, heads of tokens that need logits
   Buffer kept_;
   AttentionPlan plans_[2];
-  Buffer both_;                    // of a head's tokens the embedding and the state, or both of them normed
-  Buffer segments_;                // sums of attention by segments
+  Buffer both_;                    // embedding and state of an EAGLE head's tokens, or both normed
+  Buffer segments_;                // attention sums by segment
   std::vector<int64_t> wanted_before_;
   std::vector<Segment> adapted_[3];  // rows with adapters
   Shrinking shrinkings_[3];
-  Buffer shrunk_;                  // what their A make of the rows of one product
+  Buffer shrunk_;                  // small sums of the rows of one product
   int64_t shrunk_width_ = 0;
 };
 

@@ -1,8 +1,8 @@
-// Sums and gathers among processes of one host, in memory that they share.
+// Sums and gathers among processes of one host, in shared memory.
 //
-// Each process has a counter and two slots. A piece is put into the own slot, then the counter says so; whoever has seen all counters
-// reads all slots, in the order of their processes, so that everybody gets the same bits. A slot is written again two pieces later: a
-// counter that has come to the piece between says that its process has read the one before.
+// Each process has a counter and two slots. It writes a piece into its slot and then advances the counter. A process that has seen
+// all counters reads all slots in the order of their processes, so that all processes get identical bits. A slot is reused two
+// pieces later: when a process's counter has reached the piece in between, that process has read the previous one.
 
 #include "exchange.h"
 
@@ -43,7 +43,7 @@ bool reached(const uint32_t* counter, uint32_t number) {
   return static_cast<int32_t>(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - number) >= 0;
 }
 
-// Until the counter of another process has reached `number`.
+// Waits until the counter of another process has reached `number`.
 void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   uint32_t* counter = exchange.counter(of);
   for (int64_t until = penstock::nanoseconds() + kSpin; penstock::nanoseconds() < until;) {
@@ -62,7 +62,7 @@ void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-// The own slot holds the piece of this number.
+// Announces that the own slot holds piece `number`.
 void tell(const Exchange& exchange, uint32_t number) {
   uint32_t* counter = exchange.counter(exchange.rank);
   __atomic_store_n(counter, number, __ATOMIC_SEQ_CST);
@@ -87,7 +87,7 @@ float from_bfloat16(uint16_t bits) {
   return number;
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 uint16_t to_bfloat16(float number) {
   uint32_t wide;
   std::memcpy(&wide, &number, sizeof wide);

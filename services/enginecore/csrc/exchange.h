@@ -1,4 +1,4 @@
-// Sums and gathers among processes of one host, in memory that they share. Linux alone has them.
+// Sums and gathers among processes of one host, in shared memory. Only available on Linux.
 #pragma once
 
 #include <chrono>
@@ -18,11 +18,12 @@ inline int64_t nanoseconds() {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `base`: a line for each of `size` processes, then two slots of `piece` bytes for each; zeros at first. `kind`: 0 for float32, 1 for
-// bfloat16. Sums `data` of all processes, in place. All call the same in the same order.
+// Sums `data` of all processes in place. `base` is the shared memory: one cache line for each of `size` processes, then two slots
+// of `piece` bytes for each, all zeros at first. `kind` is 0 for float32 and 1 for bfloat16. All processes call the functions in
+// the same order.
 void penstock_all_reduce(void* base, int64_t rank, int64_t size, int64_t piece, void* data, int64_t count, int64_t kind);
 
-// `out`: the `bytes` of each process, one behind the other.
+// Gathers `bytes` of each process into `out`, in the order of the processes.
 void penstock_all_gather(void* base, int64_t rank, int64_t size, int64_t piece, const void* data, void* out, int64_t bytes);
 
 }  // extern "C"

@@ -1,11 +1,11 @@
 // Products with weights packed in panels.
 //
-// A panel holds kPanel output features, two vectors, of all inputs: [k][kPanel], so that a product reads it from one end to
-// the other; of bfloat16 [k / 2][kPanel][2] and of 8-bit integers [k / 4][kPanel][4], with zeros at the end, so that those of an
-// output feature fill its lane. A register tile multiplies up to kTile rows with it. Every number of the output is one sum over k
-// in order, whatever the tile: a row's result does not depend on how many rows are computed beside it. Weights that bfloat16 holds
-// without loss are kept in it, which is half the memory to read, and those that are 8-bit integers times a number per output
-// feature as such integers, which is a quarter; sums are floats all the same.
+// A panel holds kPanel output features (two vectors) for all inputs, [k][kPanel], so that a product reads it sequentially. For
+// bfloat16 it is [k / 2][kPanel][2] and for 8-bit integers [k / 4][kPanel][4], padded with zeros, so that the elements of an output
+// feature fill its lane. A register tile multiplies up to kTile rows by it. Each output is one sum over k in order, for any tile,
+// so a row's result does not depend on the other rows. Weights that bfloat16 represents exactly are stored as bfloat16, which
+// halves the memory to read. Weights that are 8-bit integers times a factor per output feature are stored as integers, a quarter of
+// the memory. Sums are always floats.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +29,9 @@ namespace penstock {
 
 enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
-// What a product does with its sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates
-// and one of ups, out = silu(gate) * up. kGelu: the same with gelu. `rounded`: which the next product reads as it is put there, in
-// one part. `low_rank`: what adapters add to the sums, null for nothing.
+// Use of a product's sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates and one of ups,
+// and out = silu(gate) * up. kGelu: the same with gelu. `rounded` means that the output is stored as the next product's input in
+// one part. `low_rank` are the adapters, or null.
 struct Output {
   float* out;
   int64_t stride;
@@ -43,25 +43,25 @@ struct Output {
   const LowRank* low_rank = nullptr;
 };
 
-constexpr int64_t kPrefetch = 4096;  // bytes ahead of those that are multiplied
+constexpr int64_t kPrefetch = 4096;  // bytes ahead of the product
 
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// Inputs whose weights lie together.
+// Inputs of an output feature whose weights are stored together.
 template <class Weight>
 constexpr int64_t kTogether = sizeof(float) / sizeof(Weight);
 
-// Panels have a multiple of so many inputs.
+// Inputs of a panel are padded to a multiple of this number.
 template <class Weight>
 constexpr int64_t kFilledTo = sizeof(Weight) == 2 ? std::max(kBlockInputs, kTogether<Weight>) : kTogether<Weight>;
 
-// Numbers of a panel.
+// Returns the elements of a panel.
 template <class Weight>
 int64_t panel_size(int64_t k) {
   return kPanel * ((k + kFilledTo<Weight> - 1) / kFilledTo<Weight> * kFilledTo<Weight>);
 }
 
-// The weights of an output feature and of inputs that lie together, as floats: left and right vector of each input.
+// Weights of an output feature for inputs that are stored together, as floats: left and right vector of each input.
 template <class Weight>
 struct Weights {
   explicit Weights(const Weight* from) {
@@ -101,7 +101,7 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
-// Of gated panels. Apart from `finish`, which is to be small enough to be a part of each tile.
+// Finishes gated panels. A separate function keeps `finish` small enough to be inlined in each tile.
 __attribute__((noinline)) inline void finish_gated(const vf (*sums)[2], int rows, const Output& output, int64_t row, int64_t panel) {
   for (int i = 0; i < rows; ++i) {
     const vf y = (output.epilogue == Epilogue::kGelu ? gelu(sums[i][0]) : silu(sums[i][0])) * sums[i][1];
@@ -120,7 +120,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
   if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
-    vf gated[kRows][2];  // a copy, so that sums of other products need not be in memory
+    vf gated[kRows][2];  // a copy, so that sums of other products can stay in registers
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) gated[i][0] = sums[i][0], gated[i][1] = sums[i][1];
     return finish_gated(gated, kRows, output, row, panel);
@@ -140,7 +140,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
     }
     return;
   }
-  float last[kRows][kPanel];  // a copy as well
+  float last[kRows][kPanel];  // a copy for the same reason
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) store(last[i], sums[i][0]), store(last[i] + kLanes, sums[i][1]);
   for (int i = 0; i < kRows; ++i) {
@@ -152,7 +152,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
   }
 }
 
-// Of rows some of which may have adapters: sums that are in memory, apart from tiles.
+// Finishes rows of which some may have adapters. Their sums are in memory, not in registers.
 template <int kRows>
 __attribute__((noinline)) void finish_adapted(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   float* first = reinterpret_cast<float*>(sums);
@@ -180,7 +180,8 @@ __attribute__((always_inline)) inline void finish_tile(vf (&sums)[kRows][2], con
   }
 }
 
-// Rows `row` .. `row + kRows` of `a` times one panel. `kAdapted`: some rows may have adapters, whose memory is asked for meanwhile.
+// Multiplies rows `row` .. `row + kRows` of `a` by one panel. With `kAdapted`, some rows may have adapters, whose memory is
+// prefetched.
 template <class Weight, bool kAdapted, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
@@ -201,7 +202,7 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
   };
   int64_t j = 0;
   if constexpr (kAdapted) {
-    constexpr int64_t kSome = 16 * kStep;  // inputs: the loop over them has no register left
+    constexpr int64_t kSome = 16 * kStep;  // inputs: no register is left for a loop over them
     Pieces<kRows> pieces(*output.low_rank, row, panel);
     while (j + kStep <= k) {
       pieces.ask(kSome);
@@ -223,13 +224,13 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
-// The same of rows of one part.
+// Multiplies rows of one part, like `tile`.
 template <bool kAdapted, int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
   vf sums[kRows][2];
   clear(sums);
-  const uint32_t* rows[kRows];  // of pairs
+  const uint32_t* rows[kRows];  // rows of pairs
   for (int i = 0; i < kRows; ++i) rows[i] = reinterpret_cast<const uint32_t*>(a + (row + i) * stride);
   const uint16_t* b = static_cast<const uint16_t*>(packed) + panel * panel_size<uint16_t>(k);
   for (int64_t j = 0; j < whole_blocks(k) / 2; ++j, b += 2 * kPanel) {
@@ -247,8 +248,8 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
 }
 #endif
 
-// Rows of the largest tile, by what the weights are. Sixteen registers have no room for the weights of two inputs beside the sums of
-// more than four rows.
+// Rows of the largest tile, by dtype of the weights. With sixteen registers, weights of two inputs and sums of more than four rows
+// do not fit.
 constexpr int64_t most_rows(int64_t kind) { return kind == kBfloat16 && kTile < 8 ? 4 : kTile; }
 
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
@@ -261,7 +262,7 @@ template <bool kAdapted>
 constexpr auto kTilesOf = std::array{tiles<float, kAdapted>(std::make_integer_sequence<int, kTile>{}),
                                      tiles<uint16_t, kAdapted>(std::make_integer_sequence<int, kTile>{}),
                                      tiles<int8_t, kAdapted>(std::make_integer_sequence<int, kTile>{})};
-// By whether rows may have adapters, by what the weights are, then by rows.
+// Tile functions by whether rows may have adapters, by dtype of the weights, and by rows.
 constexpr auto kTiles = std::array{kTilesOf<false>, kTilesOf<true>};
 
 #if defined(PENSTOCK_AVX512_BF16)
@@ -273,7 +274,7 @@ constexpr auto kPairTiles = std::array{pair_tiles<false>(std::make_integer_seque
                                        pair_tiles<true>(std::make_integer_sequence<int, kTile>{})};
 #endif
 
-// How a product of `rows` rows and `n` output features is cut into tasks of at most kBlockRows rows and `group` panels.
+// Division of a product of `rows` rows and `n` output features into tasks of at most kBlockRows rows and `group` panels.
 struct Blocks {
   Blocks(int64_t rows, int64_t n)
       : rows(rows), group(rows > kTile ? 2 : 1), groups((panels(n) + group - 1) / group), blocks((rows + kBlockRows - 1) / kBlockRows) {}
@@ -292,7 +293,7 @@ struct Blocks {
   int64_t rows, group, groups, blocks;
 };
 
-// Does the tasks of a product. `a`: rows as `put_row` puts them, `stride` floats apart.
+// Runs the tasks of a product. `a` has rows as `put_row` writes them, with a stride of `stride` floats.
 class Product {
  public:
   Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
@@ -305,10 +306,10 @@ class Product {
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
     if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
 #endif
-    const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of even sizes
+    const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of equal sizes
     const bool widen = linear_.kind == kInt8 && count > 1;
     if (widen) widen_integers(first_panel, last_panel);
-    const int64_t offset = first_panel * kPanel * linear_.k;  // of the panels that were widened
+    const int64_t offset = first_panel * kPanel * linear_.k;  // of the panels that were converted to floats
     const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
@@ -324,7 +325,7 @@ class Product {
     alignas(64) float sums[kStripRows * kPanel];
     MatrixUnit unit;
     const int64_t blocks = whole_blocks(linear_.k) / kBlockInputs;
-    const int64_t count = (end - start + kStripRows - 1) / kStripRows;  // strips of even sizes
+    const int64_t count = (end - start + kStripRows - 1) / kStripRows;  // strips of equal sizes
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
@@ -353,7 +354,7 @@ class Product {
 
   bool has_adapters(int64_t from, int64_t to) const { return output_.low_rank != nullptr && output_.low_rank->has(from, to); }
 
-  // Panels of floats, made once for all tiles of a task.
+  // Returns memory for panels of floats, which are converted once for all tiles of a task.
   static std::vector<float>& wide_panels() {
     static thread_local std::vector<float> panels;
     return panels;

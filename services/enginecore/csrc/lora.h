@@ -1,11 +1,10 @@
-// What adapters add to products (LoRA; Hu et al., 2021): rows of a segment have x A^T B^T besides x W^T, with A [rank, k] and
-// B [n, rank] of its adapter.
+// LoRA adapters (Hu et al., 2021): rows of a segment get x W^T + x A^T B^T, with A [rank, k] and B [n, rank] of its adapter.
 //
-// A phase before the product makes the small sums h = x A^T. A is kept in groups of kGroupRanks rows whose inputs lie beside each
-// other, so that a rank costs what it is. The tiles of the product, which read B in the order of W's panels and ask for it while they
-// multiply with W, add h B^T to their sums behind the last of these, before bias and epilogue: in one place for weights of all
-// kinds and for all units. Weights that are merged for a product have one A, the rows of all their projections; a vector of output
-// features has sums of its own projection alone. Every number is one sum in one order, and rows without an adapter are left alone.
+// A phase before the product computes the small sums h = x A^T. A is stored in groups of kGroupRanks rows with interleaved inputs,
+// so that the cost is proportional to the rank. The tiles of the product read B in the order of W's panels and prefetch it while
+// they multiply by W. They add h B^T to their sums last, before bias and epilogue, in one place for all kinds of weights and units.
+// Weights that are merged for a product have one A with the rows of all projections, and a vector of output features uses only the
+// sums of its own projection. Each output is one sum in one order, and rows without an adapter are unchanged.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +21,9 @@ namespace penstock {
 
 constexpr int64_t kGroupRanks = 4;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kAheadBytes = 4096;  // of A, ahead of what is multiplied
+constexpr int64_t kAheadBytes = 4096;  // bytes of A to prefetch
 
-// The sum of the lanes, half by half.
+// Returns the sum of the lanes, by adding halves.
 template <int kAway = kLanes / 2>
 inline float halved_sum(vf v) {
   v += exchanged<kAway>(v, std::make_integer_sequence<int, kLanes>{});
@@ -32,7 +31,7 @@ inline float halved_sum(vf v) {
   else return v[0];
 }
 
-// Two vectors; of bfloat16 in pairs of a lane.
+// Loads two vectors; for bfloat16 from the pairs of a lane.
 inline void load_two(const float* from, vf& first, vf& second) { first = load(from), second = load(from + kLanes); }
 inline void load_two(const uint16_t* from, vf& first, vf& second) {
   const vu pairs = load_pairs(from);
@@ -44,7 +43,7 @@ inline vf load_input(const uint16_t* x) {
   return reinterpret_cast<vf>(__builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(x), vu) << 16);
 }
 
-// `count` of a vector's inputs, and zeros.
+// Loads `count` inputs of a vector and fills the rest with zeros.
 template <class Input>
 inline vf load_some(const Input* x, int64_t count) {
   if (count >= kLanes) return load_input(x);
@@ -53,10 +52,10 @@ inline vf load_some(const Input* x, int64_t count) {
   return load_input(some);
 }
 
-// Rows of inputs times a group of A's rows.
+// Multiplies rows of inputs by a group of A's rows.
 template <class Weight, class Input, int kRows, int kRanks>
 void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t k, float* out, int64_t out_stride) {
-  constexpr int64_t kBlock = kRanks * 2 * kLanes;  // numbers of the group that lie together
+  constexpr int64_t kBlock = kRanks * 2 * kLanes;  // elements of the group that are stored together
   vf sums[kRows][kRanks] = {};
   const auto add = [&](const vf (&inputs)[kRows][2]) {
 #pragma GCC unroll 4
@@ -95,7 +94,7 @@ void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t
   }
 }
 
-// Of some rows, groups `first` to before `end` of A.
+// Computes small sums of some rows, for groups `first` to before `end` of A.
 template <class Weight, class Input, int kRows>
 void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t first, int64_t end, float* out, int64_t out_stride) {
   static_assert(kGroupRanks == 4);
@@ -111,7 +110,7 @@ void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t f
   }
 }
 
-constexpr int kShrinkRows = kTile < 8 ? 2 : 4;  // sixteen registers have room for the sums of two rows
+constexpr int kShrinkRows = kTile < 8 ? 2 : 4;  // sixteen registers hold the sums of two rows
 
 template <class Weight, class Input>
 void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
@@ -122,7 +121,7 @@ void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& updat
   for (; row < rows; ++row) shrink_rows<Weight, Input, 1>(x + row * stride, stride, update, first, end, out + row * out_stride, out_stride);
 }
 
-// `out` [rows, rank]: of rows of inputs, floats or bfloat16, what groups `first` to before `end` of A make of them.
+// Computes small sums `out` [rows, rank] of rows of inputs, floats or bfloat16, for groups `first` to before `end` of A.
 template <class Input>
 void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
             int64_t out_stride) {
@@ -130,7 +129,8 @@ void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, 
   else shrink_by<float>(x, stride, rows, update, first, end, out, out_stride);
 }
 
-// Adds a vector of output features of some rows, from their `rank` sums: those of even places to what is there, those of odd ones apart.
+// Adds a vector of output features of some rows from their `rank` sums. Sums of even index are added to the output directly, and
+// those of odd index separately.
 template <class Weight, int kRows>
 void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t rank, float* out) {
   vf both[kRows][2];
@@ -159,8 +159,8 @@ void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t ran
 
 template <class Weight>
 void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, int64_t rank, float* out) {
-  constexpr int kMost = kTile < 8 ? 6 : 8;  // of whose sums there is room in registers
-  if (rows > kMost) {  // evenly
+  constexpr int kMost = kTile < 8 ? 6 : 8;  // rows whose sums fit in registers
+  if (rows > kMost) {  // divide evenly
     const int64_t half = (rows + 1) / 2;
     expand(sums, stride, half, b, rank, out);
     return expand(sums + half * stride, stride, rows - half, b, rank, out + half * kPanel);
@@ -177,7 +177,7 @@ void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, in
   }
 }
 
-// B of a vector of output features: `rank` is 0 where an update has nothing for it. They take sums from `first` on.
+// B for a vector of output features. It uses `rank` sums from `first` on. `rank` is 0 if the update does not change these features.
 struct Column {
   const char* b;
   int64_t first;
@@ -196,7 +196,7 @@ inline Column column_of(const Update& update, int64_t vector) {
   return {static_cast<const char*>(piece.b) + place * bytes, piece.first, piece.rank, bytes};
 }
 
-// What adapters add to the product at `place`: `sums` [rows, ranks] are there. Segments are in order.
+// Adapters of the product at `place`, with small sums `sums` [rows, ranks]. Segments are in order.
 struct LowRank {
   const Segment* segments;
   int64_t count;
@@ -204,7 +204,7 @@ struct LowRank {
   const float* sums;
   int64_t stride;
 
-  // `task` for each segment with some of the rows `row` to before `end`, and the update that it has.
+  // Calls `task` for each segment with rows in `row` to before `end`, and its update.
   template <class Task>
   void each(int64_t row, int64_t end, const Task& task) const {
     const Segment* segment = std::partition_point(segments, segments + count, [row](const Segment& of) { return of.end <= row; });
@@ -213,14 +213,14 @@ struct LowRank {
         task(update, std::max(row, segment->first), std::min(end, segment->end));
   }
 
-  // Whether one of the rows has an update here.
+  // Returns whether one of the rows has an update here.
   bool has(int64_t row, int64_t end) const {
     bool found = false;
     each(row, end, [&](const Update&, int64_t, int64_t) { found = true; });
     return found;
   }
 
-  // To `to` [rows, kPanel], numbers of `panel` of the rows `row` to before `end`.
+  // Adds the outputs for `panel` of the rows `row` to before `end` to `to` [rows, kPanel].
   __attribute__((noinline)) void add(float* to, int64_t row, int64_t end, int64_t panel) const {
     each(row, end, [&](const Update& update, int64_t from, int64_t until) {
       for (int64_t half = 0; half < 2; ++half) {
@@ -235,7 +235,7 @@ struct LowRank {
   }
 };
 
-// The memory that adapters of `kRows` rows are read from for a panel.
+// Memory of the adapters of `kRows` rows for a panel.
 template <int kRows>
 class Pieces {
  public:
@@ -246,7 +246,7 @@ class Pieces {
     });
   }
 
-  // Asks for the next `lines` of it.
+  // Prefetches the next `lines` of it.
   void ask(int64_t lines) {
     while (lines > 0 && next_ < count_) {
       auto& [from, end] = pieces_[next_];
@@ -260,18 +260,18 @@ class Pieces {
     const char* from;
     const char* end;
   };
-  Piece pieces_[2 * kRows];  // a segment has one row at least
+  Piece pieces_[2 * kRows];  // a segment has at least one row
   int64_t count_ = 0, next_ = 0;
 };
 
-// Cuts the making of the small sums of some segments into tasks.
+// Division of the computation of small sums into tasks.
 class Shrinking {
  public:
   struct Task {
     int64_t segment, first, end, share, shares;
   };
 
-  // For `threads` threads.
+  // Divides the work for `threads` threads.
   void cut(const std::vector<Segment>& segments, int threads) {
     tasks_.clear();
     int64_t blocks = 0;
@@ -285,7 +285,7 @@ class Shrinking {
 
   int64_t size() const { return static_cast<int64_t>(tasks_.size()); }
 
-  // `from`: rows of inputs, `stride` apart; `out`: rows of sums.
+  // Runs a task. `from` are rows of inputs with a stride of `stride`, and `out` are rows of sums.
   template <class Input>
   void operator()(int64_t index, const std::vector<Segment>& segments, int64_t place, const Input* from, int64_t stride, float* out,
                   int64_t out_stride) const {
@@ -298,11 +298,11 @@ class Shrinking {
   }
 
  private:
-  static constexpr int64_t kRows = 16;  // of a task
+  static constexpr int64_t kRows = 16;  // rows of a task
   std::vector<Task> tasks_;
 };
 
-// Rows that were taken from tokens: which of those `rows` [count] have an adapter of `segments`, `total` of them.
+// Returns the segments of selected rows: those of the tokens `rows` [count] that have an adapter in `segments`, `total` of them.
 inline void take_segments(const Segment* segments, int64_t total, const int64_t* rows, int64_t count, std::vector<Segment>& taken) {
   taken.clear();
   if (total == 0) return;

@@ -1,4 +1,4 @@
-// The experts of a decoder's layers: which tokens go to which, their products, and the sums of what they put out.
+// Mixtures of experts in a decoder's layers: routing of tokens, products of experts, and weighted sums.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,13 @@
 
 namespace penstock {
 
-// Layers use it one after the other. A (token, expert) pair is a row; rows of an expert lie together, in the order of the tokens. How
-// many tasks a layer has is known when its tokens are routed, and is kept by layer: a thread that comes late may ask for a layer's
-// when others have long gone on.
+// Mixture of experts, used by one layer after another.
+//
+// A (token, expert) pair is a row. Rows of an expert are contiguous, in the order of the tokens. The number of a layer's tasks is
+// known when its tokens are routed, and is stored per layer, because a late thread may ask for it when other threads have moved on.
 class Mixing {
  public:
-  // What all layers need at most.
+  // Determines the largest sizes over all layers.
   void measure(const std::vector<Layer>& layers) {
     counts_.reset(new LayerCounts[layers.size()]);
     for (const Layer& layer : layers) {
@@ -52,7 +53,7 @@ class Mixing {
     route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
   }
 
-  // Gives each pair its row, and cuts the products into tasks.
+  // Assigns a row to each pair, and divides the products into tasks.
   void plan(const Mixture& mixture, size_t layer, int64_t tokens) {
     const int64_t count = tokens * mixture.top;
     std::fill(ends_.begin(), ends_.end(), 0);
@@ -89,7 +90,7 @@ class Mixing {
   int64_t num_splits(size_t layer) const { return counts_[layer].splits; }
   int64_t num_products(size_t layer, int which) const { return counts_[layer].products[which]; }
 
-  // Rows of inputs, from those of tokens.
+  // Copies the tokens' inputs to the rows.
   void copy(const Mixture& mixture, int64_t task, const Buffer& from) {
     each_row(task, [&](int64_t row) { put_row(mixture.gate_up[row_experts_[row]], from.row(pairs_[row] / mixture.top), inputs_.row(row)); });
   }
@@ -114,7 +115,8 @@ class Mixing {
              {outputs_.row(task.first), outputs_.stride(), linear.bias, linear.n, Epilogue::kStore});
   }
 
-  // Of a token's `n` numbers. They are in place of what its first expert put out. Products are rounded before they are added.
+  // Returns the weighted sum of a token's `n` elements, in the memory of its first expert's output. Products are rounded before
+  // they are added.
   const float* weighted_sum(const Mixture& mixture, int64_t token, int64_t n) {
     const int64_t first = token * mixture.top;
     float* sum = outputs_.row(places_[first]);
@@ -128,7 +130,7 @@ class Mixing {
   }
 
  private:
-  // A part of the product of an expert, whose rows begin with `first`.
+  // Part of an expert's product. The expert's rows begin at `first`.
   struct Task {
     int64_t expert, first, rows, part;
   };
@@ -136,7 +138,7 @@ class Mixing {
     Count copies, splits, products[2];
   };
 
-  // Apart from the addition, with which a compiler would make it one rounding.
+  // A separate function, so that compilers do not fuse it with the addition into a single rounding.
   __attribute__((noinline)) static void scale_row(float* x, float weight, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] *= weight;
   }
@@ -152,13 +154,13 @@ class Mixing {
   }
 
   static constexpr int64_t kRowTask = 4;
-  int64_t num_experts_ = 0, top_ = 0, input_width_ = 0, gated_width_ = 0, parts_width_ = 0;  // the most of a layer
+  int64_t num_experts_ = 0, top_ = 0, input_width_ = 0, gated_width_ = 0, parts_width_ = 0;  // maxima over layers
   Buffer logits_, inputs_, gated_, gated_parts_, outputs_;
   std::vector<int64_t> experts_;      // [tokens, top]
   std::vector<float> weights_;        // [tokens, top]
-  std::vector<int64_t> places_;       // the row of a pair
-  std::vector<int64_t> pairs_;        // the pair of a row
-  std::vector<int64_t> row_experts_;  // the expert of a row
+  std::vector<int64_t> places_;       // row of each pair
+  std::vector<int64_t> pairs_;        // pair of each row
+  std::vector<int64_t> row_experts_;  // expert of each row
   std::vector<int64_t> ends_;         // by expert
   std::vector<Task> tasks_[2];        // of gates and ups, and of down
   int64_t num_rows_ = 0;

@@ -1,18 +1,18 @@
-// What Python hands over. Every struct here has its twin in penstock_enginecore/native/ffi_structs.py.
+// Structs that Python passes to the kernels. penstock_enginecore/native/ffi_structs.py has the same structs.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
-constexpr int kChunk = 16;  // tokens of the KV cache that lie together: see attention.h
+constexpr int kChunk = 16;  // tokens of the KV cache that are stored together, see attention.h
 
-// What the numbers of a packed weight are.
+// Dtypes of packed weights.
 enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
 
-// y = x W^T + bias. `packed`: W in panels, see gemm.h, of `kind`. `scales` [n, whole panels]: what the integers of an output feature
-// are multiplied with; null for floats. `n` output features, `k` inputs, each in `parts` bfloat16 numbers where a matrix unit
-// multiplies, see parts.h; 0: as it is.
+// Linear layer y = x W^T + bias with `n` output features and `k` inputs. `packed` is W in panels (see gemm.h), with elements of
+// `kind`. `scales` [n, whole panels] are factors of the integers of an output feature, or null for floats. `parts` is the number of
+// bfloat16 values into which an input is split for a matrix unit (see parts.h), or 0 for unsplit inputs.
 struct Linear {
   const void* packed;
   const float* scales;
@@ -23,8 +23,9 @@ struct Linear {
   int64_t parts;
 };
 
-// Output features of a projection among those of a weight: `vectors` of them, of kLanes each, the last of which may be part of one.
-// `b` [vectors][rank][kLanes], of bfloat16 [vectors][rank / 2, rounded up][kLanes][2]; they take `rank` of a row's sums, from `first` on.
+// Part of a weight's output features that belongs to one projection: `vectors` vectors of kLanes features, the last of which may be
+// partial. `b` is [vectors][rank][kLanes], or for bfloat16 [vectors][rank / 2, rounded up][kLanes][2]. It uses `rank` sums of a
+// row, from `first` on.
 struct Piece {
   const void* b;
   int64_t vectors;
@@ -32,10 +33,12 @@ struct Piece {
   int64_t rank;
 };
 
-// What an adapter adds to a product with a weight of `k` inputs. `a`: rows of all its projections, `a_stride` numbers each, with zeros
-// at the end up to whole pairs of vectors, in groups of four, the last of which may have fewer: [rank / 4][a_stride / 2 kLanes][4][2 kLanes],
-// of bfloat16 [..][4][kLanes][2], of which the second numbers are the inputs a vector behind the first. `interleaved` is not 0: vectors of
-// the two pieces, of one size, take turns; else the pieces come one after the other. `rank` is 0: nothing.
+// LoRA update of a product with a weight of `k` inputs. A `rank` of 0 means no update.
+//
+// `a` has the rows of all projections, `a_stride` elements each, padded with zeros to whole pairs of vectors. Rows are stored in
+// groups of four; the last group may have fewer: [rank / 4][a_stride / 2 kLanes][4][2 kLanes]. For bfloat16 it is
+// [..][4][kLanes][2], where the second elements are the inputs one vector later. If `interleaved` is not 0, vectors of the two
+// pieces, which have equal sizes, alternate. Otherwise the pieces follow one another.
 struct Update {
   const void* a;
   int64_t a_stride;
@@ -48,8 +51,8 @@ struct Update {
   Piece pieces[3];
 };
 
-// Rows `first` to before `end` have an adapter: `updates` of qkv, output, gate_up and down of each layer, then of the head. The largest
-// rank of them is `width`.
+// Rows `first` to before `end` that have an adapter. `updates` are those of qkv, output, gate_up and down of each layer, then of
+// the head. `width` is their largest rank.
 struct Segment {
   const Update* updates;
   int64_t first;
@@ -57,9 +60,10 @@ struct Segment {
   int64_t width;
 };
 
-// Products of some rows by one weight, of others by another: rows `ends[g - 1]` to `ends[g]` by `linears[g]`, all of one `n`, `k`,
-// `kind` and `parts`. `from` [rows]: where in `x` a row's inputs lie; null where they lie in order. `silu` is not 0: rows of gate and
-// up alternate in the weights, a vector's lanes of each, which have no bias, and `out` is silu(gate) * up.
+// Products of groups of rows with different weights: rows `ends[g - 1]` to `ends[g]` by `linears[g]`. All weights have the same
+// `n`, `k`, `kind` and `parts`. `from` [rows] gives the row of `x` with a row's inputs, or is null if rows are in order. If `silu`
+// is not 0, rows of gate and up alternate in the weights in groups of one vector's lanes, there are no biases, and `out` is
+// silu(gate) * up.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;
@@ -72,8 +76,8 @@ struct Grouped {
   int64_t silu;
 };
 
-// A layer's keys and values: `num_slots` rows, `key_stride` and `value_stride` numbers apart. They are floats, or, where `pairs` is not
-// 0, bfloat16.
+// Keys and values of a layer: `num_slots` rows with strides of `key_stride` and `value_stride` elements. They are floats, or
+// bfloat16 if `pairs` is not 0.
 struct Cache {
   void* keys;
   void* values;
@@ -82,7 +86,7 @@ struct Cache {
   int64_t pairs;
 };
 
-// How to attend. 0 for `window` and `chunk` is none, for `softcap` off; `sinks` [heads] or null.
+// Attention parameters. A `window`, `chunk` or `softcap` of 0 means none. `sinks` is [heads] or null.
 struct Params {
   int64_t window;
   int64_t chunk;
@@ -91,11 +95,11 @@ struct Params {
   const float* sinks;
 };
 
-// What a gate passes through before it is multiplied with up. kGelu: the tanh approximation.
+// Activations of a gate before it is multiplied by up. kGelu is the tanh approximation.
 enum Activation : int64_t { kSiluGate, kGeluGate };
 
-// Experts, rows of whose gates and ups alternate, too. A token gets the `top` of them whose numbers of `router` are the largest,
-// weighted by the softmax of all, and, where `normalize` is not 0, divided by the sum of its weights. `num_experts` is 0: none.
+// Mixture of experts whose gate and up rows alternate. A token uses the `top` experts with the largest logits of `router`. Their
+// weights are the softmax over all experts, divided by their sum if `normalize` is not 0. A `num_experts` of 0 means no mixture.
 struct Mixture {
   int64_t num_experts;
   int64_t top;
@@ -105,9 +109,9 @@ struct Mixture {
   const Linear* down;     // [experts]
 };
 
-// `gate_up`: rows of gate and up alternate, a vector's lanes of each. The norms of what attention and MLP put out come before it is
-// added to the hidden states. Norms that a layer has none of are null. `rotary`: which of a step's. An MLP that
-// has neither `gate_up` nor experts is computed elsewhere.
+// Decoder layer. In `gate_up`, rows of gate and up alternate in groups of one vector's lanes. The out norms are applied before
+// attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the step's
+// rotary embedding. An MLP without `gate_up` and experts is computed outside of the kernels.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -124,7 +128,7 @@ struct Layer {
   int64_t rotary;
 };
 
-// Memory in which `size` ranks exchange, see exchange.h, a piece of so many bytes at a time. `base` is null for a rank alone.
+// Memory in which `size` ranks exchange data (see exchange.h), `piece` bytes at a time. `base` is null for a single rank.
 struct Exchange {
   void* base;
   int64_t rank;
@@ -132,10 +136,10 @@ struct Exchange {
   int64_t piece;
 };
 
-// What the first layer of an EAGLE head gets in place of embedded tokens; `fc.n` is 0: nothing of the kind. By `fc` from embedding and
-// states of each token, side by side. Or, where there are norms (EAGLE-3), from the states alone, unless the head put them out itself;
-// that layer's qkv reads the embedding and what came of the states, each normed, side by side, and the latter goes around its attention,
-// normed where `normed_residual` is not 0.
+// First computation of an EAGLE head; `fc.n` is 0 for other models. `fc` computes the first input from embedding and states of each
+// token, side by side. With norms (EAGLE-3), it uses only the states, unless the head computed them itself. The first layer's qkv
+// then reads the normed embedding and the normed states, side by side. The states bypass this attention, normed if
+// `normed_residual` is not 0.
 struct Fusion {
   Linear fc;
   const float* embedding_norm;
@@ -143,10 +147,10 @@ struct Fusion {
   int64_t normed_residual;
 };
 
-// A rank among others has some of the heads, of the intermediate features and of the vocabulary; a stage of a pipeline some of the
-// layers, and no head unless it is the last. Of a head the first `rotary_size` numbers are rotated. Queries, and
-// keys, are normed head by head, or, where `norms_all_heads` is not 0, all heads as one. `logit_softcap` is 0: off. `final_norm` is null
-// where there is none.
+// Decoder model. A rank of several has a part of the heads, intermediate features and vocabulary. A pipeline stage has some of the
+// layers, and a head only in the last stage. The first `rotary_size` elements of a head are rotated. Queries and keys are normed
+// per head, or over all heads together if `norms_all_heads` is not 0. A `logit_softcap` of 0 means none. `final_norm` is null if
+// there is none.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -166,7 +170,7 @@ struct Model {
   Fusion fusion;
 };
 
-// Where the requests of a step lie, in one group of the KV cache.
+// Positions of a step's requests in one group of the KV cache.
 struct Group {
   const int64_t* slots;        // [tokens]
   const int32_t* block_table;  // [requests, table_stride]
@@ -174,35 +178,37 @@ struct Group {
   int64_t block_size;
 };
 
-// `cosines` and `sines` [positions, rotary size].
+// Rotary embedding: `cosines` and `sines` are [positions, rotary size].
 struct Rotary {
   const float* cosines;
   const float* sines;
 };
 
-// `x` [tokens, hidden]: embedded tokens in, the last layer's output out, before the final norm. Where `embedding` [vocab, hidden] is not
-// null, rows of it, numbers of `embedding_kind`, times `embedding_scale` are what `token_ids` [tokens] become. `positions` [tokens]: rows
-// of the rotaries.
-// `rows` [num_rows]: tokens whose logits [num_rows, vocab] are wanted.
-// `keep_states` is 0: of `x` the last layer puts out no more than the logits need, and leaves the rest as it was.
-// Where MLPs are computed elsewhere, a step takes several calls. One computes layers `first` to `last`, and of the last its attention
-// alone, whose MLP's input it puts into `mlp_input` [rows, hidden]; the next begins with the layer behind, and has in `mlp_output` what
-// became of that input. The rows are the tokens, of the last layer those that the logits need. `first` is 0 in the first call, `last`
-// the number of layers in the one that ends the step. All else is the same in all of them.
-// `sum_nanoseconds` [2 * layers]: how long the sums over the ranks take is put there, those of a layer's attention and of its MLP.
-// `hidden` [tokens, kept, hidden]: what comes into each of the `kept_layers` is put there.
-// `states` [tokens, width]: what a model with a fusion joins to the tokens; `own_states` is not 0: it put them out itself, [tokens, hidden].
-// `segments`: tokens with adapters, in order.
-// `key_ends` [tokens]: a query sees the keys of its request up to this position, which is behind its own and no smaller than that of the
-// token before; null: none behind itself.
-// `deepstack` [num_deepstack, tokens, hidden] is added to what comes out of the first layers.
+// Forward pass of a step, in one or more calls.
+//
+// `x` [tokens, hidden] holds embedded tokens first, and then the last layer's output before the final norm. If `embedding` [vocab,
+// hidden] is not null, the kernels look up `token_ids` [tokens] in it; its elements are of `embedding_kind` and multiplied by
+// `embedding_scale`. `positions` [tokens] are rows of the rotaries. `rows` [num_rows] are the tokens that need logits [num_rows,
+// vocab]. If `keep_states` is 0, the last layer computes only the rows of `x` that the logits need.
+//
+// If MLPs are computed outside of the kernels, a step takes several calls. A call computes layers `first` to `last`, and of `last`
+// only the attention. It writes the input of that layer's MLP to `mlp_input` [rows, hidden]. The next call starts with the
+// following layer and reads the MLP's output from `mlp_output`. The rows are the tokens, or in the last layer those that need
+// logits. `first` is 0 in the first call, and `last` is the number of layers in the final call. All other fields are the same in
+// all calls.
+//
+// `sum_nanoseconds` [2 * layers] receives the times of the sums over ranks, for each layer's attention and MLP. `hidden` [tokens,
+// kept, hidden] receives the inputs of `kept_layers`. `states` [tokens, width] are joined to the tokens in models with a fusion; if
+// `own_states` is not 0, the head computed them itself and they are [tokens, hidden]. `segments` are tokens with adapters, in
+// order. `key_ends` [tokens] are the ends of each query's keys in its request. They are after the query's own position and never
+// decrease; null means causal attention. `deepstack` [num_deepstack, tokens, hidden] is added to the outputs of the first layers.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
   const int64_t* query_start;  // [requests + 1]
   const int64_t* seq_lens;     // [requests]
   const Group* groups;
-  const int64_t* layer_groups;  // [layers]: which group a layer is in
+  const int64_t* layer_groups;  // [layers], the group of each layer
   const Cache* caches;          // [layers]
   float* x;
   const int64_t* token_ids;
@@ -232,11 +238,13 @@ struct Step {
   const float* deepstack;
 };
 
-// How a decoder goes on behind a step, whose `rows` are the last tokens of its first requests, one of each. Of request i it chooses
-// `counts[i]` tokens, `num_drafts` at most, and of none more than of the one before; from the first `width` logits, as Sampling says.
-// The tokens of place p are chosen with `uniforms[p]`. Those that others come behind are computed with rows `positions[p]` of the
-// step's rotaries; the step looks its own tokens up in an embedding, and has blocks for them in its tables. `vocabulary` [width]: the
-// token that each logit is of, null where they are in order. A model with a fusion joins what it put out to the tokens that come behind.
+// Chain of further steps after a step whose `rows` are the last tokens of its first requests.
+//
+// Request i gets `counts[i]` tokens, at most `num_drafts`, in descending order of requests. Tokens are sampled from the first
+// `width` logits as in Sampling; those at place p use `uniforms[p]`. Sampled tokens that need successors are computed with rows
+// `positions[p]` of the step's rotaries. The step looks up its tokens in an embedding, and its tables have blocks for them.
+// `vocabulary` [width] gives each logit's token, or is null if tokens are in order. A model with a fusion joins its own output to
+// the following tokens.
 struct Chain {
   int64_t num_drafts;
   int64_t num_groups;
@@ -249,7 +257,8 @@ struct Chain {
   const int64_t* vocabulary;
 };
 
-// `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights: see Mixture.
+// Routing: from `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights, as in
+// Mixture.
 struct Route {
   int64_t num_tokens;
   int64_t num_experts;
@@ -261,8 +270,8 @@ struct Route {
   float* weights;
 };
 
-// Attention alone. `query` [tokens, heads, head size], `output` [tokens, heads, value size]; the strides are those of tokens.
-// `key_ends`: as in Step.
+// Attention only. `query` is [tokens, heads, head size] and `output` [tokens, heads, value size]; strides are those of tokens.
+// `key_ends` is as in Step.
 struct Attention {
   int64_t num_requests;
   const int64_t* query_start;
@@ -281,7 +290,7 @@ struct Attention {
   const int64_t* key_ends;
 };
 
-// New keys [tokens, kv heads, head size] and values for the cache.
+// Write of new keys [tokens, kv heads, head size] and values into the cache.
 struct Write {
   int64_t num_tokens;
   const int64_t* slots;
@@ -295,8 +304,8 @@ struct Write {
   int64_t value_stride;
 };
 
-// `logits` [rows, width]. In `columns` the likeliest token of each row or, where its temperature is not 0 and its peak is
-// finite, one drawn with its uniform number in [0, 1).
+// Sampling from `logits` [rows, width]. `columns` receives the likeliest token of each row. If the row's temperature is not 0 and
+// its peak is finite, the token is sampled with the row's uniform number in [0, 1) instead.
 struct Sampling {
   int64_t rows;
   int64_t width;
@@ -307,8 +316,8 @@ struct Sampling {
   int64_t* columns;
 };
 
-// Rows of `logits` [.., width] of which only the tokens stay whose bits are set: bit t % 32 of word t / 32 is token t. `bits`
-// [count, words], one behind the other.
+// Rows of `logits` [.., width] in which only tokens with a set bit are kept. Bit t % 32 of word t / 32 is token t. `bits` is
+// [count, words], contiguous.
 struct Mask {
   int64_t count;
   int64_t width;

@@ -1,4 +1,4 @@
-// Products of pairs of bfloat16 in lanes of floats, where the processor has them.
+// Products of bfloat16 pairs in lanes of floats, on processors that support them.
 #pragma once
 
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
@@ -10,12 +10,12 @@
 
 namespace penstock {
 
-// A lane adds the product of its pairs' second numbers to its sum, then that of the first.
+// A lane adds the product of its pairs' second elements to its sum, then the product of the first elements.
 inline vf add_pairs(vf sums, vu a, vu b) {
   return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 
-// Floats one after the other, those of `second` behind those of `first`, rounded to nearest even.
+// Rounds floats to nearest even, in order: those of `first`, then those of `second`.
 inline vu rounded(vf first, vf second) { return reinterpret_cast<vu>(_mm512_cvtne2ps_pbh(second, first)); }
 
 }  // namespace penstock

@@ -1,8 +1,8 @@
-// Inputs in parts that bfloat16 holds, for units that multiply nothing else.
+// Inputs split into bfloat16 parts, for units that multiply only bfloat16.
 //
-// Three parts hold a float whole: the upper bits of it, of what they leave, and what those leave, each without rounding. So
-// the products of all parts with a weight that bfloat16 holds, too, sum up to that of the float. Less is held of numbers below
-// 2^-103: units take parts that are too small to be normal for zero. One part is the float rounded to nearest.
+// Three parts represent a float exactly: its upper bits, the upper bits of the remainder, and the rest. So the products of all
+// parts with a bfloat16 weight add up to the product of the float. Numbers below 2^-103 lose precision, because units treat
+// denormal parts as zero. A single part is the float rounded to nearest.
 #pragma once
 
 #include <cstdint>
@@ -14,34 +14,34 @@
 namespace penstock {
 
 #if defined(PENSTOCK_AMX)
-constexpr int64_t kBlockInputs = 32;  // inputs that the unit takes at once; rows and panels end in zeros up to whole blocks
-constexpr int64_t kFloatParts = 3;    // of an input, where sums are to be those of floats
-constexpr int64_t kRoundedParts = 1;  // where inputs may be rounded
+constexpr int64_t kBlockInputs = 32;  // inputs that the unit processes at once; rows and panels are padded with zeros to whole blocks
+constexpr int64_t kFloatParts = 3;    // parts of an input, if sums must be those of floats
+constexpr int64_t kRoundedParts = 1;  // if inputs may be rounded
 #elif defined(PENSTOCK_AVX512_BF16)
 constexpr int64_t kBlockInputs = 2;   // of a lane
-constexpr int64_t kFloatParts = 0;    // three would take more instructions than products of floats
+constexpr int64_t kFloatParts = 0;    // three parts would take more instructions than float products
 constexpr int64_t kRoundedParts = 1;
 #else
-constexpr int64_t kBlockInputs = 1;  // there is no such unit
+constexpr int64_t kBlockInputs = 1;  // no such unit
 constexpr int64_t kFloatParts = 0;
 constexpr int64_t kRoundedParts = 0;
 #endif
 
-// Whether a product reads its rows in parts.
+// Returns whether a product reads its rows in parts.
 inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kind == kBfloat16 && linear.parts > 0; }
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
-// Whether a row as a product reads it is its inputs rounded, one behind the other, and nothing else.
+// Returns whether the product's row format is just its rounded inputs in order.
 inline bool rounds(const Linear& linear) { return splits(linear) && linear.parts == 1 && whole_blocks(linear.k) == linear.k; }
 
-// Floats that have the memory of a row as a product reads it, written in whole vectors.
+// Returns the floats of memory of a row in the product's format, which is written in whole vectors.
 inline int64_t row_width(const Linear& linear) {
   constexpr int64_t kWhole = kBlockInputs > kLanes ? kBlockInputs : kLanes;
   return splits(linear) ? (linear.k + kWhole - 1) / kWhole * kWhole * linear.parts / 2 : linear.k;
 }
 
-// The upper halves of floats.
+// Returns the upper halves of floats.
 inline vh halves(vf x) { return __builtin_convertvector(reinterpret_cast<vu>(x) >> 16, vh); }
 inline vf cut(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vu>(x) & 0xFFFF0000u); }
 
@@ -50,7 +50,7 @@ inline void split(vf x, vh& part) {
   part = halves(reinterpret_cast<vf>(x == x ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u));
 }
 
-// The smallest first. What is infinite or no number is the largest part alone.
+// Splits a float into three parts. Infinity and NaN are only in the largest part.
 inline void split(vf x, vh& low, vh& middle, vh& high) {
   const vf first = reinterpret_cast<vf>(x == x ? reinterpret_cast<vu>(x) & 0xFFFF0000u : reinterpret_cast<vu>(x) | 0x400000u);
   const vi finite = (reinterpret_cast<vi>(x) & 0x7F800000) != 0x7F800000;
@@ -58,7 +58,7 @@ inline void split(vf x, vh& low, vh& middle, vh& high) {
   low = halves(left - second), middle = halves(second), high = halves(first);
 }
 
-// A row of inputs into memory of `row_width`: block by block its parts, the smallest first.
+// Splits a row of inputs into memory of `row_width`: block by block, its parts from the smallest.
 inline void split_row(const Linear& linear, const float* x, float* row) {
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
   for (int64_t j = 0; j < whole_blocks(linear.k); j += kLanes) {
@@ -78,7 +78,7 @@ inline void split_row(const Linear& linear, const float* x, float* row) {
   }
 }
 
-// A row of inputs as a product with `linear` reads it.
+// Writes a row of inputs in the format of a product with `linear`.
 inline void put_row(const Linear& linear, const float* x, float* to) {
   if (splits(linear)) split_row(linear, x, to);
   else std::memcpy(to, x, linear.k * sizeof(float));

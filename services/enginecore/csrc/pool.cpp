@@ -9,7 +9,7 @@
 namespace penstock {
 
 namespace {
-constexpr int kIdleSpins = 500;  // microseconds: steps follow each other, but not that closely
+constexpr int kIdleSpins = 500;  // microseconds: longer than the time between steps
 }
 
 void relax() {
@@ -62,11 +62,11 @@ void Pool::work() {
   for (;;) {
     for (int spins = 0; spins < kIdleSpins && started_.load(std::memory_order_acquire) == seen; ++spins) relax();
     started_.wait(seen, std::memory_order_acquire);
-    // In this order: a thread that woke for the last program and is put aside here may load the number that the destructor
-    // stored. Had it asked for the end before, it would take that number for one it has seen and sleep for ever.
+    // The order matters. A thread that woke for the last program and is suspended here may load the number that the destructor
+    // stored. If it had checked for the end before, it would treat that number as already seen and sleep forever.
     seen = started_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire)) return;
-    inside_.fetch_add(1);  // before the job is read: `quiet` puts another in its place, then looks here
+    inside_.fetch_add(1);  // before the job is read: `quiet` replaces the job and then reads this counter
     Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
     const Job* job = job_.load();
     job->program(job->argument, cursor);

@@ -1,9 +1,9 @@
-// Threads that work through programs together.
+// Threads that execute programs together.
 //
-// A program is a sequence of phases, a phase a number of independent tasks. Threads take tasks one by one, and a phase is
-// over when its tasks are done, whoever did them: a thread that the system has put aside, because other processes use the
-// core, holds up nobody unless it is in the middle of a task. That is what makes it sensible to compute on every core of a
-// machine whose cores also serve.
+// A program is a sequence of phases, and a phase is a number of independent tasks. Threads take tasks one by one. A phase is over
+// when its tasks are done, by any threads. So if the system suspends a thread because other processes use its core, the other
+// threads only wait for it if it is in the middle of a task. This makes it reasonable to compute on all cores of a machine that
+// also serves requests.
 #pragma once
 
 #include <atomic>
@@ -16,19 +16,19 @@ namespace penstock {
 
 void relax();
 
-// Counters carry the number of their program in the upper half, so that a thread that comes late finds it is over.
+// Counters of a phase. The upper half holds the number of the program, so that a late thread notices that the program is over.
 struct alignas(64) Phase {
   std::atomic<uint64_t> next{0};
   alignas(64) std::atomic<uint64_t> done{0};
 };
 
-// A thread's way through the phases of one program.
+// Position of a thread in the phases of one program.
 class Cursor {
  public:
   Cursor(Phase* phases, int num_phases, uint64_t program)
       : phase_(phases), end_(phases + num_phases), program_(program << 32) {}
 
-  // Does tasks of the next phase until none is left, then waits for those of other threads. False: the program is over.
+  // Runs tasks of the next phase until none is left, then waits for those of other threads. Returns false if the program is over.
   template <class Task>
   bool operator()(int64_t tasks, const Task& task) {
     if (phase_ == end_) return false;
@@ -59,16 +59,16 @@ class Cursor {
   uint64_t program_;
 };
 
-// A number that says how many tasks a phase has: the one thing of a program that a thread may read when the program is over.
+// Number of tasks of a phase. It is the only data of a program that a thread may read after the program is over.
 //
-// A late thread of program P reads the count, then `next` of the phase, while the caller prepares P + 1: it stores the new
-// number of the program into `next`, then a new count. The count is stored with release and loaded with acquire. So a thread
-// that loads a count of P + 1 synchronizes with that store, the store into `next` before it happens before the thread's load of
-// `next`, and the thread finds that P is over. With relaxed stores, or plain ones, a weakly ordered processor (and any compiler)
-// may let the count be seen first: a thread could take a task of the new count under the old number. Weaker than release and
-// acquire is wrong, stronger buys nothing: no third thing is ordered. Everything else that a program reads, it reads in its
-// tasks. A thread that took a task of P holds the caller in P until the task is done (`done`: release, acquire), and what the
-// caller wrote for P happens before, by `started_`.
+// A late thread of program P reads the count and then `next` of the phase, while the caller prepares P + 1. The caller stores the
+// new program number into `next` and then a new count. The count is stored with release and loaded with acquire. So a thread that
+// loads a count of P + 1 synchronizes with that store. The store into `next` then happens before the thread's load of `next`, and
+// the thread finds that P is over. With relaxed or plain stores, a weakly ordered processor or a compiler may let the count be seen
+// first. A thread could then take a task of the new count under the old number. Nothing weaker than release and acquire is correct,
+// and nothing stronger is needed, because no third object is involved. A program reads all other data in its tasks. A thread that
+// took a task of P holds the caller in P until the task is done (`done`: release, acquire), and the caller's writes for P happen
+// before, by `started_`.
 class Count {
  public:
   void operator=(int64_t count) { count_.store(count, std::memory_order_release); }
@@ -80,27 +80,27 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 18432;  // of a program; of which there are 22 at most per layer of a decoder
-  // A program and what it works on, as one: a thread that comes late has both of one program.
+  static constexpr int kMaxPhases = 18432;  // of a program; a decoder layer has at most 22
+  // Program and its data as one object, so that a late thread never mixes two programs.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);
     void* argument;
   };
 
-  // The calling thread counts as one of `threads`.
+  // Starts `threads` threads, including the calling thread.
   explicit Pool(int threads);
   ~Pool();
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Ends the program before for threads that are late. Call it before anything changes that a program reads: such a thread
-  // may still ask for the number of tasks of a phase, which therefore is a Count or never changes, but finds that none is left
-  // to take. The next program has `num_phases` at most.
+  // Ends the previous program for late threads. Call it before changing anything that a program reads. A late thread may still ask
+  // for the number of tasks of a phase, so that number is a Count or never changes, but it finds no task. The next program has at
+  // most `num_phases` phases.
   void prepare(int num_phases);
-  // Runs a job's program. The job and its argument must stay where they are until `quiet`.
+  // Runs a job's program. The job and its argument must stay in place until `quiet`.
   void run(const Job& job);
-  // Waits until no thread is left in a program, late ones included: what they read may go then.
+  // Waits until no thread is in a program, including late ones. The data that they read may be freed afterwards.
   void quiet();
 
  private:
@@ -111,7 +111,7 @@ class Pool {
   uint32_t number_ = 0;
   std::atomic<const Job*> job_{nullptr};
   alignas(64) std::atomic<uint32_t> started_{0};
-  std::atomic<int> inside_{0};  // threads that have, or are about to have, a program
+  std::atomic<int> inside_{0};  // threads that have a program, or are about to get one
   std::atomic<bool> stop_{false};
   std::vector<std::thread> workers_;
 };

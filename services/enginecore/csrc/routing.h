@@ -1,4 +1,4 @@
-// Which experts a token goes to.
+// Routing of a token to experts.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace penstock {
 
 constexpr int64_t kMaxExperts = 1024;
 
-// Of `n` logits the `top` largest, the first of equal ones, and their shares of the softmax of all, divided by their sum where
-// `normalize` says so. Where a logit is no number no share is one.
+// Selects the `top` largest of `n` logits, the first of equal ones, and their shares of the softmax over all logits. If
+// `normalize`, shares are divided by their sum. If a logit is NaN, all shares are NaN.
 inline void route_row(const float* logits, int64_t n, int64_t top, bool normalize, int64_t* experts, float* weights) {
   float exponentials[kMaxExperts + kLanes];
   float peak = -INFINITY;

@@ -1,4 +1,4 @@
-// The likeliest token of rows of logits, and a draw from the whole of their distribution.
+// Likeliest token of each row of logits, and sampling from the whole distribution.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace penstock {
 
-constexpr int64_t kBlock = 256;  // columns whose weights are summed before the draw looks at single ones
+constexpr int64_t kBlock = 256;  // columns whose weights are summed before single columns are searched
 
 typedef double vd __attribute__((vector_size(PENSTOCK_LANES * 8)));
 
-// The largest of a row and the first column that has it. Not a number is largest of all.
+// Finds the largest element of a row and the first column that has it. NaN counts as largest.
 inline void find_peak(const float* row, int64_t width, float* peak, int64_t* column) {
   vf best[4];
   for (vf& b : best) b = splat(-INFINITY);
@@ -42,7 +42,7 @@ inline void find_peak(const float* row, int64_t width, float* peak, int64_t* col
   *column = at;
 }
 
-// Weights of tokens that are out, whose logits are -infinity, must be nothing at all.
+// Computes weights. Tokens with logits of -infinity must get exactly zero.
 inline vf weights(vf x, float peak, float temperature) {
   const vf distance = (x - splat(peak)) / splat(temperature);
   return distance < splat(-87.0f) ? splat(0.0f) : exponential(distance);
@@ -60,7 +60,7 @@ inline double block_weight(const float* row, int64_t from, int64_t to, float pea
   return sum;
 }
 
-// The inverse of the cumulative distribution at `uniform`, in order of columns: see sample/draw.py, which does the same.
+// Inverts the cumulative distribution at `uniform`, in order of columns, like `draw` in sample/filters.py.
 inline int64_t draw(const float* row, int64_t width, float peak, float temperature, double uniform, double* sums) {
   const int64_t blocks = (width + kBlock - 1) / kBlock;
   double all = 0;
@@ -81,7 +81,7 @@ inline int64_t draw(const float* row, int64_t width, float peak, float temperatu
   return last;
 }
 
-// Puts tokens out whose bits are not set, in place. What is not a number stays, so that it is found.
+// Masks tokens whose bits are not set, in place. NaN stays, so that it is detected.
 inline void mask_row(const Mask& m, int64_t i) {
   constexpr int64_t kBits = 32;
   static_assert(kBits % kLanes == 0);

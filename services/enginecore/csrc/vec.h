@@ -1,5 +1,5 @@
-// Vectors of PENSTOCK_LANES floats, in the compiler's own terms: the same text is compiled for every instruction set.
-// PENSTOCK_TILE: rows of a register tile, which has two vectors of sums per row.
+// Vectors of PENSTOCK_LANES floats with compiler extensions. The same source is compiled for every instruction set. PENSTOCK_TILE
+// is the number of rows of a register tile, which has two vectors of sums per row.
 #pragma once
 
 #include <cstddef>
@@ -26,30 +26,30 @@ constexpr int kPanel = 2 * kLanes;  // output features that are computed togethe
 constexpr int kTile = PENSTOCK_TILE;
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
-// Two bfloat16 in a lane, of which each is the upper half of a float.
+// Two bfloat16 in a lane, each the upper half of a float.
 inline vu load_pairs(const uint16_t* p) { return reinterpret_cast<vu>(*reinterpret_cast<const vi_unaligned*>(p)); }
 inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
-// Byte `i` of each of the lanes' four, a number with a sign.
+// Returns byte `i` of each lane as a signed number.
 inline vf byte(vi v, int i) { return __builtin_convertvector((v << (24 - 8 * i)) >> 24, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline void store(uint16_t* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 #if defined(__AVX512F__)
-// Compilers take a comparison and a choice of lanes for what is one instruction.
+// Compilers would emit a comparison and a selection for this single instruction.
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
 #else
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 #endif
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 
-// The numbers of the lanes.
+// Returns the lane numbers.
 inline vi lanes() {
   vi numbers;
   for (int i = 0; i < kLanes; ++i) numbers[i] = i;
   return numbers;
 }
 
-// Sums of a register tile from zero. Without a loop: of one compilers make a call that clears memory.
+// Clears the sums of a register tile. There is no loop, because compilers would turn it into a call that clears memory.
 template <int... kRow>
 inline void clear(vf (&sums)[sizeof...(kRow)][2], std::integer_sequence<int, kRow...>) {
   ((sums[kRow][0] = sums[kRow][1] = vf{}), ...);
@@ -65,7 +65,7 @@ inline float sum(vf v) {
   return total;
 }
 
-// Each lane has the number of the lane `kAway` from it, by the bits of its index.
+// Returns for each lane the element of the lane whose index differs by `kAway` in its bits.
 template <int kAway, int... kLane>
 inline vf exchanged(vf v, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(v, v, (kLane ^ kAway)...);
@@ -78,7 +78,7 @@ inline float largest(vf v) {
   else return v[0];
 }
 
-// Whether a lane of `a` is greater than that of `b`.
+// Returns whether any lane of `a` is greater than that of `b`.
 #if defined(__AVX512F__)
 inline bool any_greater(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 #else
@@ -92,7 +92,7 @@ inline bool any_greater(vf a, vf b) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Polynomials for 2^x, x in -1/2..1/2, and e^x, x in -ln 2 / 2..ln 2 / 2, that are off by the least share of it.
+// Polynomials with the smallest relative error for 2^x, x in -1/2..1/2, and e^x, x in -ln 2 / 2..ln 2 / 2.
 constexpr float kPowers3[] = {0.9999280735f, 0.6932609855f, 0.2426111222f, 0.05517166906f};  // 2^-13.7
 constexpr float kPowers5[] = {1.0f, 0.6931469776f, 0.2402224211f, 0.05550733776f, 0.009671510875f, 0.001326470645f};  // 2^-23.3
 constexpr float kExponential5[] = {1.0f, 0.9999997072f, 0.4999914959f, 0.1666763629f, 0.04189792165f, 0.008290301751f};  // 2^-23.3
@@ -104,11 +104,12 @@ inline vf polynomial(const float (&factors)[kTerms], vf x) {
   return sum;
 }
 
-// Added to a number it leaves the nearest integer, as the exponent of a float, in the low bits.
+// Adding it leaves the nearest integer, as the exponent of a float, in the low bits.
 constexpr float kToExponent = 12582912.0f + 127.0f;
 inline vf power_of_integer(vf shifted) { return reinterpret_cast<vf>(reinterpret_cast<vi>(shifted) << 23); }
 
-// 2^x of x below 127, by a polynomial for it; below -126 it is 2^-126, which no sum of weights notices. Of no number it is none.
+// Returns 2^x for x below 127, with the given polynomial. Below -126 the result is 2^-126, which no sum of weights notices. NaN
+// gives NaN.
 template <size_t kTerms>
 inline vf power_of_two(const float (&factors)[kTerms], vf x) {
   x = max(splat(-126.0f), x);
@@ -116,7 +117,8 @@ inline vf power_of_two(const float (&factors)[kTerms], vf x) {
   return polynomial(factors, x - (shifted - splat(kToExponent))) * power_of_integer(shifted);
 }
 
-// e^x within 2 ulp; below -87.3 it is e^-87.3, which no sum of weights notices. Reduced as in Cephes' expf.
+// Returns e^x within 2 ulp. Below -87.3 the result is e^-87.3, which no sum of weights notices. The reduction is that of Cephes'
+// expf.
 inline vf exponential(vf x) {
   x = max(min(x, splat(88.0f)), splat(-87.3f));
   const vf shifted = x * splat(kLog2E) + splat(kToExponent), n = shifted - splat(kToExponent);
@@ -125,10 +127,10 @@ inline vf exponential(vf x) {
 }
 
 inline vf hyperbolic_tangent(vf x) { return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f)); }
-// cap tanh(x / cap). What is no number stays none, of which the polynomial would make one.
+// Returns cap tanh(x / cap). NaN is returned unchanged, because the polynomial would turn it into a number.
 inline vf capped(vf x, float cap) { return x == x ? hyperbolic_tangent(x / splat(cap)) * splat(cap) : x; }
 inline vf silu(vf x) { return x / (splat(1.0f) + exponential(-x)); }
-// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the logistic function of twice that.
+// Returns x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the logistic function of twice that argument.
 inline vf gelu(vf x) {
   const vf twice = x * (splat(1.5957691216f) + splat(0.0713548162f) * (x * x));
   return x / (splat(1.0f) + exponential(-twice));

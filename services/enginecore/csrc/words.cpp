@@ -1,5 +1,5 @@
-// Counters in memory that processes share (words.h): advanced by one of them, waited for by others. Linux has futexes; elsewhere
-// the functions are missing.
+// Counters in shared memory (words.h) that one process advances and others wait for. They use futexes, so the functions exist only
+// on Linux.
 
 #include "words.h"
 
@@ -18,14 +18,14 @@ void penstock_word_add(Word* word, uint32_t amount, const Word* sleeping, int64_
   penstock::wake(word, sleeping, count, stride);
 }
 
-// Sets the lowest bit, and wakes likewise.
+// Sets the lowest bit, and wakes the sleepers in the same way.
 void penstock_word_close(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
   word->fetch_or(1, std::memory_order_release);
   penstock::wake(word, sleeping, count, stride);
 }
 
-// Waits until `word` is not `seen`: for `spin_ns` looking at it, then asleep, until `deadline` on the monotonic clock, which is
-// negative where there is none. `sleeping` belongs to the caller alone. Returns 0, ETIMEDOUT, or EINTR after a signal.
+// Waits until `word` is not `seen`. It spins for `spin_ns`, then sleeps until `deadline` on the monotonic clock, or without limit
+// if that is negative. `sleeping` belongs to the caller alone. Returns 0, ETIMEDOUT, or EINTR after a signal.
 int penstock_word_wait(Word* word, uint32_t seen, Word* sleeping, int64_t spin_ns, int64_t deadline) {
   if (spin_ns > 0 && penstock::spin_until(word, seen, penstock::now() + spin_ns)) return 0;
   return penstock::sleep_until(word, seen, sleeping, deadline);

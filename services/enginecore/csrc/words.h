@@ -1,6 +1,5 @@
-// Counters in memory that processes share: what words.cpp and ring.cpp do with one. A counter is a word of 32 bits whose lowest
-// says that it will not be advanced any more. Beside it, who sleeps says so in a word of its own, so that advancing a counter that
-// nobody sleeps for makes no system call.
+// Counters in shared memory, used by words.cpp and ring.cpp. A counter is a 32-bit word whose lowest bit means that it will never
+// be advanced again. A waiter that sleeps sets a separate word, so that advancing a counter without sleepers needs no system call.
 
 #pragma once
 
@@ -21,7 +20,7 @@ namespace penstock {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
-constexpr int kLooks = 64;  // between two readings of the clock
+constexpr int kLooks = 64;  // spins between two readings of the clock
 
 inline int64_t now() {
   timespec time;
@@ -37,7 +36,7 @@ inline void relax() {
 #endif
 }
 
-// Returns whether `word` was seen to differ from `seen` before `until` on the monotonic clock.
+// Returns whether `word` differed from `seen` before `until` on the monotonic clock.
 inline bool spin_until(const Word* word, uint32_t seen, int64_t until) {
   while (now() < until)
     for (int look = 0; look < kLooks; ++look) {
@@ -48,7 +47,8 @@ inline bool spin_until(const Word* word, uint32_t seen, int64_t until) {
 }
 
 inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
-  // Who sleeps says so before it looks at the word for the last time: one of the two sees what the other wrote.
+  // The sleeper sets its word before it reads the counter for the last time. So either the sleeper or the writer sees the other's
+  // write.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int64_t i = 0; i < count; ++i)
     if (reinterpret_cast<const Word*>(reinterpret_cast<const char*>(sleeping) + i * stride)->load(std::memory_order_relaxed)) {
@@ -57,8 +57,8 @@ inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride
     }
 }
 
-// Sleeps until `word` is not `seen` or `deadline`, which is negative where there is none. `sleeping` belongs to the caller alone.
-// Returns 0, ETIMEDOUT, or EINTR after a signal.
+// Sleeps until `word` is not `seen`, or until `deadline` unless it is negative. `sleeping` belongs to the caller alone. Returns 0,
+// ETIMEDOUT, or EINTR after a signal.
 inline int sleep_until(Word* word, uint32_t seen, Word* sleeping, int64_t deadline) {
   const timespec until{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
   sleeping->store(1, std::memory_order_relaxed);
