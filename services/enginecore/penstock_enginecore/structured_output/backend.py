@@ -1,4 +1,6 @@
-"""Compiles constraints with xgrammar: off the engine's threads, bounded, and each only once."""
+"""Backend that compiles constraints with xgrammar: outside the engine's threads, with limits, and each constraint only
+once.
+"""
 
 import json
 import threading
@@ -30,16 +32,16 @@ from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.following_client import CompiledConstraint, GrammarFollower
 from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children
 
-# The bytes that each token of the model stands for, read from the model's tokenizer.
+# Bytes of each token, from the model's tokenizer.
 
 _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 
 def check_tokenizer(config: ModelConfig) -> None:
-    """Raise Unimplemented when the model's directory holds no tokenizer. Reads nothing; a model of the hub passes."""
+    """Raise Unimplemented if the model's directory has no tokenizer. Reads nothing. Models from the hub always pass."""
     directory = Path(config.path).expanduser()
     if directory.is_dir() and not any((directory / name).is_file() for name in (_FILE, *_OTHER_FILES)):
         raise Unimplemented(
@@ -48,8 +50,10 @@ def check_tokenizer(config: ModelConfig) -> None:
 
 
 def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: frozenset[int]) -> xgrammar.TokenizerInfo:
-    """What xgrammar knows of the vocabulary: ``vocab_size`` tokens, of which those without text, special ones included,
-    can only be ``eos_token_ids``. Raises Unimplemented without a tokenizer that can be read.
+    """Return xgrammar's description of a vocabulary of ``vocab_size`` tokens.
+
+    Tokens without text, such as special tokens, are never allowed, except ``eos_token_ids``. Raises Unimplemented
+    without a readable tokenizer.
     """
     try:
         tokens = token_bytes(_load_tokenizer(config), vocab_size)
@@ -65,9 +69,10 @@ def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: fro
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes of each token id below ``vocab_size``; none for special tokens and for ids that the tokenizer lacks.
+    """Return the bytes of each token ID below ``vocab_size``, empty for special tokens and for IDs that the tokenizer
+    lacks.
 
-    Raises ValueError for a tokenizer whose tokens are not pieces of text put side by side.
+    Raises ValueError if the tokens are not pieces of text that can be concatenated.
     """
     added = tokenizer.get_added_tokens_decoder()
     decode = _decoder(json.loads(tokenizer.to_str()))
@@ -99,7 +104,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def _decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """How a token of the model, as the tokenizer writes it, becomes bytes."""
+    """Return a function that converts a token, as the tokenizer writes it, to bytes."""
     kinds = {part.get("type") for part in _parts([description.get("decoder"), description.get("pre_tokenizer")])}
     if "ByteLevel" in kinds:
         table = _byte_level()
@@ -111,7 +116,7 @@ def _decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _parts(tree: Any) -> list[dict[str, Any]]:
-    """Every object in ``tree``."""
+    """Return every object in ``tree``."""
     if isinstance(tree, list):
         return [part for item in tree for part in _parts(item)]
     return [tree, *_parts(list(tree.values()))] if isinstance(tree, dict) else []
@@ -124,19 +129,21 @@ def _sentence_piece(text: str, fallback: bool) -> bytes:
 
 
 def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """Return the byte for each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _CHECKED_AT_ONCE = 8 * 1024
-"""Bytes of a constraint that is translated where its request comes in: a few milliseconds."""
+"""Maximum bytes of a constraint that is translated in the request's call, which takes a few milliseconds."""
 
 
 class XgrammarBackend:
-    """One thread drives one compiling process. The vocabulary, and what ``children`` have not started early, come with
-    ``warm_up``, or with the first constraint.
+    """Backend with one thread, which drives one compiling process.
+
+    The vocabulary, and processes that ``children`` have not started early, are loaded in ``warm_up`` or with the first
+    constraint.
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class XgrammarBackend:
         children: Children | None = None,
         forced: bool = False,
     ) -> None:
-        """``forced``: whether text that must come is looked for."""
+        """Set up without starting processes. ``forced`` enables the search for text that must come next."""
         self._config = config
         self._model = model
         self._vocab_size = vocab_size
@@ -164,9 +171,10 @@ class XgrammarBackend:
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Raise InvalidArgument for a constraint that cannot be enforced, Unimplemented when this engine can enforce none.
+        """Raise InvalidArgument for a constraint that cannot be enforced, Unimplemented if this engine can enforce
+        none.
 
-        A large constraint is only measured here; the rest of it is looked at where it is compiled.
+        For a large constraint, only the size is checked here. The rest is checked when it is compiled.
         """
         if not self._eos_token_ids:
             raise Unimplemented(
@@ -180,8 +188,9 @@ class XgrammarBackend:
             check_constraint(constraint, self._config.max_constraint_bytes)
 
     def warm_up(self) -> "Future[None]":
-        """Check the tokenizer and start the processes, on a thread of their own. Returns at once; the future is done when they
-        answer, and fails with a RequestFailed when constraints cannot be served.
+        """Check the tokenizer and start the processes, on a separate thread. Returns at once.
+
+        The future completes when the processes answer. It fails with a RequestFailed if constraints cannot be served.
         """
         if not self._eos_token_ids:
             return self._thread.submit(self._children.close)
@@ -200,8 +209,11 @@ class XgrammarBackend:
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """Compile the constraint unless it is known, and have it followed from behind ``prior_token_ids``. Returns at once; the
-        future fails with a RequestFailed. ``changed`` is called, on any thread, when a request that missed its mask can go on.
+        """Compile the constraint unless it is cached, and start to follow it after ``prior_token_ids``. Returns at
+        once.
+
+        The future fails with a RequestFailed. ``changed`` is called on any thread when a request that missed its mask
+        can continue.
         """
         started: Future[Grammar] = Future()
         tokens = tuple(prior_token_ids)
@@ -209,15 +221,15 @@ class XgrammarBackend:
         return started
 
     def flush(self) -> None:
-        """Send the process the tokens that were accepted since the last call. Never blocks."""
+        """Send the tokens that were accepted since the last call. Never blocks."""
         self._follower.flush()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the masks of those that are ``prompt``, but no longer than a step may be held up."""
+        """Wait for the masks of the grammars that are ``prompt``, limited to the time by which a step may be delayed."""
         self._follower.wait(grammars)
 
     def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:
-        """The future of this constraint, shared by all who ask for it. It cannot be cancelled."""
+        """Return the future of this constraint, shared by all callers. It cannot be cancelled."""
         with self._lock:
             found = self._cache.get(constraint)
             if found is not None:
@@ -241,12 +253,12 @@ class XgrammarBackend:
         changed: Callable[[], None],
         started: "Future[Grammar]",
     ) -> None:
-        """Follow what was compiled. On any thread."""
+        """Follow a compiled constraint. Thread-safe."""
         if (error := compiled.exception()) is not None:
             started.set_exception(error)
         elif self._follower.running or self._closed:
             self._pass_on(compiled, tokens, changed, started)
-        else:  # the process is gone, and only this thread may start another
+        else:  # the process has ended, and only this thread may start another
             self._thread.submit(self._begin_again, compiled, tokens, changed, started)
 
     def _begin_again(
@@ -272,13 +284,13 @@ class XgrammarBackend:
     ) -> None:
         try:
             begun = self._follower.begin(compiled.result(), tokens, changed)
-        except Exception as e:  # whoever waits decides what it means
+        except Exception as e:  # the reader of the future handles the error
             started.set_exception(e)
         else:
             _pass_on(begun, started)
 
     def shutdown(self) -> None:
-        """Kill the processes and end the thread; what has not been compiled fails as Unavailable."""
+        """Kill the processes and end the thread. Pending compilations fail with Unavailable."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -290,11 +302,11 @@ class XgrammarBackend:
 
     @property
     def compiler_pid(self) -> int | None:
-        """The process that compiles, if it is running."""
+        """Process ID of the compiling process, or None."""
         return self._process.pid if self._process is not None else None
 
     def _run(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]") -> None:
-        """Fulfil ``future``. On the backend's thread."""
+        """Compile a constraint and complete ``future``. Runs on the backend's thread."""
         try:
             compiled = self._compiled(constraint)
         except RequestFailed as e:
@@ -307,7 +319,9 @@ class XgrammarBackend:
             future.set_result(compiled)
 
     def _fail(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]", error: RequestFailed) -> None:
-        """What is wrong stays wrong and is remembered; what took too long, or failed otherwise, may be tried again."""
+        """Fail the future. Invalid constraints stay cached; constraints that hit a limit or failed otherwise may be
+        tried again.
+        """
         if not isinstance(error, InvalidArgument) or error.reason == LIMIT:
             with self._lock:
                 if self._cache.get(constraint) is future:
@@ -320,7 +334,7 @@ class XgrammarBackend:
         return self._follower.compiled(f"{FIELD}.{kind}", process.compile(constraint).encode())
 
     def _started(self) -> CompileProcess:
-        """What compiles; what follows grammars starts beside it."""
+        """Return the compiling process, and start the following process together with it."""
         if self._tokenizer is None:
             info = load_tokenizer_info(self._model, self._vocab_size, self._eos_token_ids)
             self._tokenizer = info.serialize_json().encode()
@@ -334,7 +348,7 @@ class XgrammarBackend:
 
 
 def _pass_on(source: "Future[Grammar]", target: "Future[Grammar]") -> None:
-    """Let ``target`` become what ``source`` does."""
+    """Copy the result or error of ``source`` to ``target``."""
 
     def done(future: "Future[Grammar]") -> None:
         if (error := future.exception()) is not None:

@@ -1,4 +1,6 @@
-"""The engine's side of the compiling process: started when needed, killed when a constraint takes too much."""
+"""The engine's side of the compiling process. The process is started when needed, and killed if a constraint exceeds
+its limits.
+"""
 
 import contextlib
 import subprocess
@@ -16,25 +18,25 @@ from penstock_enginecore.structured_output import compiling_process
 from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children, Forked
 
-# The child process that compiles: started when needed, kept warm, killed when a constraint takes too much.
-
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
-"""Reason of an error for a constraint whose tokens cost too much to follow."""
+"""Error reason for a constraint whose tokens cost too much to follow."""
 LIMIT = "COMPILE_LIMIT"
-"""Reason of an InvalidArgument for a constraint that took too much time or memory."""
+"""Reason of an InvalidArgument for a constraint that took too much time or memory to compile."""
 _ATTEMPTS = 3
-"""Processes that are handed a constraint, where each ends before it takes it."""
+"""Maximum number of processes to which a constraint is sent, if each ends before it accepts the constraint."""
 _JOIN_TIMEOUT = 10.0
 _LOOK = 0.1
-"""Seconds between two looks at what a process has computed."""
+"""Seconds between two checks of a process's CPU time."""
 _STARVED = 6
-"""Times its limit that a constraint may take by the clock, where other processes have the cores."""
+"""Multiple of its limit that a constraint may take in wall-clock time, if other processes use the cores."""
 _LAST_MOMENT = 0.2
-"""Seconds that a process has to end by itself, which gives it an exit code of its own."""
+"""Seconds for a process to end by itself, so that it has its own exit code."""
 
 
 class CompileProcess:
-    """``compile`` belongs to one thread, which must outlive the process; ``close`` may be called from any."""
+    """The compiling process. ``compile`` belongs to one thread, which must outlive the process. ``close`` is
+    thread-safe.
+    """
 
     def __init__(self, config: StructuredOutputConfig, tokenizer: bytes, children: Children) -> None:
         self._config = config
@@ -48,17 +50,23 @@ class CompileProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process that is running, if any."""
+        """Process ID of the running process, or None."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
-        """Have a process that is ready. Raises Internal when it cannot be had, Unavailable when closed meanwhile."""
+        """Start a process and wait until it is ready. Raises Internal if that fails, Unavailable if this object was
+        closed.
+        """
         self._started()
 
     def compile(self, constraint: StructuredOutput) -> str:
-        """The compiled grammar, serialized. Raises InvalidArgument for a constraint that cannot be compiled within the
-        limits, Unavailable when closed meanwhile, Internal when the process fails otherwise.
+        """Return the compiled, serialized grammar.
+
+        Raises:
+            InvalidArgument: The constraint cannot be compiled within the limits.
+            Unavailable: This object was closed.
+            Internal: The process failed for another reason.
         """
         kind, _ = constraint.constraint
         field = f"{FIELD}.{kind}"
@@ -69,7 +77,7 @@ class CompileProcess:
         except (EOFError, OSError):
             code = self._stop()
             self._raise_if_closed()
-            # The library ends its process where it cannot report an error: out of memory or of stack.
+            # The library ends its process when it is out of memory or stack, because it cannot report these errors.
             raise self._over(field, f"ended the compiling process (exit code {code}); it may use", "memory") from None
         if reply is None:
             self._stop()
@@ -85,7 +93,7 @@ class CompileProcess:
         return reply.text
 
     def close(self) -> None:
-        """Kill the process. Idempotent; what is being compiled fails as Unavailable."""
+        """Kill the process. A pending compilation fails with Unavailable. Idempotent."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -105,7 +113,7 @@ class CompileProcess:
             raise Unavailable("the engine is stopping", field=FIELD)
 
     def _started(self) -> "Connection[Any, Any]":
-        """The connection to a process that is ready."""
+        """Return the connection to a process that is ready."""
         if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
         self._stop()
@@ -128,8 +136,10 @@ class CompileProcess:
         return ours
 
     def _handed_over(self, job: bytes) -> "Connection[Any, Any] | None":
-        """The connection to a process that has taken ``job``; None when it does not say so in time. One that was killed while it
-        had nothing to do is seen to be gone only now. Raises Internal when several end before they take it.
+        """Return the connection to a process that has accepted ``job``, or None if it does not confirm in time.
+
+        A process that was killed while it was idle is only noticed here. Raises Internal if several processes end
+        before they accept it.
         """
         for _ in range(_ATTEMPTS):
             connection = self._started()
@@ -145,7 +155,9 @@ class CompileProcess:
         )
 
     def _compiled(self, connection: "Connection[Any, Any]", limit: float) -> compiling_process.Reply | None:
-        """The reply; None once the process has computed for ``limit`` seconds, or waited for a core for many times that."""
+        """Return the reply, or None if the process used ``limit`` seconds of CPU time, or waited a multiple of that for
+        a core.
+        """
         process, until = self._process, time.monotonic() + _STARVED * limit
         before = process.cpu_seconds() if process is not None else 0.0
         while (left := until - time.monotonic()) > 0:
@@ -156,11 +168,11 @@ class CompileProcess:
         return None
 
     def _receive(self, connection: "Connection[Any, Any]", timeout: float) -> compiling_process.Reply | None:
-        """The next reply; None after ``timeout`` seconds. Raises EOFError when the process has ended."""
+        """Return the next reply, or None after ``timeout`` seconds. Raises EOFError if the process has ended."""
         return self._decoder.decode(connection.recv_bytes()) if connection.poll(timeout) else None
 
     def _stop(self) -> int | None:
-        """Kill the process, if there is one. Returns its exit code; if it had ended by itself, its own."""
+        """Kill the process if there is one. Returns its exit code, which is its own if it had already ended."""
         process, connection = self._process, self._connection
         if process is None:
             return None
@@ -175,7 +187,7 @@ class CompileProcess:
 
 
 def over_budget(field: str, budget: float) -> str:
-    """Why a constraint ends its request that costs more than ``budget`` seconds of CPU time for one token."""
+    """Return the error text for a constraint that uses more than ``budget`` seconds of CPU time for one token."""
     return (
         f"{field} takes more than {1000 * budget:g} ms of processor time for one token (structured_output.token_budget). "
         "Repeat only what cannot be empty, and let each text be read in one way only"

@@ -1,4 +1,6 @@
-"""The process that compiles constraints, and measures what following them costs. Nothing here runs in the engine."""
+"""Process that compiles constraints, and measures the cost of following them. Nothing in this module runs in the
+engine.
+"""
 
 import random
 import re
@@ -22,8 +24,10 @@ _TRIAL_WALKS = 2
 
 
 def costs_too_much(compiled: xgrammar.CompiledGrammar, budget: float) -> bool:
-    """Whether one of the first tokens of an output takes more than ``budget`` seconds of CPU time. It walks twice: once with the
-    same token as long as that is allowed, which is what grammars that can be read in many ways are worst at, once at random.
+    """Return whether one of the first tokens of an output takes more than ``budget`` seconds of CPU time.
+
+    The trial walks twice. The first walk repeats the same token while it is allowed, which is the worst case for
+    ambiguous grammars. The second walk is random.
     """
     return any(_walk(compiled, budget, sticky=walk == 0) for walk in range(_TRIAL_WALKS))
 
@@ -47,8 +51,12 @@ def _walk(compiled: xgrammar.CompiledGrammar, budget: float, *, sticky: bool) ->
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``taken``: the job is here, and what ends the process from now on is its fault. ``text``: the compiled grammar, serialized,
-    or why there is none. ``memory``: it took more than its share. ``costly``: a token of it does.
+    """Answer of the process.
+
+    Attributes:
+        kind: "taken" means that the job has arrived, so that it is to blame if the process ends. "memory" means that it took too
+            much memory. "costly" means that one of its tokens takes too long.
+        text: The compiled, serialized grammar, or the reason why there is none.
     """
 
     kind: Literal["ready", "taken", "compiled", "refused", "memory", "costly"]
@@ -56,8 +64,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to compile. ``max_bytes`` bounds the size of the constraint's text, ``token_budget`` what a token may take in seconds
-    of CPU time.
+    """A constraint to compile.
+
+    Attributes:
+        max_bytes: Maximum size of the constraint's text.
+        token_budget: CPU time that one token may take, in seconds.
     """
 
     constraint: StructuredOutput
@@ -69,9 +80,9 @@ Compile = Callable[[xgrammar.GrammarCompiler, Job], xgrammar.CompiledGrammar]
 
 
 def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memory: int) -> None:
-    """Say ready, then take each Job and answer it with a Reply until ``connection`` is closed.
+    """Send "ready", then answer each Job with a Reply until ``connection`` is closed.
 
-    ``memory`` is in bytes above what is in use when the first Job may come.
+    ``memory`` is the limit in bytes, in addition to the memory in use before the first Job.
     """
     detach(NICENESS)
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -88,7 +99,7 @@ def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memor
         reply = answer(compiler, job)
         connection.send_bytes(encoder.encode(reply))
         if reply.kind == "memory":
-            return  # what is left of the heap is not worth keeping
+            return  # the heap may be too fragmented to continue
 
 
 def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
@@ -100,7 +111,9 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
         return Reply("compiled", compiled.serialize_json())
     except InvalidArgument as e:
         return Reply("refused", e.message)
-    except Exception as e:  # xgrammar's own, with the place in its sources in front, and what it lets through
+    except (
+        Exception
+    ) as e:  # xgrammar's own errors, which start with a source location, and other errors that it lets through
         if out_of_memory(e):
             return Reply("memory")
         kind, _ = job.constraint.constraint
@@ -108,7 +121,9 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
 
 
 def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar.CompiledGrammar:
-    """Translate and compile. Raises InvalidArgument for what is refused, RuntimeError for what xgrammar cannot read."""
+    """Translate and compile a constraint. Raises InvalidArgument if it is refused, RuntimeError if xgrammar cannot read
+    it.
+    """
     source = grammar_source(job.constraint, job.max_bytes)
     if source.kind == "structural_tag":
         compiled = compiler.compile_structural_tag(source.text)
@@ -124,6 +139,6 @@ def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar
 
 
 def _reason(text: str) -> str:
-    """The message of an error of xgrammar's, without the time, the file and the check in front."""
+    """Return the message of an xgrammar error, without the time, the file and the check at its start."""
     message = text.strip().split("\n", 1)[0]
     return re.sub(r"^(\[[0-9:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?", "", message)

@@ -13,10 +13,10 @@ _BACKENDS = {"xgrammar": "penstock_enginecore.structured_output.backend:Xgrammar
 def make_grammar_backend(
     config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int], children: Children | None = None
 ) -> GrammarBackend:
-    """The backend that ``structured_output.backend`` names, for a model with ``vocab_size`` tokens. Starts nothing; ``children``
-    may have been started early.
+    """Create the backend ``structured_output.backend``, for a model with ``vocab_size`` tokens. Starts nothing.
 
-    Its module is imported here: it needs torch, and the engine's port answers before that is there.
+    ``children`` may have been started early. The backend's module is imported here, because it needs torch, and the
+    engine's port answers before torch is imported.
     """
     module, _, name = _BACKENDS[config.structured_output.backend].partition(":")
     backend: Callable[..., GrammarBackend] = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The engine's side of the process that follows grammars: what each request is at, its masks, and why one ends."""
+"""The engine's side of the process that follows grammars: the state of each request, its masks and its failures."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ NO_MASK = np.zeros(0, np.int32)
 
 
 class CompiledConstraint:
-    """A compiled grammar, serialized, and what to call its constraint in errors."""
+    """A compiled, serialized grammar, and the field name of its constraint for errors."""
 
     def __init__(self, number: int, field: str, text: bytes) -> None:
         self.number = number
@@ -47,8 +47,9 @@ class CompiledConstraint:
 
 
 class FollowedGrammar:
-    """A ``Grammar``. ``number`` names it to the process, ``compiled`` is what it follows. A mask says itself what may come, so
-    the busy loop takes a token in without asking the process.
+    """A ``Grammar``. ``number`` identifies it in the process, and ``compiled`` is its compiled constraint.
+
+    A mask contains all allowed tokens, so the busy loop accepts a token without asking the process.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class FollowedGrammar:
         self.num_processes_ended = 0
 
     def accept(self, token_id: int) -> bool:
-        """Take in an output token. The one that ends the output needs no mask behind it."""
+        """Accept an output token. After the end token, no further mask is needed."""
         if self.terminated or not self.ready or not allows(self.mask, token_id):
             return False
         if token_id in self._follower.eos_token_ids:
@@ -97,11 +98,11 @@ class FollowedGrammar:
         return self.cost <= self._follower.patience
 
     def wanted(self) -> bool:
-        """Whether a step may take the request in."""
+        """Return whether a step may include the request."""
         return self.prompt or self.missed()
 
     def missed(self) -> bool:
-        """Whether the mask has come after all; else ``changed`` is called once it has."""
+        """Return whether the mask has arrived after all. If not, ``changed`` is called when it arrives."""
         return self._follower.missed(self)
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class FollowedGrammar:
 
 
 def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, result: Result) -> RequestFailed:
-    """What a result other than a mask means."""
+    """Return the error for a result that is not a mask."""
     if result.kind == "costly":
         return over_budget_failure(config, grammar)
     if result.kind == "memory":
@@ -130,34 +131,38 @@ def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, res
 
 
 def over_budget_failure(config: StructuredOutputConfig, grammar: FollowedGrammar) -> ResourceExhausted:
-    """A token took too long."""
+    """Return the error for a token that took too long."""
     message = over_budget(grammar.compiled.field, config.token_budget)
     return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
 
 
 def fatal_failure(grammar: FollowedGrammar) -> Internal:
-    """The process ended of it."""
+    """Return the error for a constraint that ended the process."""
     error = RuntimeError("the process that followed the constraint ended")
     return incident(error, request=str(grammar.number), doing="following the constraint")
 
 
 def process_gone(*, closed: bool) -> RequestFailed:
-    """There is no process any more; ``closed``: since the engine stops."""
+    """Return the error if there is no process. ``closed`` means that the engine is stopping."""
     if closed:
         return Unavailable("the engine is stopping", field=FIELD)
     return Internal("the process that follows constraints ended", field=FIELD)
 
 
 _PATIENCE = 0.25
-"""Part of a token's budget that a step waits for a mask, and above which it does not wait for the next one."""
+"""Fraction of a token's budget that a step waits for a mask. If a token took longer, steps do not wait for the next
+mask.
+"""
 
 _MAX_TOKENS, _MAX_DRAFTS = 2000, 200
-"""Per message: tokens, and requests with drafts."""
+"""Maximum number per message of tokens, and of requests with drafts."""
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
 _MAX_PROCESSES_ENDED = 2
-"""Processes that may end while they work on a constraint: one may have had other reasons, such as a busy machine."""
+"""Maximum number of processes that may end while they work on one constraint. One may have ended for other reasons,
+such as load.
+"""
 
 _JOIN_TIMEOUT = 10.0
 
@@ -165,11 +170,11 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarFollower:
-    """Follows grammars in one process, which is started with the first of them.
+    """Follows grammars in one process, which is started with the first grammar.
 
-    A request whose token takes too much time or memory, or ends the process, fails alone: the others are told to a new process
-    with the tokens that they have had. ``start`` belongs to one thread, which must outlive the process; ``advance``,
-    ``flush`` and ``wait`` to the busy loop; the rest may be called from any.
+    If a request's token takes too much time or memory, or ends the process, only that request fails. The other requests
+    are sent to a new process, with all their tokens. ``start`` belongs to one thread, which must outlive the process.
+    ``advance``, ``flush`` and ``wait`` belong to the busy loop. Other methods are thread-safe.
     """
 
     def __init__(
@@ -181,14 +186,14 @@ class GrammarFollower:
         *,
         forced: bool = False,
     ) -> None:
-        """``forced``: whether the process looks for text that must come."""
+        """Set up without starting the process. ``forced`` enables the search for text that must come next."""
         self._config = config
         self._forced = forced
         self._children = children
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
-        """Seconds of processor time of a token, above which no step waits for the next mask."""
+        """Seconds of CPU time of a token above which steps do not wait for the next mask."""
         self._changed = threading.Condition()
         self._living: dict[int, FollowedGrammar] = {}
         self._numbers = itertools.count(1)
@@ -203,17 +208,18 @@ class GrammarFollower:
         self._channel: socket.socket | None = None
         self._closed = False
 
-    # From any thread.
+    # Thread-safe methods.
 
     def compiled(self, field: str, text: bytes) -> CompiledConstraint:
-        """Keep a compiled grammar, serialized, for ``begin``."""
+        """Keep a compiled, serialized grammar for ``begin``."""
         return CompiledConstraint(next(self._grammars), field, text)
 
     def begin(
         self, compiled: CompiledConstraint, tokens: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """A grammar that has taken in ``tokens``. The future is done once its first mask is there, and fails with a
-        RequestFailed. The process must have been started.
+        """Start a grammar that has accepted ``tokens``. The process must have been started.
+
+        The future completes when the first mask is available, and fails with a RequestFailed.
         """
         with self._changed:
             grammar = FollowedGrammar(self, next(self._numbers), compiled, tokens, changed)
@@ -228,28 +234,30 @@ class GrammarFollower:
 
     @property
     def running(self) -> bool:
-        """Whether there is a process to begin with."""
+        """Whether a process is available for ``begin``."""
         return self._channel is not None
 
     @property
     def pid(self) -> int | None:
-        """The process that was started last."""
+        """Process ID of the last started process, or None."""
         return self._process.pid if self._process is not None else None
 
     def missed(self, grammar: FollowedGrammar) -> bool:
-        """Note that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
+        """Record that a step continued without the mask. Returns True if the mask has arrived meanwhile. Otherwise,
+        ``changed`` is called when it arrives.
+        """
         with self._changed:
             grammar.late = not grammar.ready and grammar.failure is None
             return not grammar.late
 
     def forget(self, grammar: FollowedGrammar) -> None:
-        """Do nothing more for a request."""
+        """Stop following a request."""
         with self._changed:
             if self._living.pop(grammar.number, None) is not None:
                 self._ended.append(grammar.number)
 
     def close(self) -> None:
-        """Kill the process; what waits fails as Unavailable. Idempotent."""
+        """Kill the process. Waiting requests fail with Unavailable. Idempotent."""
         with self._changed:
             self._closed = True
             process = self._process
@@ -257,10 +265,10 @@ class GrammarFollower:
             process.kill()
             process.wait(_JOIN_TIMEOUT)
 
-    # The busy loop's.
+    # Methods of the busy loop.
 
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
-        """Take in a token that the mask allows."""
+        """Accept a token that the mask allows."""
         with self._changed:
             grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
             grammar.tokens.append(token_id)
@@ -272,7 +280,7 @@ class GrammarFollower:
                 grammar.drafts, grammar.draft_masks = [], []
 
     def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
-        """Have the masks made behind tokens that may come next."""
+        """Start to compute the masks after drafts."""
         with self._changed:
             grammar.drafts, grammar.draft_masks = list(token_ids), []
             grammar.turn += 1
@@ -281,13 +289,13 @@ class GrammarFollower:
                 self._drafts.append((grammar.number, len(grammar.tokens), grammar.turn, grammar.drafts.copy()))
 
     def flush(self) -> None:
-        """Hand over what has come since the last call. Never blocks."""
+        """Send everything that was queued since the last call. Never blocks."""
         if self._tokens or self._ended or self._drafts or self._unsent:
             with self._changed:
                 self._send()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Until these have their masks, or the patience is over."""
+        """Wait until these grammars have their masks, or until the patience is over."""
         with self._changed:
             waited = [g for g in grammars if g.prompt]
             self._changed.wait_for(
@@ -297,7 +305,7 @@ class GrammarFollower:
     # The process.
 
     def start(self, tokenizer: bytes) -> None:
-        """Start the process unless it runs."""
+        """Start the process unless it is running."""
         if self.running:
             return
         settings = Settings(
@@ -316,14 +324,14 @@ class GrammarFollower:
         threading.Thread(target=self._receive, args=(ours, process), name="penstock-masks", daemon=True).start()
 
     def wait_started(self, timeout: float) -> None:
-        """Until the process that was started follows, ``timeout`` seconds at most. Raises Internal when it does not."""
+        """Wait until the process works, at most ``timeout`` seconds. Raises Internal if it does not."""
         with self._changed:
             self._changed.wait_for(lambda: self._generation or self._channel is None, timeout)
             if not self._generation:
                 raise Internal("the process that follows constraints did not start", field=FIELD)
 
     def _receive(self, channel: socket.socket, process: Forked) -> None:
-        """Take in what the process says, until it has ended. On a thread of its own."""
+        """Process messages until the process has ended. Runs on a separate thread."""
         try:
             self._take_in(channel)
         except ConnectionResetError:
@@ -351,7 +359,7 @@ class GrammarFollower:
                 tell()
 
     def _take_over(self, ready: Ready) -> list[Callable[[], None]]:
-        """A process begins: tell it what lives. What the one before ended with fails."""
+        """Send all live grammars to a new process. Grammars that ended several processes fail."""
         self._forget_process()
         self._generation = ready.generation
         told = []
@@ -392,7 +400,7 @@ class GrammarFollower:
                 self._tell_begin(grammar)
                 continue
             if result.kind == "mask" and result.taken != len(grammar.tokens):
-                continue  # there is a token behind it
+                continue  # a newer token was accepted meanwhile
             if result.kind != "mask":
                 told.append(self._fail(grammar, follow_failure(self._config, grammar, result)))
                 continue
@@ -414,7 +422,7 @@ class GrammarFollower:
         self._unsent.append((Begin(self._generation, grammar.number, compiled.number), files))
 
     def _send(self) -> None:
-        """Hand messages over as far as there is room; the rest goes with the next. Holding the lock."""
+        """Send messages as far as there is room; the rest follows later. The lock must be held."""
         if self._channel is None or not self._generation:
             return
         while self._tokens or self._ended:
@@ -431,14 +439,14 @@ class GrammarFollower:
                 socket.send_fds(self._channel, [encode(message)], files, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # it has ended, which the receiving thread sees too
+            except OSError:  # the process has ended, which the receiving thread also sees
                 return
             self._unsent.popleft()
             for file in files:
                 os.close(file)
 
     def _forget_process(self) -> None:
-        """What was for the process is for it no more. Holding the lock."""
+        """Drop the messages for a process that has ended. The lock must be held."""
         self._generation = 0
         for _, files in self._unsent:
             for file in files:
@@ -450,7 +458,7 @@ class GrammarFollower:
             grammar.drafted = True
 
     def _lost(self, channel: socket.socket) -> None:
-        """The process has ended, and will not be followed by another by itself."""
+        """Fail all grammars, because the process has ended and is not replaced automatically."""
         with self._changed:
             channel.close()
             self._channel = None
@@ -460,10 +468,10 @@ class GrammarFollower:
         for tell in told:
             tell()
 
-    # What goes wrong.
+    # Failures.
 
     def _fail(self, grammar: FollowedGrammar, error: RequestFailed) -> Callable[[], None]:
-        """Note why a request ends. Returns what tells its owner."""
+        """Record why a request ends. Returns a function that notifies its owner."""
         grammar.failure, grammar.ready = error, False
         if grammar.begun.done():
             return grammar.changed

@@ -1,10 +1,10 @@
-"""The process that follows the grammars of running requests and computes their masks. Nothing here runs in the engine.
+"""Process that follows the grammars of running requests and computes their masks. Nothing in this module runs in the
+engine.
 
-What follows grammars is a fork of a process that has nothing else to do, so that another one is there at once when one must be
-ended. Three threads work, in lanes of their own: ``FAST``, the main one, has the tokens of
-requests whose last one cost little, ``SLOW``, niced, all others, ``BEGIN`` the beginnings. A fourth looks at what the
-three take of the processor, and ends the process when a token costs far too much: the library cannot be interrupted. It releases
-the GIL while it works.
+The process is forked from an idle parent, so that a replacement is available at once. Three threads have one lane each.
+``FAST``, the main thread, handles requests whose last token was cheap. ``SLOW``, with a lower priority, handles the
+others. ``BEGIN`` handles initial tokens. A fourth thread watches the CPU time of the lanes and ends the process if a
+token costs far too much, because the library cannot be interrupted. The library releases the GIL while it works.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ OVER = 3
 
 
 class Marks:
-    """Which number each lane works on, and whether a token took too much: readable when the process is gone."""
+    """The number on which each lane works, and whether a token took too long. Readable after the process has ended."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -63,26 +63,28 @@ class Marks:
         struct.pack_into("=q", self._memory, 8 * place, value)
 
     def suspects(self) -> list[int]:
-        """The numbers that are worked on."""
+        """Return the numbers that are being worked on."""
         return [number for lane in LANES if (number := self[lane])]
 
     def clear(self) -> None:
-        """Nothing is worked on."""
+        """Mark all lanes as idle."""
         for place in (*LANES, OVER):
             self[place] = 0
 
 
 _MOST_FORCED = 32
-"""Tokens."""
+"""Maximum number of forced tokens."""
 
 
 class Cutter:
-    """Cuts by the longest tokens there are, from the front. A model may cut otherwise: what is cut so is guessed. The last
-    token is left off where a longer one begins with it: what follows may belong to it.
+    """Tokenizes forced text greedily by the longest token. The model may tokenize it differently, so the result is a
+    guess.
+
+    The last token is dropped if a longer token begins with it, because it may continue in the following text.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """``tokens``: by id, what each stands for; empty for one that stands for nothing."""
+        """Index the vocabulary. ``tokens`` has the bytes of each token by ID, empty for tokens without text."""
         self._ids: dict[bytes, int] = {}
         for token_id, text in enumerate(tokens):
             if text:
@@ -91,7 +93,7 @@ class Cutter:
         self._beginnings = {text[:end] for text in self._ids for end in range(1, len(text))}
 
     def cut(self, text: bytes) -> list[int]:
-        """Tokens of the beginning of ``text``."""
+        """Return tokens for the beginning of ``text``."""
         found: list[int] = []
         place, piece = 0, b""
         while place < len(text) and len(found) < _MOST_FORCED:
@@ -109,7 +111,7 @@ class Cutter:
 
 
 def only_one(mask: Mask) -> int | None:
-    """The one token that ``mask`` allows; None for none, and for several."""
+    """Return the token if ``mask`` allows exactly one, otherwise None."""
     words = np.flatnonzero(mask)
     if len(words) != 1:
         return None
@@ -118,14 +120,14 @@ def only_one(mask: Mask) -> int | None:
 
 
 _GRACE = 5
-"""Times its budget that a token may take before the process is ended: what takes less is told, and only its request ends."""
+"""Multiple of its budget that a token may take before the process is ended. If it takes less, only its request ends."""
 _MAX_DESCRIPTORS = 2
 _MAX_UNEXPLAINED = 3
-"""Ends of processes that worked on nothing."""
+"""Maximum number of process ends without any work in progress."""
 
 
 def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings) -> None:
-    """Serve ``channel`` until its other end is closed, by one process after the other."""
+    """Serve ``channel`` until its other end is closed. A process that ends is replaced."""
     detach(0)
     marks = Marks()
     cutter = Cutter(info.decoded_vocab) if settings.forced else None
@@ -140,13 +142,13 @@ def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Setting
         _, status = os.waitpid(child, 0)
         suspects, costly = marks.suspects(), bool(marks[OVER])
         unexplained += not suspects
-        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # the engine has gone, or this does not work
+        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # the engine has ended, or processes keep failing
             return
         marks.clear()
 
 
 class _Matcher:
-    """A number's place in its grammar, and what its last token cost in seconds of CPU time."""
+    """Position of one number in its grammar, and the CPU time of its last token in seconds."""
 
     def __init__(self, grammar: XgrammarGrammar) -> None:
         self.grammar = grammar
@@ -155,8 +157,8 @@ class _Matcher:
 
 
 class Follower:
-    """The work of one process. The main thread receives, and works on the tokens that cost little: handing them to another would
-    cost more than most of them do.
+    """The work of one process. The main thread receives messages and also handles cheap tokens, because handing them to
+    another thread would cost more.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Follower:
         marks: Marks,
         cutter: Cutter | None = None,
     ) -> None:
-        """``cutter``: where text that must come is looked for."""
+        """Set up the lanes. ``cutter`` tokenizes forced text, or is None if that is off."""
         self._channel = channel
         self._info = info
         self._settings = settings
@@ -188,7 +190,7 @@ class Follower:
         self._busy = threading.Event()
 
     def run(self, ready: Ready) -> None:
-        """Until the engine closes its end."""
+        """Run until the engine closes its end."""
         self._clocks[FAST] = time.pthread_getcpuclockid(threading.get_ident())
         for lane, work in ((SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
             thread = threading.Thread(target=work, daemon=True)
@@ -213,16 +215,16 @@ class Follower:
                 self._advance(message)
 
     def _advance(self, message: Advance) -> None:
-        """Forget what has ended, hand tokens to the other lanes, and take in those of this one."""
+        """Forget ended numbers, pass tokens to the other lanes, and process the tokens of this one."""
         with self._lock:
             for number in message.ended:
                 if self._matchers.pop(number, None) is None:
-                    self._ended.add(number)  # it has not begun
+                    self._ended.add(number)  # it has not begun yet
         patience, fast = self._settings.patience, []
         for number, token in message.tokens:
             matcher = self._matchers.get(number)
             if matcher is None:
-                self._beginnings.put((number, token))  # behind its beginning
+                self._beginnings.put((number, token))  # queued after its initial tokens
             elif matcher.cost > patience:
                 self._slow.put((number, token))
             else:
@@ -249,7 +251,7 @@ class Follower:
         self._tell(results, rows)
 
     def _draft(self, message: Draft) -> None:
-        """Masks behind drafts of grammars that are at the tokens they were drafted behind, and whose last token cost little."""
+        """Compute masks after drafts, for grammars at the expected token whose last token was cheap."""
         results, rows = [], []
         for number, taken, turn, drafts in message.drafts:
             matcher = self._matchers.get(number)
@@ -264,7 +266,7 @@ class Follower:
         self._tell(results, rows)
 
     def _behind(self, number: int, matcher: _Matcher, drafts: Sequence[int]) -> list[bytes]:
-        """As far as the drafts are allowed and cost little. What goes wrong is no fault of the request's: nobody asked for it."""
+        """Compute masks while the drafts are allowed and cheap. Failures are not reported, because drafts are optional."""
         grammar, masks, accepted, spent = matcher.grammar, list[bytes](), 0, 0.0
         patience = self._settings.patience
         self._start_watching(FAST, number, _GRACE * self._settings.token_budget)
@@ -319,7 +321,9 @@ class Follower:
         finally:
             self._marks[BEGIN] = 0
         result, row = self._follow(BEGIN, number, matcher, prior)
-        with self._lock:  # only now: a token that has come meanwhile waits in this lane, behind those that it follows
+        with (
+            self._lock
+        ):  # Only now: tokens that arrived meanwhile wait in this lane, after the tokens that they follow.
             if number in self._ended:
                 self._ended.discard(number)
                 return
@@ -327,7 +331,9 @@ class Follower:
         self._tell([result], [row])
 
     def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
-        """The compiled grammar, None without one. The least recently begun one is forgotten: who follows it has it."""
+        """Return the compiled grammar, or None. The least recently begun grammar is evicted; its followers keep a
+        reference.
+        """
         compiled = self._compiled.get(grammar)
         if compiled is None:
             if text is None:
@@ -340,7 +346,7 @@ class Follower:
         return compiled
 
     def _follow(self, lane: int, number: int, matcher: _Matcher, tokens: Sequence[int]) -> tuple[Result, bytes]:
-        """Take tokens in. Returns what became of it, and the next mask, empty unless the result has one."""
+        """Accept tokens. Returns the result, and the next mask if the result has one."""
         row, budget = np.zeros(self._words, np.int32), self._settings.token_budget
         begins = partial(self._start_watching, lane, number, _GRACE * budget)
         whole = spent = 0.0
@@ -364,7 +370,7 @@ class Follower:
         return Result(number, "mask", matcher.taken, matcher.cost, "", self._forced(matcher, row)), row.tobytes()
 
     def _forced(self, matcher: _Matcher, row: npt.NDArray[np.int32]) -> list[int]:
-        """Tokens that must come, of grammars whose last token cost little."""
+        """Return tokens that must come next, for grammars whose last token was cheap."""
         if self._cutter is None or matcher.cost > self._settings.patience:
             return []
         token = only_one(row)
@@ -375,7 +381,7 @@ class Follower:
             self._send(Masks(self._generation, results, b"".join(rows)))
 
     def _send(self, message: ToEngine) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the engine has gone: the main thread ends the process
+        with contextlib.suppress(BrokenPipeError):  # the engine has ended, and the main thread ends the process
             self._channel.send(encode(message))
 
     # The watch.
@@ -387,11 +393,12 @@ class Follower:
             self._busy.set()
 
     def _watch(self) -> None:
-        """End the process when a lane takes more than its limit."""
+        """End the process if a lane exceeds its limit."""
         while self._busy.wait():
             time.sleep(self._settings.token_budget)
             for lane in LANES:
-                # Twice: between the two looks it may have been done with, and the limit be the next one's.
+                # Check twice: between two checks the lane may have finished, so that the limit belongs to its next
+                # task.
                 if self._over(lane) and self._over(lane):
                     self._marks[OVER] = 1
                     for other in LANES:

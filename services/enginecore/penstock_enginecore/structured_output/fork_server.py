@@ -1,8 +1,8 @@
-"""The process whose forks compile and follow grammars. Nothing here runs in the engine.
+"""Process whose forks compile and follow grammars. Nothing in this module runs in the engine.
 
-Importing the library takes seconds and reading a large vocabulary half a second: this process does both, once, and a fork of
-it is there at once, the first time and whenever one had to be ended. It has one thread, which waits for requests and for forks
-that end.
+Importing the library takes seconds, and reading a large vocabulary takes half a second. This process does both once, so
+a fork is available at once, even to replace one that was ended. It has one thread, which waits for requests and for
+forks that end.
 """
 
 import contextlib
@@ -26,17 +26,18 @@ _FILES = 2
 
 
 def main(channel: socket.socket) -> None:
-    """Read the vocabulary, the first packet's file, and answer each Fork with its pid and pidfd until ``channel`` is closed.
+    """Read the vocabulary from the first packet's file. Answer each Fork with its pid and pidfd until ``channel`` is
+    closed.
 
-    A Fork's files: what the new process talks to the engine by, and a pipe, into which its exit code is written when it has
-    ended.
+    A Fork comes with two files: the new process's channel to the engine, and a pipe into which its exit code is
+    written.
     """
     detach(0)
     _, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)
     if not files:
         return
     info = xgrammar.TokenizerInfo.deserialize_json(read_file(files[0]).decode())
-    gc.freeze()  # a collection would copy every page that the forks share
+    gc.freeze()  # a garbage collection would copy every page that the forks share
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)
@@ -66,14 +67,14 @@ def main(channel: socket.socket) -> None:
             _work(theirs, info, decoder.decode(data))
         pipes[pid] = pipe
         os.close(theirs)
-        pidfd = os.pidfd_open(pid)  # it is not reaped before this
-        with contextlib.suppress(OSError):  # the engine has gone
+        pidfd = os.pidfd_open(pid)  # it cannot be reaped before this
+        with contextlib.suppress(OSError):  # the engine has ended
             socket.send_fds(channel, [str(pid).encode()], [pidfd])
         os.close(pidfd)
 
 
 def _reap(pipes: dict[int, int]) -> None:
-    """Tell of the forks that have ended."""
+    """Report the exit codes of forks that have ended."""
     while pipes:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -85,7 +86,7 @@ def _reap(pipes: dict[int, int]) -> None:
 
 
 def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
-    """What a fork does, all its life."""
+    """Run a fork until it exits."""
     code = 1
     try:
         if isinstance(fork, Compile):
@@ -94,7 +95,7 @@ def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
             following_process.main(socket.socket(fileno=channel), info, fork.settings)
         code = 0
     finally:
-        os._exit(code)  # whatever was raised: the frames below are the parent's
+        os._exit(code)  # whatever was raised: the frames below belong to the parent
 
 
 if __name__ == "__main__":

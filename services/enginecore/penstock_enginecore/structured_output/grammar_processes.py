@@ -1,7 +1,7 @@
-"""The processes that compile and follow grammars beside the engine: their start, messages and limits.
+"""Processes that compile and follow grammars beside the engine: their start, messages and limits.
 
-Importing the library takes seconds: one process does it early, and the others are its forks (see ``fork_server``). Imports
-nothing that takes long itself, so that the process can be started before the engine imports what it needs.
+Importing the grammar library takes seconds. One process imports it early, and the others are forked from that process
+(see ``fork_server``). This module imports nothing slow, so that the process can start before the engine's own imports.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from penstock_common.process import cpu_seconds, end_with_parent, start_python
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 
-# In such a process: how it behaves towards the machine that it shares with the engine.
+# Inside such a process: its priority, signals and memory limit on the machine that it shares with the engine.
 
 NICENESS = 10
-"""Of a child: it takes no core that the engine's steps could have."""
+"""Niceness of a child process, so that it takes no processor time from the engine's steps."""
 _OUT_OF_MEMORY = ("bad_alloc", "std::length_error", "cannot allocate")
 
 
 def detach(niceness: int) -> None:
-    """Die with the process that started this one, leave Ctrl-C to the engine, and keep its terminal clean."""
+    """End with the parent process, ignore Ctrl-C, and detach from the terminal."""
     os.nice(niceness)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,29 +47,35 @@ def detach(niceness: int) -> None:
 
 
 def limit_memory(headroom: int) -> None:
-    """Let this process's address space grow by ``headroom`` bytes and no more."""
+    """Limit the growth of this process's address space to ``headroom`` bytes."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + headroom
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether the library, or Python, could not allocate."""
+    """Return whether the library or Python could not allocate memory."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
-# One message per packet of a Unix socket that keeps packets whole, so that a process killed in the middle of one leaves none
-# behind in part. What may be large travels as an open file beside it: a compiled grammar, serialized, and the tokens to begin
-# with. Messages of an earlier ``generation`` were for, or from, a process that is gone.
+# Each message is one packet of a Unix socket that keeps packets whole. So a process that is killed while sending leaves
+# no partial message. Large data is passed as an open file with the packet: a serialized grammar, and the initial
+# tokens. Messages of an earlier ``generation`` belong to a process that has ended.
 
 MAX_PACKET = 64 * 1024
-"""Bytes of a packet; those to the engine hold at most one mask more."""
+"""Bytes of a packet. Packets to the engine may be larger by one mask."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """``token_budget``, ``begin_budget``: seconds of CPU time for one token, and for all tokens a request begins with.
-    ``patience``: seconds of CPU time above which the next token counts as slow. ``memory``: bytes above what the process needs
-    itself. ``kept``: compiled grammars that stay when nobody follows them. ``forced``: look for text that must come.
+    """Limits for the process that follows grammars.
+
+    Attributes:
+        token_budget: CPU time for one token, in seconds.
+        begin_budget: CPU time for all initial tokens of a request, in seconds.
+        patience: CPU time in seconds above which the next token counts as slow.
+        memory: Bytes in addition to what the process itself needs.
+        kept: Number of compiled grammars that are cached.
+        forced: Whether to look for text that must come next.
     """
 
     token_budget: float
@@ -81,13 +87,13 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
-    """Become a process that compiles. ``memory``: bytes above what it needs itself."""
+    """Fork a process that compiles. ``memory`` is its limit in bytes, in addition to what it needs itself."""
 
     memory: int
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Become the process whose forks follow."""
+    """Fork the process that follows grammars."""
 
     settings: Settings
 
@@ -96,8 +102,9 @@ Fork = Compile | Follow
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Follow grammar ``grammar`` as ``number``. Its files: the tokens to begin with as int32 and, unless the process should
-    have it, the compiled grammar.
+    """Start to follow grammar ``grammar`` as ``number``.
+
+    The packet's files are the initial tokens as int32, and the compiled grammar unless the process already has it.
     """
 
     generation: int
@@ -106,7 +113,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
-    """Take in one token per pair (number, token), and forget the numbers in ``ended``."""
+    """Accept one token per pair (number, token), and forget the numbers in ``ended``."""
 
     generation: int
     tokens: list[tuple[int, int]]
@@ -114,8 +121,10 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
 
 
 class Draft(msgspec.Struct, frozen=True, tag="draft"):
-    """Compute the masks behind drafts, as (number, tokens taken before, turn, drafts), and be where it was before. ``turn``
-    tells apart the drafts of a number: a step that failed has others when it is made again, behind the same tokens.
+    """Compute the masks after drafts, given as (number, tokens taken before, turn, drafts), without changing the state.
+
+    ``turn`` distinguishes drafts of the same number. If a failed step is repeated, it may have other drafts after the
+    same tokens.
     """
 
     generation: int
@@ -123,8 +132,11 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """A process took up its work. ``suspects``: numbers that the one before was working on when it ended, ``costly`` if it
-    was ended because of what the first of them took.
+    """Sent when a process starts to work.
+
+    Attributes:
+        suspects: Numbers on which the previous process was working when it ended.
+        costly: Whether the previous process was ended because the first suspect took too long.
     """
 
     generation: int
@@ -133,9 +145,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a number's tokens, of which it has ``taken`` so many in all. ``cost``: seconds of CPU time of the last one.
-    ``forced``: tokens that must come next. ``drafted``: there are ``count`` masks, behind one draft of ``turn``, two, and so on.
-    ``text``: what failed. ``unknown``: the process does not have the grammar to begin with.
+    """Result for one number.
+
+    Attributes:
+        kind: "unknown" means that the process does not have the grammar to begin with.
+        taken: Number of tokens accepted in total.
+        cost: CPU time of the last token, in seconds.
+        text: Error text of a failure.
+        forced: Tokens that must come next.
+        count: Number of masks after drafts: after one draft of ``turn``, after two, and so on.
+        turn: Turn of the drafts.
     """
 
     number: int
@@ -149,7 +168,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):
-    """``rows``: the masks of the results of kind mask and drafted, one behind the other."""
+    """Results, and the masks of the results of kind mask and drafted, concatenated in ``rows``."""
 
     generation: int
     results: list[Result]
@@ -162,7 +181,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def memory_file(name: str, content: bytes) -> int:
-    """The descriptor of a file in memory."""
+    """Create a file in memory, and return its descriptor."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(content)
@@ -170,7 +189,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def read_file(descriptor: int) -> bytes:
-    """All of a file that others may read at the same time. Closes the descriptor."""
+    """Read a whole file, which other processes may read at the same time. Closes the descriptor."""
     try:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     finally:
@@ -178,48 +197,50 @@ def read_file(descriptor: int) -> bytes:
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a channel."""
+    """Return the two ends of a channel."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-# In the engine: starts the processes.
+# In the engine: start of the processes.
 
 FORK_SERVER = "penstock_enginecore.structured_output.fork_server"
 START_TIMEOUT = 120.0
-"""Seconds until a new process must be ready: it imports the library and reads the vocabulary."""
+"""Timeout in seconds until a new process is ready. It imports the library and reads the vocabulary."""
 
 
 class Forked:
-    """A fork of the child process: ``pid``, ``poll``, ``wait`` and ``kill`` as ``subprocess.Popen`` has them. From any thread."""
+    """A forked process with ``pid``, ``poll``, ``wait`` and ``kill`` as in ``subprocess.Popen``. Thread-safe."""
 
     def __init__(self, pid: int, pidfd: int, pipe: int) -> None:
-        """``pipe``: where its exit code is written; it is closed without one when the process that would write has ended."""
+        """Watch a fork. The fork server writes its exit code to ``pipe``, or closes the pipe without one if the server
+        itself ends.
+        """
         self.pid = pid
         self._pidfd = pidfd
         self._pipe = pipe
         self._lock = threading.Lock()
         self._code: int | None = None
         for descriptor in (pidfd, pipe):
-            # Not at the interpreter's exit, whose own finalizers may still end the process.
+            # Do not close at the interpreter's exit, because other finalizers may still end the process.
             weakref.finalize(self, os.close, descriptor).atexit = False
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, when it has ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the end, and return the exit code. Raises subprocess.TimeoutExpired."""
         code = self._look(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
 
     def cpu_seconds(self) -> float:
-        """What it has computed, in all its threads; 0 once it is gone."""
+        """Return the CPU time of all its threads in seconds, or 0 after its end."""
         return cpu_seconds(self.pid)
 
     def kill(self) -> None:
-        """End it. Idempotent."""
+        """Kill the process. Idempotent."""
         if self.poll() is None:
             try:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -233,14 +254,16 @@ class Forked:
             with self._lock:
                 if self._code is None:
                     told = os.read(self._pipe, 4)
-                    # Who would tell has ended, and took this one along.
+                    # The fork server has ended, and its forks with it.
                     self._code = int(struct.unpack("=i", told)[0]) if told else -signal.SIGKILL
         return self._code
 
 
 class Children:
-    """``compiler`` and ``follower`` belong to ``thread``, which outlives all children: they die with the thread that started
-    them.
+    """Starts the child processes.
+
+    ``compiler`` and ``follower`` must be called on ``thread``, which outlives all children, because they die with the
+    thread that started them.
     """
 
     def __init__(self, config: StructuredOutputConfig, module: str = FORK_SERVER) -> None:
@@ -251,20 +274,22 @@ class Children:
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._reads = False  # the vocabulary was handed over
+        self._reads = False  # whether the vocabulary was sent
 
     @property
     def pid(self) -> int | None:
-        """The process that all others are forks of, if it was started."""
+        """Process ID of the fork server, or None if it was not started."""
         return self._process.pid if self._process is not None else None
 
     def start_early(self) -> None:
-        """Start it. Returns at once."""
+        """Start the fork server. Returns at once."""
         self.thread.submit(self._start)
 
     def compiler(self, tokenizer: bytes) -> "tuple[Forked, Connection[Any, Any]]":
-        """A process that compiles for this vocabulary, serialized, and the engine's end of what is between them: see
-        ``compiling_process.main``. Raises Internal.
+        """Start a process that compiles for a serialized vocabulary. Returns it with the engine's end of its
+        connection.
+
+        See ``compiling_process.main``. Raises Internal.
         """
         ours, theirs = multiprocessing.Pipe()
         with theirs, _closed_unless_done(ours):
@@ -272,20 +297,23 @@ class Children:
         return process, ours
 
     def follower(self, tokenizer: bytes, settings: Settings) -> tuple[Forked, socket.socket]:
-        """The same of one that follows: see ``following_process.main``. Raises Internal when there is none."""
+        """Start a process that follows grammars. Returns it with the engine's end of its channel.
+
+        See ``following_process.main``. Raises Internal if it does not start.
+        """
         ours, theirs = packet_pair()
         with theirs, _closed_unless_done(ours):
             process = self._fork(Follow(settings), theirs.fileno(), tokenizer)
         return process, ours
 
     def close(self) -> None:
-        """End all of them, for good. Idempotent."""
+        """End all processes permanently. Idempotent."""
         with self._lock:
             self._closed = True
         self.stop()
 
     def stop(self) -> None:
-        """End all of them. Whoever asks for one gets another."""
+        """End all processes. A later request starts a new one."""
         with self._lock:
             process, channel = self._process, self._channel
         if process is not None:
@@ -295,7 +323,7 @@ class Children:
             channel.close()
 
     def _start(self) -> socket.socket:
-        """What is between the engine and a process that runs. Raises Unavailable when closed meanwhile."""
+        """Return the channel to a running fork server. Raises Unavailable if this object was closed."""
         with self._lock:
             if self._closed:
                 raise Unavailable("the engine is stopping", field=FIELD)

@@ -1,4 +1,4 @@
-"""How far a request has got in its constraint, kept by xgrammar's matcher, and what its tokens cost."""
+"""Position of a request in its constraint, kept by xgrammar's matcher, and the cost of its tokens."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from penstock_enginecore.structured_output.core.base import BITS, bitmask_words
 
 
 class XgrammarGrammar:
-    """A ``Grammar`` over one matcher. The end token is allowed where the constraint is fulfilled, and nowhere else."""
+    """A grammar with one matcher. The end token is allowed only where the constraint is fulfilled."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -20,20 +20,22 @@ class XgrammarGrammar:
         self._last_word = np.uint32(2**used - 1).view(np.int32)
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens in until one is not allowed."""
+        """Accept tokens until one is not allowed."""
         return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
 
     def undo(self, count: int = 1) -> None:
-        """Be where it was before the last ``count`` tokens."""
+        """Undo the last ``count`` tokens."""
         if count:
             self._matcher.rollback(count)
 
     def forced_text(self) -> bytes:
-        """What must come next, whatever its tokens are; nothing where there is a choice."""
+        """Return the text that must come next, independent of its tokenization. Empty if there is a choice."""
         return b"" if self._matcher.is_terminated() else self._matcher.find_jump_forward_string().encode()
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Write the allowed tokens into ``row``, in place. All bits are 0 behind the vocabulary, and once terminated."""
+        """Write the allowed tokens into ``row``, in place. Bits after the vocabulary are 0, and all bits once
+        terminated.
+        """
         if self._matcher.is_terminated():
             row[:] = 0
             return
@@ -47,19 +49,19 @@ class XgrammarGrammar:
         return bool(self._matcher.is_terminated())
 
 
-# Costs are seconds of the thread's CPU time. A first try may take long for reasons that are not the constraint's: memory that is
-# touched for the first time since a fork, cold caches, a processor shared with another guest. The same work is tried a second
-# time then, and that one counts.
+# Costs are seconds of the thread's CPU time. A first try may be slow for other reasons: memory that is touched for the
+# first time after a fork, cold caches, a processor shared with another guest. In that case, the work is repeated and
+# the second time is used.
 
 
 def _nothing() -> None:
-    """Nobody wants to know that a try begins."""
+    """Default for ``begins``: do nothing."""
 
 
 def accept_cost(
     grammar: XgrammarGrammar, token_id: int, budget: float, begins: Callable[[], None] = _nothing
 ) -> float | None:
-    """Take a token in. Returns None when it is not allowed. ``begins`` is called before each try."""
+    """Accept a token and return its cost, or None if it is not allowed. ``begins`` is called before each try."""
     seconds = _timed(lambda: grammar.accept((token_id,)), begins)
     if seconds is not None and seconds > budget:
         grammar.undo()
@@ -70,7 +72,7 @@ def accept_cost(
 def fill_cost(
     grammar: XgrammarGrammar, row: npt.NDArray[np.int32], budget: float, begins: Callable[[], None] = _nothing
 ) -> float:
-    """Write the allowed tokens into ``row``. ``begins`` is called before each try."""
+    """Write the allowed tokens into ``row`` and return the cost. ``begins`` is called before each try."""
 
     def fill() -> bool:
         grammar.fill(row)

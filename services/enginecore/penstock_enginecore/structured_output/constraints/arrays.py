@@ -1,4 +1,4 @@
-"""Arrays of a schema: items by place, how many, one that must be among them, none twice."""
+"""Arrays of a schema: items by position, their number, ``contains`` and ``uniqueItems``."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -17,15 +17,19 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.values import tuple_of
 
 _MAX_SUBSETS = 256
-"""Sets of values that arrays without equal items may have written: each is a rule. Beyond it they keep the order of the enum."""
+"""Maximum number of value sets for arrays with unique items, because each is a rule. Beyond it, items keep the order of
+the enum.
+"""
 _MAX_IN_ORDER = 10_000
-"""Values times the most that are written of them, where they keep their order: each is a rule."""
+"""Maximum product of the number of values and the number of items, if items keep their order. Each combination is a
+rule.
+"""
 _MAX_PLACES = 64
-"""Places at which an item that must be there is looked for, where the array has a greatest length."""
+"""Maximum number of positions at which ``contains`` may be fulfilled, in an array with a maximum length."""
 
 
 def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """The expression for arrays that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the expression for arrays that fulfil all of ``facts``. Raises SchemaError."""
     low, high = _sizes(facts, path)
     tuples = [(tuple_of(fact.keywords, fact.path), fact) for fact in facts]
     length = max((len(prefix) for (prefix, _), _ in tuples), default=0)
@@ -74,7 +78,7 @@ def _item(each: tuple[list[tuple[Any, str]], tuple[Any, str]], index: int) -> Pa
 
 
 def _wanted(facts: Sequence[Fact]) -> Part | None:
-    """What an item must fulfil that must be there."""
+    """Return the schema of ``contains``, or None."""
     found = None
     for fact in facts:
         if "contains" not in fact.keywords:
@@ -101,7 +105,7 @@ def _items(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """An array of ``places`` and then of ``rest``, ``low`` to ``high`` in all."""
+    """Return an array with items ``places`` followed by items ``rest``, with ``low`` to ``high`` items in total."""
     written, last, high = _written(writer, places, rest, low, high, depth)
     if not written and low == 0 and high is None and last == "any":
         return "array"
@@ -111,7 +115,7 @@ def _items(
 def _written(
     writer: SchemaWriter, places: Sequence[Sequence[Part]], rest: Sequence[Part], low: int, high: int | None, depth: int
 ) -> tuple[list[str], str, int | None]:
-    """Expressions for the places and for the rest, ``""`` where there is none, and how many items there are at most."""
+    """Return expressions for the places and for the rest, ``""`` if there is none, and the maximum number of items."""
     written: list[str] = []
     for index, parts in enumerate(places):
         try:
@@ -140,7 +144,9 @@ def _containing(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """An array in which one item fulfils ``wanted``: at any place, or at one of the first where the array has a least length."""
+    """Return an array in which one item fulfils ``wanted``. With a minimum length, the item may be at any of the first
+    positions.
+    """
     if places:
         raise SchemaError(wanted.path, "is not supported beside items with places of their own")
     if high == 0:
@@ -156,7 +162,7 @@ def _containing(
         greatest = "" if high is None else high - 1 - before
         first = f"{one}" if not before else f"{other} ({blanks.comma} {other}){{{before - 1}}} {blanks.comma} {one}"
         options.append(f"{first} ({blanks.comma} {other}){{{least},{greatest}}}")
-    if high is None:  # further back than the first places
+    if high is None:  # after the first positions
         more = max(low, 1)
         options.append(
             f"{other} ({blanks.comma} {other}){{{more - 1},}} {blanks.comma} {one} ({blanks.comma} {other})*"
@@ -175,7 +181,7 @@ def _unique(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """An array of values that are listed, none of them twice."""
+    """Return an array of listed values without duplicates."""
     place = f"{unique.path}/uniqueItems"
     if places:
         return _apart_by_place(writer, place, places, rest, low, high, blanks, depth)
@@ -218,9 +224,9 @@ def _subsets(values: int, size: int) -> int:
 
 
 def _in_order(writer: SchemaWriter, written: Sequence[str], low: int, high: int, blanks: Layout) -> str:
-    """``low`` to ``high`` of the values, in their order."""
+    """Return ``low`` to ``high`` of the values, in their order."""
     rules = writer.rules
-    # after[n]: what may follow once n items are written, from the value behind the one that is looked at.
+    # after[n]: rule for the rest after n items, starting with the value after the current one.
     after: list[str | None] = [
         rules.add(blanks.last or '""') if low <= size <= high else None for size in range(high + 1)
     ]
@@ -249,7 +255,7 @@ def _apart_by_place(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """A tuple whose items cannot be equal, since each lists values that the others do not."""
+    """Return a tuple whose items cannot be equal, because their lists of values are disjoint."""
     values = [writer.values_of(parts) for parts in places]
     listed = [each for each in values if each is not None]
     if high is None or high > len(places) or len(listed) < len(places):
@@ -261,7 +267,9 @@ def _apart_by_place(
 
 
 def sequence(places: Sequence[str], rest: str, low: int, high: int | None, blanks: Layout) -> str:
-    """Items with separators and blanks, ``places`` first, then ``rest`` (``""``: nothing); ``low`` to ``high`` in all."""
+    """Return items with separators and whitespace: ``places``, then ``rest`` (``""`` for none), ``low`` to ``high``
+    items in total.
+    """
     expression = ""
     if rest and (high is None or high > len(places)):
         least = max(low - len(places), 0)

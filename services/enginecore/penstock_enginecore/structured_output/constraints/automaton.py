@@ -1,7 +1,7 @@
-"""Texts that several regular expressions match and others do not, of some length, as rules of a grammar.
+"""Grammar rules for texts of limited length that match some regular expressions and not others.
 
-Each expression becomes a nondeterministic automaton over sets of characters. The states of their intersection are made as they
-are reached, so a part of an automaton that the others do not reach costs nothing. An expression that must not match is one whose
+Each expression becomes a nondeterministic automaton over sets of characters. States of the intersection are created
+when they are reached, so unreachable parts of an automaton cost nothing. For an expression that must not match, the
 states must not accept.
 """
 
@@ -24,21 +24,25 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 
 MAX_STATES = 2000
-"""States of an intersection that is written as a grammar: each is compiled for the whole vocabulary."""
+"""Maximum number of states of an intersection, because each is compiled for the whole vocabulary."""
 _MAX_NODES = 20_000
-"""States of one expression's own automaton."""
+"""Maximum number of states of one expression's automaton."""
 _MAX_CLASSES = 256
-"""Classes of characters that no expression tells apart."""
+"""Maximum number of character classes that the expressions distinguish."""
 
 
 class TooLargeError(RegexError):
-    """The automaton has more states than are allowed."""
+    """Raised when an automaton has more states than allowed."""
 
 
 @dataclass(slots=True)
 class Nfa:
-    """States are numbers. ``edges``: by state, sets of characters and where they lead; ``free``: what needs none.
-    ``spend`` is told of each state.
+    """A nondeterministic automaton, whose states are numbers.
+
+    Attributes:
+        spend: Called to count the work of each state.
+        edges: For each state, sets of characters and their targets.
+        free: For each state, the targets that need no character.
     """
 
     spend: Callable[[int], None]
@@ -46,7 +50,7 @@ class Nfa:
     free: list[list[int]] = field(default_factory=list)
 
     def add(self) -> int:
-        """A state without edges."""
+        """Add a state without edges, and return it."""
         if len(self.edges) >= _MAX_NODES:
             raise TooLargeError(f"the expression takes more than {_MAX_NODES} states; repeat less often")
         self.spend(1)
@@ -55,7 +59,7 @@ class Nfa:
         return len(self.edges) - 1
 
     def closure(self, states: Iterator[int] | Sequence[int]) -> frozenset[int]:
-        """``states`` and those that are reached from them for free."""
+        """Return ``states`` and the states that are reached from them without characters."""
         found, left = set[int](), list(states)
         while left:
             state = left.pop()
@@ -67,7 +71,7 @@ class Nfa:
 
 @dataclass(slots=True)
 class Matcher:
-    """One expression as an automaton. ``wanted``: whether it must match."""
+    """Automaton of one expression. ``wanted`` says whether the expression must match or must not match."""
 
     nfa: Nfa
     start: int
@@ -76,8 +80,10 @@ class Matcher:
 
 
 def matchers(pattern: Group, spend: Callable[[int], None], *, wanted: bool = True) -> list[Matcher]:
-    """The automata that together tell whether ``pattern`` matches somewhere in a text: one for what it takes, and one for each
-    lookahead at its start. Raises RegexError where the automata cannot tell.
+    """Return automata that together decide whether ``pattern`` matches somewhere in a text.
+
+    There is one for the pattern itself, and one for each lookahead at its start. Raises RegexError for unsupported
+    lookaheads.
     """
     looks: list[Lookahead] = []
     if len(pattern.options) == 1:
@@ -107,7 +113,7 @@ def _from_the_start(sequence: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def literals(texts: Sequence[str], spend: Callable[[int], None]) -> Matcher:
-    """An automaton for texts that must not be."""
+    """Return an automaton that excludes texts."""
     anchored: list[tuple[Node, ...]] = [(Anchor(True, 0), *map(CharSet.of, text), Anchor(False, 0)) for text in texts]
     return _matcher(Group(tuple(anchored)), spend, wanted=False)
 
@@ -120,7 +126,9 @@ def _matcher(pattern: Group, spend: Callable[[int], None], *, wanted: bool) -> M
 
 
 def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bool, bool]) -> None:
-    """Each alternative of the outermost level has anchors of its own; a group that is all of one is looked into."""
+    """Add the alternatives. Each alternative at the outermost level has its own anchors. A group that is a whole
+    alternative is unwrapped.
+    """
     for sequence in group.options:
         starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
         inner = sequence[1:] if starts else sequence
@@ -140,7 +148,7 @@ def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bo
 
 
 def _add_sequence(nfa: Nfa, sequence: Sequence[Node], start: int, end: int) -> None:
-    # A loop of the last state must not be entered before the end is reached, so every node gets states of its own.
+    # Each node gets its own states, so that a loop of the last state cannot be entered before the end is reached.
     at = start
     for node in sequence:
         then = nfa.add()
@@ -194,7 +202,7 @@ Counted = tuple[State, int]
 
 
 class Intersection:
-    """The texts that all of ``parts`` allow. ``spend`` is told of each transition, and may raise."""
+    """Texts that all of ``parts`` allow. ``spend`` counts each transition, and may raise."""
 
     def __init__(self, parts: Sequence[Matcher], spend: Callable[[int], None]) -> None:
         self._parts = parts
@@ -222,7 +230,7 @@ class Intersection:
         return all((part.end in mine) == part.wanted for part, mine in zip(self._parts, state, strict=True))
 
     def _follow(self, state: State) -> dict[int, State]:
-        """By class of characters, where it leads; classes that lead nowhere are left out."""
+        """Return the target of each character class. Classes without a target are left out."""
         found = self._next.get(state)
         if found is not None:
             return found
@@ -252,7 +260,7 @@ class Intersection:
         return found
 
     def accepts(self, text: str) -> bool:
-        """Whether ``text`` is allowed."""
+        """Return whether ``text`` is allowed."""
         state = self._start
         for character in text:
             code = ord(character)
@@ -264,7 +272,7 @@ class Intersection:
         return self._accepts(state)
 
     def _useful(self) -> set[State]:
-        """The states from which a text can be finished."""
+        """Return the states from which a text can be completed."""
         if self._finishing is not None:
             return self._finishing
         before: dict[State, set[State]] = {}
@@ -288,12 +296,14 @@ class Intersection:
         return useful
 
     def countable(self) -> int:
-        """How many characters can be counted within the states that there may be. Raises TooLargeError."""
+        """Return how many characters can be counted within the maximum number of states. Raises TooLargeError."""
         return MAX_STATES // max(len(self._useful()), 1) - 1
 
     def rules(self, low: int, high: int | None, add: Callable[[str, str], str], name: Callable[[], str]) -> str | None:
-        """The name of a rule for the texts of ``low`` to ``high`` characters, spelled as in a JSON string, its closing quote
-        included. None when there is none. ``add`` makes a rule of a body and a name. Raises TooLargeError.
+        """Return the name of a rule for the texts of ``low`` to ``high`` characters, or None if there are none.
+
+        Texts are spelled as in a JSON string and include the closing quote. ``add`` creates a rule from a body and a
+        name. Raises TooLargeError.
         """
         if self._start not in self._useful():
             return None
@@ -313,8 +323,10 @@ class Intersection:
         return names[first]
 
     def _counted(self, top: int, high: int | None) -> "dict[Counted, dict[Counted, list[int]]]":
-        """By state and the number of characters before it, which is counted up to ``top``, where the classes of characters lead.
-        Texts begin at the first.
+        """Return the targets of the character classes, by state and number of characters before it. The first key is
+        the start.
+
+        Characters are counted up to ``top``.
         """
         useful, first = self._useful(), (self._start, 0)
         arrows: dict[Counted, dict[Counted, list[int]]] = {}
@@ -337,7 +349,7 @@ class Intersection:
 
 
 class _Ranges:
-    """Looks a code point up in a set of characters."""
+    """Membership test for code points in a set of characters."""
 
     def __init__(self, characters: CharSet) -> None:
         self._ranges = characters.ranges
@@ -347,7 +359,7 @@ class _Ranges:
 
 
 def _classes(sets: set[tuple[Range, ...]], spend: Callable[[int], None]) -> list[CharSet]:
-    """Sets of characters that none of ``sets`` tells apart, which are all characters together."""
+    """Return a partition of all characters into classes that none of ``sets`` distinguishes."""
     cuts = sorted({0, 0x110000, *(edge for ranges in sets for low, high in ranges for edge in (low, high + 1))})
     if len(cuts) > 8 * _MAX_CLASSES:
         raise TooLargeError("the expressions have too many different characters")
@@ -367,7 +379,7 @@ def _classes(sets: set[tuple[Range, ...]], spend: Callable[[int], None]) -> list
 
 
 def _backwards(arrows: dict[Counted, dict[Counted, list[int]]], ends: set[Counted]) -> list[Counted]:
-    """Where a text can be finished, in the order of ``arrows``."""
+    """Return the keys from which a text can be completed, in the order of ``arrows``."""
     before: dict[Counted, list[Counted]] = {}
     for source, targets in arrows.items():
         for target in targets:

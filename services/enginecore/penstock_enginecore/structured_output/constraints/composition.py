@@ -1,6 +1,7 @@
-"""Schema composition: ``allOf`` and ``$ref``, which a value must fulfil all, ``anyOf``, ``oneOf``, ``not``, ``if``.
+"""Schema composition: ``allOf`` and ``$ref``, whose schemas must all be fulfilled, and ``anyOf``, ``oneOf``, ``not``,
+``if``.
 
-A ``Part`` is one schema with its place in the client's document, so that whatever is refused is refused at that place.
+A ``Part`` is one schema with its place in the client's document, so that errors can name the place.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -38,8 +39,11 @@ _CONSTANTS = frozenset({"const", "enum"})
 
 
 class Part(NamedTuple):
-    """``ours``: it was written here for the keyword at ``path``, and may hold keywords that clients do not have. ``main``: it is
-    what is left of the schema that holds the others.
+    """A schema and its place in the client's document.
+
+    Attributes:
+        ours: Whether this package generated the schema for the keyword at ``path``. It may contain internal keywords.
+        main: Whether the part is the rest of the schema that contains the other parts.
     """
 
     schema: Any
@@ -49,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """The keywords of a part that constrain, without ``$ref`` and ``allOf``. ``main``: of the schema that holds the others."""
+    """The constraining keywords of a part, without ``$ref`` and ``allOf``. ``main`` and ``ours`` are those of the part."""
 
     keywords: dict[str, Any]
     path: str
@@ -58,45 +62,46 @@ class Fact(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from other facts of the document."""
+        """Key that distinguishes the fact from other facts of the document."""
         return self.path, repr(self.keywords) if self.ours else " ".join(sorted(self.keywords))
 
     @property
     def part(self) -> Part:
-        """It as a part."""
+        """The fact as a part."""
         return Part(self.keywords, self.path, self.ours, self.main)
 
 
 class SchemaWriter(Protocol):
-    """What writes the parts of arrays and objects."""
+    """Writes the parts of arrays and objects."""
 
     rules: Rules
     document: Document
     work: Work
 
     def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
-        """An expression for the values that fulfil all of ``parts``. ``path``: the place that is refused where none of them alone
-        is to blame, that of the first unless it is given. Raises SchemaError.
+        """Return an expression for the values that fulfil all of ``parts``. Raises SchemaError.
+
+        ``path`` is the place for errors that no single part causes. The default is the place of the first part.
         """
 
     def inside(self) -> AbstractContextManager[Layout]:
-        """What is converted meanwhile stands in an array or object of this layout."""
+        """Enter an array or object with the returned layout, for conversions in the ``with`` block."""
 
     def values_of(self, parts: Sequence[Part]) -> list[Any] | None:
-        """The values that fulfil all of ``parts``, if these list them; None where they do not."""
+        """Return the values that fulfil all of ``parts`` if the parts list values, otherwise None."""
 
     def fulfils(self, value: Any, parts: Iterable[Part]) -> bool:
-        """Whether a value fulfils all of ``parts``."""
+        """Return whether a value fulfils all of ``parts``."""
 
     def add_texts(self, part: Part, texts: Texts) -> None:
-        """Add to ``texts`` what strings must fulfil that fulfil ``part``. Raises SchemaError where it says more."""
+        """Add the string constraints of ``part`` to ``texts``. Raises SchemaError if the part has other constraints."""
 
     def spender(self, path: str) -> Callable[[int], None]:
-        """Counts work for the schema at ``path``."""
+        """Return a function that counts work for the schema at ``path``."""
 
 
 def reference_of(parts: Sequence[Part], document: Document) -> str | None:
-    """The place that ``parts`` name, if they say no more than that."""
+    """Return the place to which ``parts`` refer, if they consist only of a reference."""
     if len(parts) != 1 or isinstance(parts[0].schema, bool):
         return None
     schema, path, ours, _ = parts[0]
@@ -109,7 +114,9 @@ def reference_of(parts: Sequence[Part], document: Document) -> str | None:
 
 
 def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[list[Fact], bool]:
-    """What ``parts`` say, and whether a reference was followed for it. Raises UnfulfillableError where one is false."""
+    """Return the facts of ``parts``, and whether a reference was followed. Raises UnfulfillableError if one schema is
+    false.
+    """
     found: list[Fact] = []
     followed, seen = False, set[str]()
     left: list[Fact | tuple[Part, set[str]]] = [
@@ -128,7 +135,7 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
             raise UnfulfillableError(part.path, "is false: no value is allowed there")
         keywords = constraining(part.schema, part.path, ours=part.ours)
         behind: list[Part] = []
-        inherits = next(iter(keywords), "") in ("$ref", "allOf")  # properties come in the order of the document
+        inherits = next(iter(keywords), "") in ("$ref", "allOf")  # properties keep the order of the document
         if "$ref" in keywords:
             pointer = document.pointer(keywords.pop("$ref"), part.path)
             followed = True
@@ -152,16 +159,17 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
 
 
 def spoken_of(keywords: Schema) -> set[str]:
-    """The types that keywords speak of."""
+    """Return the types to which keywords apply."""
     kinds = {kind for kind in TYPES if kind != "integer" and set(keywords) & KEYWORDS[kind]}
     texts = "!pattern" in keywords or keywords.get("format") in FORMATS
     return kinds | ({"string"} if texts else set())
 
 
 def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
-    """The types that values may have, in the order of ``TYPES``; none means every one without constraints.
+    """Return the types that values may have, in the order of ``TYPES``. An empty result means every type, without
+    constraints.
 
-    Without ``type`` it is what the keywords speak of. Raises UnfulfillableError when the facts leave none.
+    Without ``type``, the keywords determine the types. Raises UnfulfillableError if no type is left.
     """
     kinds: set[str] | None = None
     by = path
@@ -190,7 +198,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
 
 
 def _without_excluded(facts: Sequence[Fact]) -> set[str] | None:
-    """The types of values in which those that must not be can be left out; None where there are none of these."""
+    """Return the types for which excluded values can be avoided, or None if no values are excluded."""
     excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
     if not excluded:
         return None
@@ -208,7 +216,7 @@ def _both(a: set[str], b: set[str]) -> set[str]:
 
 
 def of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
-    """The facts with the keywords that speak of a type, those without any left out."""
+    """Return the facts reduced to keywords for one type. Facts without such keywords are left out."""
     mine = KEYWORDS[kind] | {"!enum"} | ({"format"} if kind in ("string", "integer", "number") else set())
     mine = mine | ({"!pattern"} if kind == "string" else set())
     found = [fact._replace(keywords={k: v for k, v in fact.keywords.items() if k in mine}) for fact in facts]
@@ -216,20 +224,21 @@ def of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
 
 
 def combines(fact: Fact) -> bool:
-    """Whether the fact has a keyword that speaks of values of any type."""
+    """Return whether the fact has a keyword that applies to values of any type."""
     return bool(fact.keywords.keys() & COMBINED)
 
 
 def written_of(parts: Iterable[Part]) -> list[Fact]:
-    """What ``parts`` say themselves, without what they refer to."""
+    """Return the facts of ``parts`` themselves, without following references."""
     return [
         Fact(present(part.schema), part.path, part.ours, part.main) for part in parts if isinstance(part.schema, dict)
     ]
 
 
 def check_properties(facts: Sequence[Fact], path: str) -> None:
-    """Raise UnfulfillableError where a required property can have no value, as far as that is seen at once: before conditions on
-    the same property are combined, of which there may be many.
+    """Raise UnfulfillableError if a required property obviously has no possible value.
+
+    This is a cheap check before conditions on the same property are combined, because there may be many combinations.
     """
     required = {name for fact in facts for name in names(fact.keywords, "required", fact.path)}
     left: dict[str, set[Hashable]] = {}
@@ -258,24 +267,25 @@ def _constants(schema: Schema) -> set[Hashable] | None:
     return set(map(identity, values)) if isinstance(values, list) else None
 
 
-# Which schemas no value can fulfil at once.
+# Detection of schemas that no value can fulfil at the same time.
 
 _OPENING = frozenset({"anyOf", "oneOf", "if", "not", "patternProperties", "dependentSchemas", "dependencies"})
 """Keywords that may allow properties which are declared elsewhere."""
 _MAX_DEPTH = 8
-"""How deeply ``allOf`` and references are followed."""
+"""Maximum depth to which ``allOf`` and references are followed."""
 
 
 class Apart:
-    """Compares the schemas of one document. What it cannot tell counts as possible."""
+    """Decides whether two schemas of one document exclude each other. If it cannot decide, it assumes that they do not."""
 
     def __init__(self, document: Document, work: Work) -> None:
         self._document = document
         self._work = work
 
     def never_both(self, written: Part, other: Part, *, alone: bool) -> bool:
-        """Whether it is certain that no value which is written for one schema fulfils the other. ``alone``: whether nothing else
-        is said of the value.
+        """Return whether certainly no value that is written for one schema fulfils the other.
+
+        ``alone`` is True if no other schema constrains the value.
         """
         mine, yours = self._views(written), self._views(other)
         if mine is None or yours is None:
@@ -293,7 +303,7 @@ class Apart:
         return any(self._told_apart(mine, yours, name) for name in _required(mine) & needed)
 
     def _views(self, part: Part, depth: int = 0) -> list[Schema] | None:
-        """The schemas that a value must fulfil all, as far as they are followed."""
+        """Return the schemas that a value must all fulfil, following references up to a maximum depth."""
         self._work.spend(part.path, 1)
         schema = present(part.schema)
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -308,8 +318,10 @@ class Apart:
         return found
 
     def _leaves_out(self, views: list[Schema], needed: set[str], *, alone: bool) -> bool:
-        """Whether objects written for ``views`` lack one of the properties ``needed``. Nothing undeclared is written unless
-        something allows it; what could is known where the views stand ``alone``, or say that there is nothing else.
+        """Return whether objects written for ``views`` lack one of the properties ``needed``.
+
+        Undeclared properties are written only if a schema allows them. This is known if the views stand ``alone``, or
+        if they forbid other properties.
         """
         declared = [view["properties"] for view in views if isinstance(view.get("properties"), dict)]
         if any(not view.keys().isdisjoint(_OPENING) for view in views) or not declared:
@@ -337,7 +349,9 @@ class Apart:
         return found or None
 
     def _kinds(self, views: list[Schema]) -> set[str]:
-        """The types that a value may have; an integer is a number. Without ``type`` it has any, whatever the keywords say."""
+        """Return the types that a value may have. An integer counts as a number. Without ``type``, any type is
+        possible.
+        """
         found = set(TYPES) - {"integer"}
         for view in views:
             given = view.get("type")
@@ -367,19 +381,19 @@ def _required(views: list[Schema]) -> set[str]:
     return {name for each in given if isinstance(each, list) for name in each if isinstance(name, str)}
 
 
-# Keywords that leave several ways to fulfil them, and what depends on a property.
+# Keywords with several ways to fulfil them, and keywords that depend on a property.
 
 MAX_ONE_OF = 128
-"""Branches of a ``oneOf``: each pair is compared."""
+"""Maximum number of branches of a ``oneOf``, because each pair is compared."""
 _MAX_NEGATION = 16
-"""How deeply negations may nest."""
+"""Maximum nesting of negations."""
 
 Way = list[Part]
-"""What a value must fulfil besides the rest."""
+"""Parts that a value must fulfil in addition to the rest."""
 
 
 class Ways(NamedTuple):
-    """``ways`` to fulfil ``keyword`` of one fact. ``ours``: some were written here, and may turn out impossible."""
+    """Ways to fulfil ``keyword`` of one fact. ``ours`` means that some were generated here and may be impossible."""
 
     keyword: str
     ways: list[Way]
@@ -395,8 +409,10 @@ class Alternatives:
         self._apart = Apart(document, work)
 
     def of(self, fact: Fact, *, alone: bool) -> Ways | None:
-        """The ways to fulfil the first keyword of ``fact`` that leaves several; None where none does. ``alone``: whether nothing
-        else is said of objects. Raises SchemaError.
+        """Return the ways to fulfil the first keyword of ``fact`` with several ways, or None if there is no such
+        keyword.
+
+        ``alone`` is True if no other schema constrains objects. Raises SchemaError.
         """
         keywords, path = fact.keywords, fact.path
         if "anyOf" in keywords:
@@ -429,7 +445,7 @@ class Alternatives:
         return left
 
     def _one_of(self, branches: Sequence[Part], path: str, *, alone: bool) -> list[Way]:
-        """Each branch, without what fits another one, too."""
+        """Return a way for each branch, which excludes the values of other branches."""
         if len(branches) > MAX_ONE_OF:
             raise SchemaError(path, f"has {len(branches)} branches; the limit is {MAX_ONE_OF}")
         ways = []
@@ -454,7 +470,9 @@ class Alternatives:
         return ways
 
     def _negated(self, part: Part, depth: int = 0) -> list[Way]:
-        """The ways not to fulfil ``part``; none where every value fulfils it. Raises SchemaError for what has no such ways."""
+        """Return the ways not to fulfil ``part``, empty if every value fulfils it. Raises SchemaError if it cannot be
+        negated.
+        """
         schema, path = part.schema, part.path
         self._work.spend(path, 3)
         if depth > _MAX_NEGATION:
@@ -467,7 +485,7 @@ class Alternatives:
         return [way for name in sorted(keywords) for way in self._without(name, keywords, path, depth)]
 
     def _without(self, name: str, keywords: dict[str, Any], path: str, depth: int) -> list[Way]:
-        """The ways not to fulfil one keyword."""
+        """Return the ways not to fulfil one keyword."""
 
         def ours(schema: Any) -> Part:
             return Part(schema, path, True)
@@ -512,7 +530,7 @@ class Alternatives:
 
 
 def _beyond(name: str, keywords: Schema, path: str) -> list[Schema]:
-    """Schemas of what a bound keeps out. Raises SchemaError for another keyword."""
+    """Return schemas for the values that a bound excludes. Raises SchemaError for other keywords."""
     for kind, what in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
         if name == f"min{what}":
             least = count(keywords, name, path) or 0
@@ -531,7 +549,9 @@ def _beyond(name: str, keywords: Schema, path: str) -> list[Schema]:
 
 
 def _dependent(fact: Fact, keyword: str) -> list[Way]:
-    """The ways to fulfil what depends on the first property of ``keyword``; the others are left for the next time."""
+    """Return the ways to fulfil the dependency on the first property of ``keyword``. The other dependencies remain for
+    later.
+    """
     (name, schema, place), *rest = dependents({keyword: fact.keywords[keyword]}, fact.path) or [("", True, fact.path)]
     later = {each: fact.keywords[keyword][each] for each, _, _ in rest}
     after = [Part({keyword: later}, fact.path, True)] if later else []

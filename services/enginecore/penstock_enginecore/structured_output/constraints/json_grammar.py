@@ -1,8 +1,8 @@
-r"""The rules that every grammar of JSON texts shares: whitespace, ranges of numbers, strings.
+r"""Rules that all grammars of JSON texts share: whitespace, ranges of numbers, strings.
 
-Each string has one spelling: what need not be escaped is not, and ``\u`` escapes do not exist. So two spellings cannot name
-the same key. Whitespace between tokens is bounded, so that a model that likes whitespace runs out of places for it, not out of
-``max_tokens``. The lengths of numbers are bounded for the same reason.
+Each string has exactly one spelling: characters are escaped only if necessary, and never with ``\u``. So two spellings
+cannot name the same key. The amount of whitespace between tokens is limited, so that a model that repeats whitespace
+runs out of places for it before it runs out of ``max_tokens``. The lengths of numbers are limited for the same reason.
 """
 
 import json
@@ -24,17 +24,23 @@ from penstock_enginecore.structured_output.constraints.regex import (
 # Whitespace between the tokens.
 
 INDENT = 4
-"""Blanks behind a line break per level, where it is known how deep the value stands."""
+"""Indentation characters per level after a line break, if the depth of the value is known."""
 MAX_INDENT = 32
-"""Blanks behind a line break elsewhere: inside references, and values of any form."""
+"""Maximum indentation after a line break otherwise: inside references, and for values of any form."""
 
 Level = int | None
-"""How many arrays and objects a token stands in; None where a rule is used at more than one depth."""
+"""Number of arrays and objects around a token, or None if a rule is used at several depths."""
 
 
 class Layout(NamedTuple):
-    """For the members of one array or object. ``opened`` stands behind the opening bracket, ``first`` before the first member,
-    ``last`` behind the last one, ``comma`` and ``colon`` with their blanks where these are. An empty string is nothing.
+    """Whitespace and separators for the members of one array or object. An empty string means nothing.
+
+    Attributes:
+        opened: After the opening bracket.
+        first: Before the first member.
+        last: After the last member.
+        comma: Comma between members, with whitespace.
+        colon: Colon after a name, with whitespace.
     """
 
     opened: str
@@ -55,12 +61,14 @@ _BEHIND_STRING = {
 
 
 def deeper(level: Level) -> Level:
-    """The level inside an array or object that stands at ``level``."""
+    """Return the level inside an array or object at ``level``."""
     return None if level is None else level + 1
 
 
 def layout(whitespace: JsonWhitespace, level: Level, add: Callable[[str, str], str]) -> Layout:
-    """The layout inside an array or object whose members stand at ``level``. ``add`` makes a rule of a body and a name."""
+    """Return the layout inside an array or object whose members are at ``level``. ``add`` creates a rule from a body
+    and a name.
+    """
     if whitespace is JsonWhitespace.COMPACT:
         return COMPACT
     if whitespace is JsonWhitespace.ANY:
@@ -74,7 +82,7 @@ def layout(whitespace: JsonWhitespace, level: Level, add: Callable[[str, str], s
 
 
 def behind_string(whitespace: JsonWhitespace) -> str:
-    """What can come behind a string, or more than that."""
+    """Return an expression that covers everything that can follow a string."""
     return _BEHIND_STRING[whitespace]
 
 
@@ -85,13 +93,13 @@ def _line_break(level: Level) -> str:
 
 # Ranges of numbers: JSON numbers without an exponent, digit by digit.
 #
-# Every number written under a bound has at most 15 significant digits, so that different texts are different floats and an
-# exclusive bound stays exclusive after parsing. Bounds are rounded inwards to what can be written.
+# Every number written within bounds has at most 15 significant digits. So different texts are different floats, and an
+# exclusive bound stays exclusive after parsing. Bounds are rounded inwards to numbers that can be written.
 
 MAX_INTEGER_DIGITS = 18
-"""Digits of an integer without an upper bound: all of them fit 64 bits."""
+"""Digits of an integer without an upper bound. All such integers fit into 64 bits."""
 MAX_SIGNIFICANT = 15
-"""Digits of a number with a fraction: different texts are different floats."""
+"""Digits of a number with a fraction. Different texts with so many digits are different floats."""
 _FRACTION = 6
 _SMALL = 10 ** (MAX_SIGNIFICANT - _FRACTION)
 _Writer = Callable[[int, int], list[str]]
@@ -101,9 +109,10 @@ NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{MAX_SIGNIFICANT}}})? 
 
 
 def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """The expression for the integers from ``low`` to ``high``, either of which may be None: no bound.
+    """Return the expression for the integers from ``low`` to ``high``. None means no bound.
 
-    ``above`` and ``below`` exclude the bound itself. Raises ValueError when there is no such integer of at most 18 digits.
+    ``above`` and ``below`` exclude the bound itself. Raises ValueError if there is no such integer of at most 18
+    digits.
     """
     limit = 10**MAX_INTEGER_DIGITS - 1
     first, last = -limit if low is None else _lowest(low, above), limit if high is None else _highest(high, below)
@@ -111,7 +120,9 @@ def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = Fa
 
 
 def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """As ``integer_range``, for numbers with a fraction: 6 digits, or none when a bound is 10**9 or more."""
+    """Return the expression for numbers in a range, as in ``integer_range``. They have up to 6 decimal places, or none
+    if a bound is 10**9 or more.
+    """
     small = all(bound is None or abs(bound) < _SMALL for bound in (low, high))
     scale = 10**_FRACTION if small else 1
     limit = 10**MAX_SIGNIFICANT - 1
@@ -143,7 +154,7 @@ def _signed(first: int, last: int, write: _Writer, written: str) -> str:
 
 
 def _naturals(first: int, last: int) -> list[str]:
-    """Alternatives for ``first`` to ``last`` without leading zeros."""
+    """Return alternatives for ``first`` to ``last`` without leading zeros."""
     options = []
     for length in range(len(str(first)), len(str(last)) + 1):
         smallest = 0 if length == 1 else 10 ** (length - 1)
@@ -153,7 +164,7 @@ def _naturals(first: int, last: int) -> list[str]:
 
 
 def _decimals(first: int, last: int) -> list[str]:
-    """Alternatives for ``first`` to ``last`` millionths."""
+    """Return alternatives for ``first`` to ``last`` millionths."""
     (low, low_part), (high, high_part) = divmod(first, 10**_FRACTION), divmod(last, 10**_FRACTION)
     nines = 10**_FRACTION - 1
     if low == high:
@@ -171,7 +182,7 @@ def _decimals(first: int, last: int) -> list[str]:
 
 
 def _fraction(first: int, last: int) -> str:
-    """The part behind the integer: ``first`` to ``last`` millionths, with as many digits as are needed or more."""
+    """Return the part after the integer: ``first`` to ``last`` millionths, with any sufficient number of digits."""
     if first == 0 and last == 10**_FRACTION - 1:
         return f'("." [0-9]{{1,{_FRACTION}}})?'
     options = ['""'] if first == 0 else []
@@ -184,7 +195,7 @@ def _fraction(first: int, last: int) -> str:
 
 
 def _digits(low: str, high: str) -> str:
-    """The digit strings of one length from ``low`` to ``high``."""
+    """Return an expression for the digit strings of equal length from ``low`` to ``high``."""
     if low == high:
         return f'"{low}"'
     length = len(low)
@@ -216,12 +227,12 @@ _SHARED = {
     "null": '"null"',
     "any": "string | number | boolean | null | array | object",
 }
-"""Names and bodies of shared rules; the others depend on the blanks."""
+"""Names and bodies of the shared rules that do not depend on whitespace."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[\]|\{\}|[\[\]{},:]|[^\[\]{},:"]+')
 
 
 class Rules:
-    """A grammar being written: rules by name, the shared ones included."""
+    """A grammar under construction: rules by name, including the shared ones."""
 
     def __init__(self, whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> None:
         self._whitespace = whitespace
@@ -231,8 +242,8 @@ class Rules:
 
     def _share(self) -> None:
         anywhere = self.layout(None)
-        # Recursive, and says what comes behind it: so most of a vocabulary is decided when the rule is compiled, and filling a
-        # bitmask inside a string takes a fiftieth of the time.
+        # The rule is recursive and states what follows it. So most of a vocabulary is decided when the rule is
+        # compiled, and filling a bitmask inside a string takes a fiftieth of the time.
         self.add(f'("\\"" | char end) (=({behind_string(self._whitespace)}))', "end")
         for name, body in _SHARED.items():
             self.add(body, name)
@@ -242,31 +253,31 @@ class Rules:
             self.add(f'"{brackets[0]}" {anywhere.opened} ({parts})? "{brackets[1]}"', name)
 
     def layout(self, level: Level) -> Layout:
-        """The blanks around the members of an array or object, which stand at ``level``."""
+        """Return the whitespace around the members of an array or object at ``level``."""
         return layout(self._whitespace, level, self.add)
 
     def name(self) -> str:
-        """A name for a rule that is added later."""
+        """Return an unused name for a rule that is added later."""
         self._names += 1
         return f"r{self._names}"
 
     def add(self, body: str, name: str = "") -> str:
-        """Add a rule; returns its name."""
+        """Add a rule, and return its name."""
         name = name or self.name()
         self._bodies[name] = body
         return name
 
     @property
     def bodies(self) -> Mapping[str, str]:
-        """The rules' bodies by name."""
+        """Bodies of the rules by name."""
         return self._bodies
 
     def text(self, root: str) -> str:
-        """The whole grammar; its sentences are those of the expression ``root``."""
+        """Return the whole grammar for the expression ``root``."""
         return f"root ::= {root}\n" + "".join(f"{name} ::= {body}\n" for name, body in self._bodies.items())
 
     def value(self, value: Any, level: Level) -> str:
-        """The expression for one JSON value that stands at ``level``. Raises ValueError for half of a surrogate pair."""
+        """Return the expression for one JSON value at ``level``. Raises ValueError for half of a surrogate pair."""
         written, plain = list[str](), ""
         inside: list[Layout] = []
         for part in _TOKEN.findall(_compact(value)):
@@ -289,25 +300,29 @@ class Rules:
 
 
 def json_literal(value: Any) -> str:
-    """The expression for one JSON value that has no parts. Raises ValueError for half of a surrogate pair."""
+    """Return the expression for one JSON value without parts. Raises ValueError for half of a surrogate pair."""
     return literal(_compact(value))
 
 
 def _compact(value: Any) -> str:
-    """A JSON value without blanks."""
+    """Return a JSON value without whitespace."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=float)
     text.encode()
     return text
 
 
 def other_strings(rules: Rules, taken: list[str]) -> str:
-    """A rule for all JSON strings but those in ``taken``: a tree over their characters, left wherever one differs."""
+    """Add a rule for all JSON strings except those in ``taken``: a tree over their characters, left where a character
+    differs.
+    """
     body = _remainder(rules, sorted(set(taken)))
     return rules.add(f'"\\"" {body}')
 
 
 def _remainder(rules: Rules, taken: list[str]) -> str:
-    """What may follow a beginning that the strings with these ends in ``taken`` share, the closing quote included."""
+    """Return a rule for the rest of a string whose start equals that of strings with the rests ``taken``. Includes the
+    closing quote.
+    """
     by_first: dict[str, list[str]] = {}
     for text in taken:
         by_first.setdefault(text[:1], []).append(text[1:])
@@ -321,7 +336,7 @@ def _remainder(rules: Rules, taken: list[str]) -> str:
     return rules.add(" | ".join(options))
 
 
-# Which rules have sentences at all: a rule that always needs another one of its kind has none.
+# Detection of rules without sentences: a rule that always needs itself again has none.
 
 _SYMBOL = re.compile(
     r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\(=|\{[0-9]+(?:,[0-9]*)?\}|[()|?*+]|[A-Za-z_][A-Za-z0-9_]*'
@@ -329,7 +344,7 @@ _SYMBOL = re.compile(
 
 
 def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
-    """Those of the rules ``names`` that have no sentence. The grammar is one that was written here."""
+    """Return those of the rules ``names`` that have no sentence. Only for grammars that were written here."""
     read = {name: _read(body) for name, body in rules.bodies.items()}
     known: set[str] = set()
     users: dict[str, list[str]] = {}
@@ -346,7 +361,7 @@ def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
 
 
 Expression = str | tuple[str, list["Expression"]]
-"""A rule's name, or ``all`` or ``any`` of expressions. What needs nothing is left out."""
+"""A rule's name, or ``all`` or ``any`` of expressions. Expressions that need no rule are left out."""
 
 
 def _ends(body: Expression, known: set[str]) -> bool:

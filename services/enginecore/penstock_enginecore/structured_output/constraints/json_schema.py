@@ -1,8 +1,9 @@
 """JSON schemas as grammars.
 
-The grammar's sentences are JSON texts that the schema accepts; what it cannot enforce is refused by keyword and place, never
-ignored. Narrower than the schema it may be: properties come in the schema's order, an object that declares properties has
-no others unless ``additionalProperties`` says so, numbers and blanks are bounded in length.
+The grammar's sentences are JSON texts that the schema accepts. Keywords that cannot be enforced are refused with their
+place, never ignored. The grammar may be narrower than the schema. Properties come in the schema's order. An object that
+declares properties has no others unless ``additionalProperties`` allows them. The lengths of numbers and whitespace are
+limited.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,17 +40,19 @@ from penstock_enginecore.structured_output.constraints.strings import FORMATS, T
 from penstock_enginecore.structured_output.constraints.values import Values, listed
 
 MAX_DEPTH = 64
-"""How deeply schemas may nest."""
+"""Maximum nesting of schemas."""
 
 MAX_REFS = 1000
-"""How many different places ``$ref`` may point to."""
+"""Maximum number of different targets of ``$ref``."""
 
 MAX_WORK = 500_000
-"""Steps of a translation that is bounded by its process's time anyway."""
+"""Step limit of a translation whose process also has a time limit."""
 
 
 def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS, work: Work | None = None) -> str:
-    """The grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts, with such blanks. Raises SchemaError."""
+    """Return the grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts, with this whitespace. Raises
+    SchemaError.
+    """
     converter = _Converter(schema, whitespace, work or Work(MAX_WORK))
     root = converter.convert([Part(schema, "#")], 0)
     converter.finish(root)
@@ -57,7 +60,7 @@ def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMP
 
 
 class _Converter:
-    """Writes rules for a schema and, once each, for the places its ``$ref`` point to."""
+    """Writes rules for a schema, and once for each target of its ``$ref``."""
 
     def __init__(self, root: Any, whitespace: JsonWhitespace, work: Work) -> None:
         self.rules = Rules(whitespace)
@@ -71,7 +74,7 @@ class _Converter:
         self._pending: list[tuple[str, list[Part], list[Fact] | None]] = []
 
     def finish(self, root: str) -> None:
-        """Convert what was referred to, and what that refers to."""
+        """Convert the targets of references, including their own references."""
         self._level = None
         while self._pending:
             name, parts, facts = self._pending.pop()
@@ -110,7 +113,7 @@ class _Converter:
     def _share(
         self, key: tuple[tuple[str, str], ...], place: str, parts: list[Part], facts: list[Fact] | None, path: str
     ) -> str:
-        """The name of a rule that is written later, and once."""
+        """Return the name of a shared rule, which is written once, later."""
         if key not in self._shared:
             if len(self._shared) >= MAX_REFS:
                 raise SchemaError(path, f"there are more than {MAX_REFS} different $ref")
@@ -121,7 +124,7 @@ class _Converter:
         return self._shared[key]
 
     def _convert(self, facts: Sequence[Fact], path: str, depth: int) -> str:
-        """An expression for the values of which all ``facts`` are true."""
+        """Return an expression for the values that fulfil all ``facts``."""
         self.work.spend(path, 3 * len(facts))
         if (values := self._listed(facts, path)) is not None:
             return self._written_values(values, path)
@@ -154,7 +157,9 @@ class _Converter:
         return options[0] if len(options) == 1 else self.rules.add(" | ".join(options))
 
     def _either(self, ways: Ways, rest: Sequence[Fact], path: str, depth: int) -> str:
-        """An expression for what fulfils ``rest`` and one of the ways. A way that contradicts the rest is left out."""
+        """Return an expression for values that fulfil ``rest`` and one of the ways. Ways that contradict the rest are
+        left out.
+        """
         options, failed = list[str](), None
         around = [fact.part for fact in rest]
         for way in ways.ways:
@@ -191,11 +196,11 @@ class _Converter:
         return all(self._values.fulfils(value, part.schema, part.path, ours=part.ours) for part in parts)
 
     def _listed(self, facts: Sequence[Fact], path: str) -> list[Any] | None:
-        """The values of ``enum`` or ``const`` that fulfil all of ``facts``; None where none lists values."""
+        """Return the values of ``enum`` or ``const`` that fulfil all of ``facts``, or None if no fact lists values."""
         for fact in facts:
             if (values := listed(fact.keywords, fact.path)) is None:
                 continue
-            types_of(facts, path)  # a type that is not known is refused, not compared
+            types_of(facts, path)  # refuses unknown types, which would otherwise only compare as unequal
             left = {name: value for name, value in fact.keywords.items() if name not in ("const", "enum")}
             parts = [each.part for each in facts if each is not fact] + [fact._replace(keywords=left).part]
             found = [value for value in values if self.fulfils(value, parts)]

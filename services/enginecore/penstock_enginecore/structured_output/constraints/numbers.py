@@ -1,4 +1,4 @@
-"""Numbers of a schema: bounds, steps and numbers that must not be, all at once."""
+"""Numbers of a schema: bounds, steps and excluded numbers together."""
 
 import contextlib
 import math
@@ -25,17 +25,17 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 )
 
 _MAX_FRACTION = 9
-"""Digits behind the point of a step."""
+"""Maximum decimal places of a step."""
 _MAX_RULES = 3000
-"""Rules for the multiples of a step: one for each remainder that the digits before may leave, by the number of digits left."""
+"""Maximum number of rules for the multiples of a step: one for each remainder and number of remaining digits."""
 _MAX_EXCLUDED = 256
-"""Numbers that must not be."""
+"""Maximum number of excluded numbers."""
 
 Spend = Callable[[int], None]
 
 
 class _Range:
-    """What the numbers of one schema must fulfil."""
+    """Constraints on the numbers of one schema."""
 
     def __init__(self, facts: Sequence[Fact], kind: str) -> None:
         self.low: Decimal | None = None
@@ -80,11 +80,11 @@ class _Range:
 
 
 def numbers(rules: Rules, facts: Sequence[Fact], path: str, kind: str, spend: Spend) -> str:
-    """The expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError."""
     given = _Range(facts, kind)
     step = given.step
     if kind == "integer" and step is not None:
-        step = Fraction(step.numerator)  # what is a multiple of 1 as well
+        step = Fraction(step.numerator)  # least common multiple with 1
     if len(given.excluded) > _MAX_EXCLUDED:
         raise SchemaError(path, f"excludes {len(given.excluded)} numbers; the limit is {_MAX_EXCLUDED}")
     try:
@@ -113,7 +113,7 @@ def _integers(rules: Rules, given: _Range) -> str:
         high, below = (given.high, given.below) if hole is None else (hole, True)
         if hole is not None and given.high is not None and hole > given.high:
             continue
-        with contextlib.suppress(ValueError):  # nothing stands between two holes
+        with contextlib.suppress(ValueError):  # no integer lies between two holes
             options.append(integer_range(low, high, above=above, below=below))
         if hole is not None and (low is None or hole >= low):
             low, above = hole, True
@@ -129,7 +129,7 @@ def _within(given: _Range, value: Decimal) -> bool:
 
 
 def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Spend) -> str:
-    """Multiples of ``step``, digit by digit, with as many digits behind the point as it has, or fewer."""
+    """Return multiples of ``step``, digit by digit, with at most as many decimal places as the step has."""
     digits = 0
     while digits <= _MAX_FRACTION and 10**digits % step.denominator:
         digits += 1
@@ -138,7 +138,7 @@ def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Sp
     options = []
     for places in range(digits + 1):
         unit = step * 10**places
-        multiple = unit.numerator  # of 1 as well: nothing stands behind these digits
+        multiple = unit.numerator  # must also be a multiple of 1, because no digits follow
         limit = 10 ** (MAX_INTEGER_DIGITS if kind == "integer" else MAX_SIGNIFICANT) - 1
         scale = Decimal(10) ** places
         first = -limit if given.low is None else _inwards(given.low * scale, given.above, up=True)
@@ -157,7 +157,7 @@ def _inwards(bound: Decimal, excluded: bool, *, up: bool) -> int:
 
 
 class _Digits:
-    """Writes the multiples of ``multiple``, whose last ``places`` digits stand behind the point. ``holes`` are left out."""
+    """Writes the multiples of ``multiple``, whose last ``places`` digits are decimal places. ``holes`` are left out."""
 
     def __init__(self, rules: Rules, multiple: int, places: int, holes: set[int], place: str, spend: Spend) -> None:
         self._rules = rules
@@ -169,7 +169,7 @@ class _Digits:
         self._known: dict[tuple[int, int, int, int], str] = {}
 
     def between(self, first: int, last: int) -> list[str]:
-        """The alternatives for what lies between, both included."""
+        """Return alternatives for the range, both ends included."""
         options = []
         for low, high in self._gaps(first, last):
             if high >= 0:
@@ -196,7 +196,9 @@ class _Digits:
         return options
 
     def _suffix(self, digits: int, low: int, high: int, residue: int) -> str:
-        """A rule for ``digits`` digits that are a number from ``low`` to ``high`` which leaves ``residue``; ``""`` for none."""
+        """Return a rule for ``digits`` digits with a value from ``low`` to ``high`` and the given ``residue``, or
+        ``""`` if there is none.
+        """
         if not digits:
             return '""' if residue == 0 else ""
         key = (digits, low, high, residue)

@@ -1,4 +1,4 @@
-"""Objects of a schema: declared properties in their order, then others, whose names may have to match expressions."""
+"""Objects of a schema: declared properties in order, then others, whose names may have to match expressions."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,16 +20,16 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.strings import Texts, matches, pattern_at
 
 MAX_KEY = 256
-"""Characters of a property's name."""
+"""Maximum characters of a property's name."""
 _MAX_PATTERNS = 4
-"""Different patterns of names: each set of them that may match together is looked at."""
+"""Maximum number of different name patterns, because each combination of matching patterns is examined."""
 
 Property = list[Part]
-"""What the value of a property must fulfil; empty for anything."""
+"""Parts that the value of a property must fulfil. Empty means any value."""
 
 
 class _Objects:
-    """One conversion of one object."""
+    """Conversion of one object."""
 
     def __init__(self, writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> None:
         self._writer = writer
@@ -53,7 +53,7 @@ class _Objects:
         self._closed_by = self._closing()
 
     def _closing(self) -> str | None:
-        """The place that forbids all but the declared properties, though no fact says so of its own."""
+        """Return the place that forbids undeclared properties, if they are not forbidden by ``additionalProperties``."""
         for fact in self._facts:
             value = fact.keywords.get("unevaluatedProperties", True)
             place = f"{fact.path}/unevaluatedProperties"
@@ -70,7 +70,7 @@ class _Objects:
         return None if says or not (declares or self._patterns) else self._path
 
     def declared(self) -> dict[str, Property]:
-        """The properties that are named, and what each must fulfil."""
+        """Return the named properties, with the parts that each must fulfil."""
         found: dict[str, Property] = {}
         named = [name for fact in self._facts for name in mapping(fact.keywords, "properties", fact.path)]
         named += self._required
@@ -81,7 +81,7 @@ class _Objects:
         return found
 
     def _listed_names(self) -> list[str] | None:
-        """The names that properties may have, where the schema lists them."""
+        """Return the possible names of properties if the schema lists them, otherwise None."""
         values = self._writer.values_of(self._key_facts) if self._key_facts else None
         return None if values is None else [value for value in values if isinstance(value, str)]
 
@@ -101,7 +101,7 @@ class _Objects:
                     if owner is fact:
                         known = True
                         parts.append(part)
-            known_anywhere |= known and not fact.ours  # what must not be is not evaluated either
+            known_anywhere |= known and not fact.ours  # a property that must be absent does not count as evaluated
             if not known and "additionalProperties" in fact.keywords:
                 parts.append(Part(fact.keywords["additionalProperties"], f"{fact.path}/additionalProperties"))
         if self._closed_by is not None and self._closed_by != self._path and not known_anywhere:
@@ -111,7 +111,7 @@ class _Objects:
         return [part for part in parts if part.schema is not True]
 
     def written(self) -> str:
-        """The expression. Raises SchemaError."""
+        """Return the expression of the object. Raises SchemaError."""
         properties = self.declared()
         low, high = self._counts()
         with self._writer.inside() as blanks:
@@ -128,7 +128,9 @@ class _Objects:
         return low, high
 
     def _members(self, properties: dict[str, Property], blanks: Layout) -> list[tuple[str, bool]]:
-        """The declared members as they are written, and whether each is required. Those that no value fulfils are left out."""
+        """Return the declared members as expressions, and whether each is required. Members without a possible value
+        are left out.
+        """
         members = []
         for name, parts in properties.items():
             required = name in self._required
@@ -165,7 +167,7 @@ class _Objects:
             raise SchemaError(self._path, f"has the property {shown(name)}, which cannot be written") from None
 
     def _others(self, taken: list[str], blanks: Layout) -> list[str]:
-        """Members that are not declared, by the patterns that their names match."""
+        """Return the expressions of undeclared members, by the patterns that their names match."""
         if self._listed_names() is not None:
             return []
         found = []
@@ -247,9 +249,9 @@ class _Objects:
         return self._place("minProperties")
 
     def _chain(self, members: Sequence[tuple[str, bool]], extra: str, blanks: Layout) -> str:
-        """Members in order, each optional unless required, then any number of ``extra`` ones, with the blanks around them.
+        """Return members in order, each optional unless required, then any number of ``extra`` members, with whitespace.
 
-        Two rules per member: what may follow once something was written, and what may come first.
+        Each member has two rules: one for the rest after an earlier member, and one for the start of the object.
         """
         rules = self._writer.rules
         after = rules.add(f"({blanks.comma} {extra})* {blanks.last}" if extra else blanks.last or '""')
@@ -266,15 +268,16 @@ class _Objects:
     def _counted(
         self, members: Sequence[tuple[str, bool]], extra: str, low: int, high: int | None, blanks: Layout
     ) -> str:
-        """As ``_chain``, with ``low`` to ``high`` members. Only declared ones count for ``low``, where it is more than 1: another
-        name may come twice.
+        """Return members as ``_chain`` does, with ``low`` to ``high`` members.
+
+        If ``low`` is more than 1, only declared members count, because an undeclared name may be repeated.
         """
         rules = self._writer.rules
         top = max(low, high or 0)
         known: dict[tuple[int, int], str] = {}
 
         def behind(index: int, size: int) -> str:
-            """A rule for what may follow ``size`` members from the declared one ``index`` on; ``""`` for nothing."""
+            """Return a rule for the rest after ``size`` members, from declared member ``index`` on, or ``""`` for none."""
             size = size if high is not None else min(size, top)
             if (index, size) in known:
                 return known[index, size]
@@ -300,7 +303,7 @@ class _Objects:
             known[index, size] = rules.add(" | ".join(options)) if options else ""
             return known[index, size]
 
-        for index in reversed(range(len(members))):  # from the back, so that it does not recurse deeply
+        for index in reversed(range(len(members))):  # from the end, to avoid deep recursion
             for size in range(min(index, top) + 1):
                 behind(index, size)
         body = behind(0, 0)
@@ -310,5 +313,5 @@ class _Objects:
 
 
 def object_(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """The expression for objects that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the expression for objects that fulfil all of ``facts``. Raises SchemaError."""
     return _Objects(writer, facts, path, depth).written()

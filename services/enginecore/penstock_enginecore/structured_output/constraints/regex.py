@@ -1,15 +1,15 @@
-"""Regular expressions as expressions of a grammar.
+"""Translation of regular expressions to grammar expressions.
 
-The dialect is what ECMA-262, and so JSON schema, has in common with most others: alternation, groups, character classes,
-greedy and lazy repetition, and anchors at either end. What cannot be said in a grammar (lookaround, back references, word
-boundaries) is refused by name and place, never ignored.
+The dialect is what ECMA-262, and so JSON Schema, has in common with most others: alternation, groups, character
+classes, greedy and lazy repetition, and anchors at either end. Features that a grammar cannot express (lookaround, back
+references, word boundaries) are refused with their name and position, never ignored.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Sets of characters, and how they are written in a grammar.
+# Sets of characters, and their spelling in a grammar.
 
 Range = tuple[int, int]
 """First and last code point, both included."""
@@ -17,11 +17,11 @@ Range = tuple[int, int]
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
 ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-"""The characters that a JSON string holds behind a backslash, with the letter that stands for each."""
+"""Characters that a JSON string escapes with a backslash, and the letter for each."""
 
 
 class CharSet:
-    """An immutable set of characters. Never holds surrogates: they are no characters."""
+    """An immutable set of characters, without surrogates."""
 
     __slots__ = ("ranges",)
 
@@ -30,7 +30,7 @@ class CharSet:
 
     @classmethod
     def of(cls, characters: str) -> "CharSet":
-        """The set of these characters."""
+        """Return the set of these characters."""
         return cls((ord(c), ord(c)) for c in characters)
 
     def __or__(self, other: "CharSet") -> "CharSet":
@@ -75,11 +75,11 @@ def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 ANY = CharSet([(0, _LAST)])
 PLAIN_IN_JSON = CharSet([(0x20, _LAST)]) - CharSet.of('"\\')
-"""The characters that stand for themselves in a JSON string."""
+"""Characters that a JSON string contains unescaped."""
 
 
 def as_text(characters: CharSet) -> str:
-    """The expression for one of ``characters``. They must be some."""
+    """Return the expression for one of ``characters``, which must not be empty."""
     return (
         "["
         + "".join(_escape(low) + ("" if low == high else "-" + _escape(high)) for low, high in characters.ranges)
@@ -88,8 +88,9 @@ def as_text(characters: CharSet) -> str:
 
 
 def as_json(characters: CharSet) -> str:
-    """The expression for one of ``characters`` inside a JSON string, spelled the one way that the grammar of JSON strings
-    here allows; ``""`` when none of them can be written. Control characters without a letter of their own cannot.
+    """Return the expression for one of ``characters`` inside a JSON string, in its only spelling.
+
+    Control characters without an escape letter cannot be written. Returns ``""`` if no character can.
     """
     parts = [as_text(plain)] if (plain := characters & PLAIN_IN_JSON) else []
     if letters := "".join(letter for c, letter in ESCAPED.items() if c in characters):
@@ -98,7 +99,7 @@ def as_json(characters: CharSet) -> str:
 
 
 def literal(text: str) -> str:
-    """The expression for exactly ``text``."""
+    """Return the expression for exactly ``text``."""
     return '"' + "".join(_escape(ord(c)) for c in text) + '"'
 
 
@@ -110,12 +111,12 @@ def _escape(code: int) -> str:
 
 
 MAX_REPEAT = 65_536
-"""The largest bound of a repetition."""
+"""Maximum bound of a repetition."""
 MAX_DEPTH = 64
-"""How deeply groups may nest."""
+"""Maximum nesting of groups."""
 MAX_EMPTY_REPEAT = 8
-"""How often what may be empty is repeated, all its repetitions around each other multiplied: each way to leave some of them out
-is followed.
+"""Maximum number of repetitions of an item that may be empty, multiplied over nested repetitions. The compiler follows
+each way to leave some of them out.
 """
 
 _DIGIT = CharSet.of("0123456789")
@@ -139,7 +140,7 @@ _REFUSED_GROUPS = {
 
 
 class RegexError(ValueError):
-    """The expression is malformed, or says what cannot be honoured."""
+    """Raised when an expression is malformed or uses an unsupported feature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``item`` from ``low`` to ``high`` times; ``high`` None is without end."""
+    """``item`` from ``low`` to ``high`` times. ``high`` is None if there is no limit."""
 
     item: "Node"
     low: int
@@ -168,7 +169,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """What must match from here on, or must not; it takes nothing. ``position``: of the expression."""
+    """An expression that must match from here on, or must not if ``negative``. It consumes nothing. ``position`` is
+    that in the pattern.
+    """
 
     item: Group
     negative: bool
@@ -179,24 +182,27 @@ Node = CharSet | Anchor | Repeat | Group | Lookahead
 
 
 def parse(pattern: str) -> Group:
-    """The expression's alternatives. Raises RegexError."""
+    """Return the parsed expression. Raises RegexError."""
     return _Parser(pattern).parse()
 
 
 def whole(pattern: str) -> str:
-    """The expression for texts that ``pattern`` matches from end to end. Raises RegexError."""
+    """Return the expression for texts that ``pattern`` matches completely. Raises RegexError."""
     return _emit_options(parse(pattern), in_json=False, search=False)
 
 
 def in_json_string(pattern: Group) -> str:
-    """The expression for what may stand between the quotes of a JSON string in which ``pattern`` matches somewhere, as
-    JSON schema has it. Raises RegexError.
+    """Return the expression for the content of a JSON string in which ``pattern`` matches somewhere, as in JSON Schema.
+
+    Raises RegexError.
     """
     return _emit_options(pattern, in_json=True, search=True)
 
 
 def _emit_options(group: Group, *, in_json: bool, search: bool) -> str:
-    """Each alternative of the outermost level has anchors of its own; a group that is all of one is looked into."""
+    """Write the alternatives. Each alternative at the outermost level has its own anchors. A group that is a whole
+    alternative is unwrapped.
+    """
     options = []
     for sequence in group.options:
         if len(sequence) == 1 and isinstance(sequence[0], Group):
@@ -238,7 +244,7 @@ def _emit(node: Node, in_json: bool) -> str:
 
 
 class _Parser:
-    """Recursive descent over ``text``."""
+    """Recursive descent parser for ``text``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -340,7 +346,7 @@ class _Parser:
                 f"what may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}; repeat what is not)",
                 at,
             )
-        self.take("?")  # lazy: the same texts match
+        self.take("?")  # lazy repetition matches the same texts
         if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.bounds() is not None):
             raise self.error("a repetition of a repetition", at)
         return Repeat(item, low, high)
@@ -423,7 +429,7 @@ def _number(text: str) -> bool:
 
 
 def _nullable(node: Node) -> bool:
-    """Whether the empty text matches."""
+    """Return whether the empty text matches."""
     if isinstance(node, Repeat):
         return node.low == 0 or _nullable(node.item)
     if isinstance(node, Group):
@@ -432,7 +438,9 @@ def _nullable(node: Node) -> bool:
 
 
 def _empty_repeats(node: Node) -> int:
-    """How often, at most, something that may be empty is repeated in ``node``, repetitions around each other multiplied."""
+    """Return the maximum number of repetitions of a possibly empty item in ``node``, multiplied over nested
+    repetitions.
+    """
     if isinstance(node, Repeat):
         times = node.high or node.low
         return _empty_repeats(node.item) * (max(times, 1) if _nullable(node.item) else 1)

@@ -1,4 +1,4 @@
-"""Reads JSON schemas: their text, types, keywords and references, and how much work a schema may be."""
+"""Reader of JSON schemas: their text, types, keywords and references, and limits on the work for a schema."""
 
 import json
 import re
@@ -17,7 +17,10 @@ _MAX_SHOWN = 100
 
 
 class SchemaError(ValueError):
-    """A schema, or a part of it at ``path`` (a JSON pointer behind ``#``; empty for the text), cannot be honoured."""
+    """Raised when a schema, or its part at ``path``, is invalid or not supported.
+
+    ``path`` is a JSON pointer that starts with ``#``, or empty for the text itself.
+    """
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path} {what}" if path else what)
@@ -26,23 +29,23 @@ class SchemaError(ValueError):
 
 
 class UnfulfillableError(SchemaError):
-    """No value can fulfil the schema. An alternative of several that cannot be fulfilled may be left out."""
+    """Raised when no value can fulfil the schema. One of several alternatives may be left out for this reason."""
 
 
 class TooMuchWorkError(SchemaError):
-    """Translating the schema takes more than the work that was allowed for it."""
+    """Raised when translating the schema takes more work than allowed."""
 
 
 class Work:
-    """Counts the steps of a translation, so that no schema takes longer than whoever waits for it can afford."""
+    """Counts the steps of a translation, to limit the time that a schema takes."""
 
     def __init__(self, limit: int) -> None:
-        """``limit``: in transitions of an automaton, which take a few microseconds each."""
+        """Allow ``limit`` steps. A step is one transition of an automaton, which takes a few microseconds."""
         self._limit = limit
         self._left = limit
 
     def spend(self, path: str, steps: int) -> None:
-        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError when none are left."""
+        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError if none are left."""
         self._left -= steps
         if self._left < 0:
             raise TooMuchWorkError(
@@ -51,25 +54,25 @@ class Work:
 
 
 def shown(value: Any) -> str:
-    """A value as an error quotes it: its beginning."""
+    """Return the beginning of a value, for error messages."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def present(schema: Any) -> Any:
-    """A schema without the keywords that are null, which serializers write for absent ones. A ``const`` may be null."""
+    """Return a schema without null keywords, which serializers write for absent ones. A ``const`` may be null."""
     if not isinstance(schema, dict):
         return schema
     return {name: value for name, value in schema.items() if value is not None or name == "const"}
 
 
 def never(schema: Any) -> bool:
-    """Whether a schema is false, or spells it out: ``{"not": {}}``."""
+    """Return whether a schema is false or equivalent to it, ``{"not": {}}``."""
     return schema is False or (isinstance(schema, dict) and schema.get("not", 0) in (True, {}) and len(schema) == 1)
 
 
 def fits(value: Any, kind: str) -> bool:
-    """Whether a JSON value is of a type."""
+    """Return whether a JSON value has a type."""
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | Decimal):
@@ -78,7 +81,7 @@ def fits(value: Any, kind: str) -> bool:
 
 
 def identity(value: Any) -> Hashable:
-    """What JSON values have in common that are equal, at any depth: 1 equals 1.0, but not true."""
+    """Return a key that equal JSON values share, at any depth: 1 equals 1.0, but not true."""
     if isinstance(value, list):
         return list, tuple(map(identity, value))
     if isinstance(value, dict):
@@ -87,21 +90,21 @@ def identity(value: Any) -> Hashable:
 
 
 def escaped(name: str) -> str:
-    """A name as a part of a JSON pointer."""
+    """Return a name as a part of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
-# The text, as exactly as it was written and no deeper than can be followed.
+# The text: numbers are parsed exactly, and nesting is limited.
 
 MAX_NESTING = 256
-"""How deeply the JSON text of a schema may nest, values of ``const`` and ``enum`` included."""
+"""Maximum nesting of a schema's JSON text, including values of ``const`` and ``enum``."""
 
 MAX_EXPONENT = 300
 """Largest power of ten of a number."""
 
 
 def parse(text: str) -> Any:
-    """The JSON value in ``text``, fractions as Decimal. Raises SchemaError."""
+    """Parse the JSON value in ``text``, with fractions as Decimal. Raises SchemaError."""
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
@@ -124,14 +127,14 @@ def _too_deep() -> SchemaError:
 def _fraction(text: str) -> Decimal:
     try:
         value = Decimal(text)
-    except InvalidOperation:  # its exponent does not fit
+    except InvalidOperation:  # its exponent is out of range
         raise ValueError(f"the number {text[:40]} is out of range") from None
     if abs(value.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"the number {text[:40]} is out of range")
     return value
 
 
-# Keywords: which constrain, which only annotate, and what their values must be.
+# Keywords: constraints, annotations, and the forms of their values.
 
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _DEPENDENT = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
@@ -151,7 +154,7 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""The keywords that are honoured, by the type they speak of. ``format`` speaks of strings and of numbers."""
+"""Supported keywords, by the type to which they apply. ``format`` applies to strings and numbers."""
 COMBINED = frozenset({"$ref", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"})
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
@@ -161,9 +164,9 @@ _ANNOTATIONS = frozenset(
     | {"markdownDescription", "markdownEnumDescriptions", "deprecationMessage", "doNotSuggest", "defaultSnippets"}
     | {"errorMessage", "javaType", "existingJavaType", "javaEnumNames", "typeName", "_meta", "env", "env_names"}
 )
-"""Keywords of the drafts and of common generators that describe values and allow all of them."""
+"""Keywords of the drafts and of common generators that only describe values."""
 OURS = frozenset({"!type", "!enum", "!pattern"})
-"""What is left of a negation: types, values and an expression that must not fit."""
+"""Internal keywords for negations: types, values and an expression that must not fit."""
 _KNOWN = frozenset({"type", "format", "nullable"} | COMBINED | set().union(*KEYWORDS.values()))
 INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
@@ -171,12 +174,13 @@ INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "uint64": (0, 2**64 - 1),
     "uint": (0, 2**64 - 1),
 }
-"""Least and greatest value of the formats of integers that are narrower than 64 bits, or have no sign."""
+"""Minimum and maximum of integer formats that are narrower than 64 bits or unsigned."""
 
 
 def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any]:
-    """The keywords of ``schema`` that constrain. Raises SchemaError for one that is not known. ``ours``: it was written here, and
-    may say what a client cannot.
+    """Return the constraining keywords of ``schema``. Raises SchemaError for an unknown keyword.
+
+    ``ours`` means that the schema was generated here and may contain internal keywords.
     """
     if not isinstance(schema, dict):
         raise SchemaError(path, f"is {shown(schema)}; a schema is an object, true or false")
@@ -197,7 +201,7 @@ def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any
 
 
 def kinds_of(given: Any, path: str) -> set[str]:
-    """The types that the value of ``type`` names, without ``integer`` beside ``number``."""
+    """Return the types in the value of ``type``. If it contains ``number``, ``integer`` is dropped."""
     kinds = given if isinstance(given, list) else [given]
     if not kinds or any(kind not in TYPES for kind in kinds):
         lower = given.lower() if isinstance(given, str) else ""
@@ -207,7 +211,7 @@ def kinds_of(given: Any, path: str) -> set[str]:
 
 
 def number(keywords: Schema, name: str, path: str) -> Decimal | None:
-    """The number of a keyword, None where it is not set."""
+    """Return the number of a keyword, or None if it is not set."""
     if name not in keywords:
         return None
     value = keywords[name]
@@ -217,9 +221,9 @@ def number(keywords: Schema, name: str, path: str) -> Decimal | None:
 
 
 def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple[Decimal, bool, str]]:
-    """The bounds that a keyword and its exclusive form give: the number, whether it is itself excluded, and its place.
+    """Return the bounds of a keyword and its exclusive form: the number, whether it is excluded, and its place.
 
-    In draft 4 the exclusive form is true or false, and says it of the other.
+    In draft 4, the exclusive form is a boolean that applies to the other keyword.
     """
     plain, marked = number(keywords, name, path), keywords.get(exclusive)
     if isinstance(marked, bool):
@@ -230,7 +234,7 @@ def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple
 
 
 def count(keywords: Schema, name: str, path: str) -> int | None:
-    """The count of a keyword, None where it is not set."""
+    """Return the count of a keyword, or None if it is not set."""
     value = keywords.get(name)
     if value is None:
         return None
@@ -242,7 +246,7 @@ def count(keywords: Schema, name: str, path: str) -> int | None:
 
 
 def flag(keywords: Schema, name: str, path: str) -> bool:
-    """Whether a keyword is true; false where it is not set."""
+    """Return whether a keyword is true. False if it is not set."""
     value = keywords.get(name, False)
     if not isinstance(value, bool):
         raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be true or false")
@@ -250,7 +254,7 @@ def flag(keywords: Schema, name: str, path: str) -> bool:
 
 
 def mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
-    """A keyword's object, empty where it is not set."""
+    """Return a keyword's object, empty if it is not set."""
     value = keywords.get(name, {})
     if not isinstance(value, dict):
         raise SchemaError(f"{path}/{name}", "must be an object")
@@ -258,7 +262,7 @@ def mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
 
 
 def schemas(keywords: Schema, name: str, path: str) -> list[Any]:
-    """A keyword's list of schemas, empty where it is not set."""
+    """Return a keyword's list of schemas, empty if it is not set."""
     value = keywords.get(name, [])
     if not isinstance(value, list):
         raise SchemaError(f"{path}/{name}", "must be a list of schemas")
@@ -266,7 +270,7 @@ def schemas(keywords: Schema, name: str, path: str) -> list[Any]:
 
 
 def names(keywords: Schema, name: str, path: str) -> list[str]:
-    """A keyword's list of names, each once."""
+    """Return a keyword's list of names, without duplicates."""
     given = keywords.get(name, [])
     if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
         raise SchemaError(f"{path}/{name}", "must be a list of strings")
@@ -274,7 +278,7 @@ def names(keywords: Schema, name: str, path: str) -> list[str]:
 
 
 def text(keywords: Schema, name: str, path: str) -> str:
-    """A keyword's text."""
+    """Return a keyword's text."""
     value = keywords[name]
     if not isinstance(value, str):
         raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a string")
@@ -299,26 +303,27 @@ _FORMS: Mapping[str, Callable[[Schema, str, str], object]] = {
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), schemas),
     "required": names,
 }
-"""Looks at the value of a keyword, also where it speaks of other types than the schema allows."""
+"""Checks of keyword values, which also run if the schema does not allow the keyword's type."""
 
 
-# References: what ``$ref`` names within one document.
+# References: the places to which ``$ref`` can refer in one document.
 
 _INDEX = re.compile("[0-9]{1,9}")
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 class Document:
-    """A schema with the places that its ``$ref`` can name: JSON pointers, ``$anchor`` and ``$id``."""
+    """A schema with the places to which its ``$ref`` can refer: JSON pointers, ``$anchor`` and ``$id``."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self._names: dict[str, str] | None = None
 
     def pointer(self, reference: Any, path: str) -> str:
-        """The JSON pointer, behind ``#``, of the place that the ``$ref`` at ``path`` names. Raises SchemaError unless it is in
-        this document.
+        """Return the JSON pointer, starting with ``#``, of the target of the ``$ref`` at ``path``.
+
+        Raises SchemaError unless the target is in this document.
         """
         field = f"{path}/$ref"
         if not isinstance(reference, str):
@@ -327,7 +332,7 @@ class Document:
         if reference == "#" or reference.startswith("#/"):
             pointer = base_pointer + reference[1:]
             if base_pointer != "#" and not self._has(pointer) and self._has(reference):
-                pointer = reference  # generators put an $id below the root and still count from it
+                pointer = reference  # some generators put an $id below the root and still count from the root
         else:
             pointer = self._named(_joined(base, reference), reference)
         if not self._has(pointer) and not reference.startswith("#"):
@@ -340,7 +345,7 @@ class Document:
         return pointer
 
     def at(self, pointer: str) -> Any:
-        """The schema at a place that ``pointer`` returned."""
+        """Return the schema at a place that ``pointer`` returned."""
         return self._look(pointer)[1]
 
     def _has(self, pointer: str) -> bool:
@@ -359,8 +364,9 @@ class Document:
         return True, here
 
     def _named(self, absolute: str, reference: str) -> str:
-        """The pointer of a place that is named by its ``$id`` or ``$anchor``, with a pointer from there; ``reference`` itself
-        where there is no such place.
+        """Return the pointer of a place named by ``$id`` or ``$anchor``, followed by a pointer from there.
+
+        Returns a pointer that does not exist if there is no such place.
         """
         if self._names is None:
             self._names = {}
@@ -373,7 +379,7 @@ class Document:
         return f"#/{reference}"
 
     def _index(self, schema: Any, pointer: str, base: str, names: dict[str, str]) -> None:
-        """Add to ``names`` what the schemas from ``pointer`` on call themselves."""
+        """Add the names of the schemas from ``pointer`` on to ``names``."""
         if isinstance(schema, list):
             for index, part in enumerate(schema):
                 self._index(part, f"{pointer}/{index}", base, names)
@@ -389,7 +395,9 @@ class Document:
                 self._index(part, f"{pointer}/{escaped(key)}", base, names)
 
     def _base(self, path: str) -> tuple[str, str]:
-        """What references at ``path`` are relative to: the address, and the place of the schema that has it."""
+        """Return the address to which references at ``path`` are relative, and the place of the schema with this
+        address.
+        """
         base, place, here, walked = "", "#", self.root, "#"
         parts = path.split("/")[1:]
         for part in [None, *parts]:
@@ -410,13 +418,13 @@ class Document:
 
 
 def _id(schema: dict[str, Any]) -> str | None:
-    """The name that a schema gives itself: ``$id``, or ``id`` in draft 4, where it stands in place of a property of that name."""
+    """Return the name of a schema: ``$id``, or ``id`` in draft 4 unless ``id`` is a property."""
     name = schema.get("$id", schema.get("id"))
     return name if isinstance(name, str) else None
 
 
 def _joined(base: str, reference: str) -> str:
-    """``reference`` as an address, relative to ``base``; itself where it is no address."""
+    """Return ``reference`` relative to ``base``, or unchanged if it is not an address."""
     try:
         return urljoin(base, reference)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Constraints of requests: what is refused, and what is compiled for those that are not."""
+"""Constraints of requests: checks, and translation to the compiler's input."""
 
 import contextlib
 import json
@@ -33,31 +33,34 @@ _REFUSED_FORMATS = {
     "token_dispatch": _NAMES_TOKENS,
 }
 MAX_CHOICES = 10_000
-"""Options of a choice."""
+"""Maximum number of options of a choice."""
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """What the compiler is given: a grammar with a ``root`` rule, or a structural tag as JSON."""
+    """Input of the compiler: a grammar with a ``root`` rule, or a structural tag as JSON."""
 
     kind: Literal["grammar", "structural_tag"]
     text: str
 
 
 _CHECKED_WORK = 2000
-"""Steps of a translation that is only a check, where requests come in: a few milliseconds."""
+"""Step limit for a translation in the request's call, which takes a few milliseconds."""
 
 
 def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
-    """Raise InvalidArgument for a constraint that is malformed, larger than ``max_bytes`` of UTF-8, or says what cannot be
-    enforced. A ``grammar`` is read by the compiler, and so are the outer form of a ``structural_tag`` and a schema that takes
-    longer to read than requests can wait.
+    """Raise InvalidArgument for a constraint that is malformed, larger than ``max_bytes`` of UTF-8, or not enforceable.
+
+    Only the compiler checks a ``grammar``, the outer form of a ``structural_tag``, and a schema that takes too long to
+    check here.
     """
     with contextlib.suppress(TooMuchWorkError):
         _source(constraint, max_bytes, Work(_CHECKED_WORK))
 
 
 def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
-    """Bytes of the constraint as UTF-8. Raises InvalidArgument unless there is exactly one, of at most ``max_bytes``."""
+    """Return the UTF-8 size of the constraint. Raises InvalidArgument unless there is exactly one, of at most
+    ``max_bytes``.
+    """
     try:
         kind, value = constraint.constraint
     except ValueError as e:
@@ -73,7 +76,7 @@ def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
 
 
 def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
-    """What to compile for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+    """Return the compiler's input for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
     try:
         return _source(constraint, max_bytes, Work(MAX_WORK))
     except TooMuchWorkError as e:
@@ -103,7 +106,7 @@ def _refused(constraint: StructuredOutput, why: str) -> InvalidArgument:
 
 
 def _printable(text: str) -> str:
-    """An error's text without halves of surrogate pairs, which cannot be sent, and no longer than is of use."""
+    """Return an error text without unpaired surrogates, which cannot be sent, and limited in length."""
     return text.encode("utf-8", "backslashreplace").decode()[:_MAX_ERROR]
 
 
@@ -147,7 +150,7 @@ _GRAMMARS: dict[str, Any] = {
 
 
 def _structural_tag(text: str, whitespace: JsonWhitespace, work: Work) -> str:
-    """The tag with its JSON schemas and regular expressions written as grammars, so that they mean what they mean
+    """Return the tag with its JSON schemas and regular expressions replaced by grammars, so that they mean the same as
     elsewhere.
     """
     tag = parse(text)

@@ -1,4 +1,4 @@
-"""Strings of a schema: expressions, formats and lengths that a text must fulfil all at once."""
+"""Strings of a schema: expressions, formats and lengths that a text must fulfil together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 from penstock_enginecore.structured_output.constraints.schema_document import SchemaError, UnfulfillableError
 
-# The ``format`` keyword: a regular expression for each format that is honoured. Some are narrower than their standard
-# (no 29 February, no leap second), none is wider.
+# The ``format`` keyword: a regular expression for each supported format. Some are narrower than their standard (no 29
+# February, no leap second), and none is wider.
 
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -51,15 +51,22 @@ FORMATS = {
 
 
 _LONG = 16
-"""Repetitions of a format's expression that are rather endless than counted beside a pattern."""
+"""Bound above which a format's repetitions are treated as unbounded if a pattern is present."""
 
 Spend = Callable[[int], None]
 
 
 @dataclass(slots=True)
 class Texts:
-    """What the texts of a string must fulfil: ``patterns`` match, ``unwanted`` do not, each with its place, and no text is one of
-    ``excluded``.
+    """Constraints on a string.
+
+    Attributes:
+        low: Minimum number of characters.
+        high: Maximum number of characters, or None.
+        patterns: Expressions that must match, with their places.
+        formats: Names of formats, with their places.
+        unwanted: Expressions that must not match, with their places.
+        excluded: Texts that are not allowed.
     """
 
     low: int = 0
@@ -71,26 +78,27 @@ class Texts:
 
     @property
     def free(self) -> bool:
-        """Whether any text will do."""
+        """Whether any text is allowed."""
         return not (
             self.low or self.high is not None or self.patterns or self.formats or self.unwanted or self.excluded
         )
 
     def at_least(self, low: int | None) -> None:
-        """Have at least ``low`` characters."""
+        """Require at least ``low`` characters."""
         self.low = max(self.low, low or 0)
 
     def at_most(self, high: int | None) -> None:
-        """Have at most ``high`` characters."""
+        """Require at most ``high`` characters."""
         if high is not None:
             self.high = high if self.high is None else min(self.high, high)
 
     def written(self, rules: Rules, path: str, spend: Spend) -> str:
-        """The expression for these texts as JSON strings. Raises SchemaError."""
+        """Return the expression for these texts as JSON strings. Raises SchemaError."""
         if self.high is not None and self.low > self.high:
             raise UnfulfillableError(path, f"has minLength {self.low} above maxLength {self.high}")
         for formats in ([name for name, _ in self.formats], []) if self.patterns else ([n for n, _ in self.formats],):
-            # Some formats here are narrower than their standards. Where a pattern spells the format out, the pattern holds.
+            # Some formats here are narrower than their standards. If a pattern contradicts the format, use only the
+            # pattern.
             try:
                 found = self._written(rules, formats, spend)
             except TooLargeError as e:
@@ -104,7 +112,7 @@ class Texts:
         raise UnfulfillableError(path, "cannot be fulfilled: no text has these lengths and matches these expressions")
 
     def _blamed(self, error: RegexError, path: str, spend: Spend) -> str:
-        """The place of the expression that is refused: the first that is refused alone."""
+        """Return the place of the refused expression: the first that is also refused alone."""
         for wanted, patterns in ((True, self.patterns), (False, self.unwanted)):
             for pattern, place in patterns:
                 try:
@@ -115,7 +123,7 @@ class Texts:
         return self.patterns[0][1] if len(self.patterns) == 1 else path
 
     def _written(self, rules: Rules, formats: Sequence[str], spend: Spend) -> str | None:
-        """The expression, with ``formats`` kept too; None when no text fulfils all."""
+        """Return the expression, including ``formats``, or None if no text fulfils all constraints."""
         patterns = [pattern for pattern, _ in self.patterns]
         patterns += [pattern for name in formats if (pattern := _format(name)) not in patterns]
         if not patterns and not self.unwanted and not self.excluded:
@@ -137,7 +145,7 @@ class Texts:
         both, high = Intersection(parts, spend), self.high
         try:
             if high is not None and high > both.countable():
-                # Shorter texts than are allowed take no counting; all of them are rather written than none.
+                # Shorter texts need no counting; it is better to allow fewer texts than none.
                 if shorter is not None:
                     return rules.add(f'"\\"" {in_json_string(shorter)} "\\""')
                 high = max(both.countable(), self.low)
@@ -151,8 +159,9 @@ class Texts:
         return None if rule is None else rules.add(f'"\\"" {rule}')
 
     def _shortened(self, pattern: Group) -> Group | None:
-        """The expression with fewer repetitions, so that no text is too long; None where that is not to be had, or would not
-        help against texts that are too short.
+        """Return the expression with fewer repetitions, so that no text is too long.
+
+        Returns None if that is impossible, or would not help because texts are too short.
         """
         if self.high is None or self.unwanted or self.excluded or _looks(pattern) or lengths(pattern)[0] < self.low:
             return None
@@ -175,14 +184,14 @@ class Texts:
 
 
 def matches(text: str, patterns: Sequence[Group], spend: Spend, *, unwanted: Sequence[Group] = ()) -> bool:
-    """Whether all of ``patterns`` match somewhere in ``text`` and none of ``unwanted``. Raises RegexError."""
+    """Return whether all of ``patterns`` and none of ``unwanted`` match somewhere in ``text``. Raises RegexError."""
     parts = [part for pattern in patterns for part in matchers(pattern, spend)]
     parts += [part for pattern in unwanted for part in matchers(pattern, spend, wanted=False)]
     return not parts or Intersection(parts, spend).accepts(text)
 
 
 def pattern_at(pattern: str, path: str) -> Group:
-    """The regular expression at ``path``. Raises SchemaError."""
+    """Return the parsed regular expression at ``path``. Raises SchemaError."""
     try:
         return parse(pattern)
     except RegexError as e:
@@ -190,7 +199,7 @@ def pattern_at(pattern: str, path: str) -> Group:
 
 
 def writable(text: str) -> bool:
-    """Whether all characters of ``text`` can stand in a JSON string here."""
+    """Return whether all characters of ``text`` can occur in a JSON string here."""
     return all(c in PLAIN_IN_JSON or as_json(CharSet.of(c)) for c in text)
 
 
@@ -199,7 +208,7 @@ def _format(name: str) -> Group:
 
 
 def _repeated_at_most(node: Group, most: int) -> Group:
-    """``node`` with repetitions of at most ``most``, or of the least that they need."""
+    """Return ``node`` with repetitions limited to ``most``, but at least their own minimum."""
 
     def less(part: Node) -> Node:
         if isinstance(part, Repeat):
@@ -211,7 +220,7 @@ def _repeated_at_most(node: Group, most: int) -> Group:
 
 
 def _loosened(node: Group) -> Group:
-    """``node`` with the longest repetitions without end, which takes fewer states. Only for formats, whose limits are ours."""
+    """Return ``node`` with long repetitions made unbounded, which takes fewer states. Only for formats defined here."""
 
     def loose(part: Node) -> Node:
         if isinstance(part, Repeat):
@@ -233,7 +242,7 @@ def _looks(node: Node) -> bool:
 
 
 def lengths(pattern: Group) -> tuple[int, int | None]:
-    """The least and the greatest number of characters of a text in which ``pattern`` matches; None where there is no greatest."""
+    """Return the minimum and maximum length of texts in which ``pattern`` matches. The maximum is None if unbounded."""
     least, most = [], list[int | None]()
     for sequence in pattern.options:
         starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
@@ -276,7 +285,7 @@ def _node_lengths(node: Node) -> tuple[int, int | None]:
 
 
 def _repeated_class(pattern: Group) -> tuple[CharSet, int, int | None] | None:
-    """One set of characters repeated from end to end, if ``pattern`` is no more than that."""
+    """Return the character set and bounds if ``pattern`` is only one repeated character set with both anchors."""
     if len(pattern.options) != 1 or len(sequence := pattern.options[0]) != 3:
         return None
     first, middle, last = sequence

@@ -1,4 +1,4 @@
-"""Whether a value that is known fulfils a schema: what is left of ``enum`` and ``const`` beside other keywords."""
+"""Evaluation of a known value against a schema: filters ``enum`` and ``const`` by the other keywords."""
 
 from collections.abc import Callable, Hashable
 from decimal import Decimal
@@ -28,7 +28,7 @@ _MAX_DEPTH = 64
 
 
 class Values:
-    """Tells what values of one schema document fulfil. ``format`` is taken for an annotation."""
+    """Evaluates values against one schema document. ``format`` is treated as an annotation."""
 
     def __init__(self, document: Document, work: Work) -> None:
         self._document = document
@@ -37,7 +37,7 @@ class Values:
         self._known: dict[int, tuple[Any, frozenset[Hashable]]] = {}
 
     def fulfils(self, value: Any, schema: Any, path: str, *, ours: bool = False) -> bool:
-        """Whether ``value`` fulfils the schema at ``path``. Raises SchemaError for a schema that is malformed."""
+        """Return whether ``value`` fulfils the schema at ``path``. Raises SchemaError for a malformed schema."""
         self._work.spend(path, 3)
         if isinstance(schema, bool):
             return schema
@@ -72,7 +72,7 @@ class Values:
         return "enum" not in keywords or mine in self._identities(keywords["enum"], path)
 
     def _identities(self, values: Any, path: str) -> frozenset[Hashable]:
-        """The values of a list that the schema has, to look others up in."""
+        """Return the values of a list in the schema, for lookups."""
         if not isinstance(values, list):
             raise SchemaError(f"{path}/enum", "must be a list")
         if id(values) not in self._known:
@@ -177,7 +177,7 @@ _OF_TYPE: dict[str, tuple[Callable[[Values, Any, dict[str, Any], str], bool], ..
 
 
 def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
-    """The values of ``const`` or ``enum``, None without either. A ``const`` beside an ``enum`` must be one of it."""
+    """Return the values of ``const`` or ``enum``, or None without either. A ``const`` must also be in the ``enum``."""
     values = keywords.get("enum")
     if values is not None and not isinstance(values, list):
         raise SchemaError(f"{path}/enum", "must be a list")
@@ -188,7 +188,9 @@ def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
 
 
 def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
-    """The schemas of an array's first items and of all behind them, with their places, in the spelling of any draft."""
+    """Return the schemas of an array's first items and of all later items, with their places, in the spelling of any
+    draft.
+    """
     items = keywords.get("items", True)
     if isinstance(items, list) and "prefixItems" not in keywords:
         prefix = [(schema, f"{path}/items/{i}") for i, schema in enumerate(items)]
@@ -200,7 +202,7 @@ def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]]
 
 
 def dependents(keywords: dict[str, Any], path: str) -> list[tuple[str, Any, str]]:
-    """What an object must fulfil that has a property: its name, the schema and its place, in the spelling of any draft."""
+    """Return the dependencies on properties: the property, the schema and its place, in the spelling of any draft."""
     found: list[tuple[str, Any, str]] = []
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for name, needed in mapping(keywords, keyword, path).items():

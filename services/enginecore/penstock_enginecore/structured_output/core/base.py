@@ -1,4 +1,6 @@
-"""What the engine core asks of constrained decoding. The backends live in ``penstock_enginecore.structured_output``."""
+"""Interface of constrained decoding, as the engine core needs it. The backends are in
+``penstock_enginecore.structured_output``.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,12 +17,12 @@ BITS = 32
 """Tokens per word of a bitmask."""
 
 Mask = npt.NDArray[np.int32]
-"""Tokens allowed next, ``[ceil(vocab / 32)]``: bit t % 32 of word t // 32 is token t."""
+"""Allowed next tokens, ``[ceil(vocab / 32)]``: bit t % 32 of word t // 32 is token t."""
 
 
 class Grammar(Protocol):
-    """How far one request has got in its constraint. Belongs to the busy loop's thread, and costs it next to nothing: the masks
-    are computed elsewhere.
+    """State of one request in its constraint. Belongs to the busy loop's thread. It is cheap: other processes compute
+    the masks.
     """
 
     @property
@@ -29,99 +31,111 @@ class Grammar(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """What may come next, while ``ready``. Nothing once ``terminated``."""
+        """Allowed next tokens, valid while ``ready``. Empty once ``terminated``."""
 
     @property
     def failure(self) -> RequestFailed | None:
-        """Why there will be no further mask: the request must end. ``changed`` was called."""
+        """Why there will be no further mask and the request must end, or None. ``changed`` is called when it is set."""
 
     @property
     def terminated(self) -> bool:
-        """Whether the constraint is fulfilled and the token that ends the output was accepted: nothing may follow."""
+        """Whether the constraint is fulfilled and the end token was accepted, so that no token may follow."""
 
     def accept(self, token_id: int) -> bool:
-        """Take in an output token while ``ready``. False when ``mask`` does not allow it; it is then not taken in."""
+        """Accept an output token while ``ready``. Returns False, without a change, if ``mask`` does not allow it."""
 
     @property
     def forced(self) -> Sequence[int]:
-        """While ``ready``: tokens of text that must come next, as far as that is looked for. They may be cut otherwise than
-        the model would: only ``mask`` says what may come.
+        """Tokens of text that must come next, while ``ready``, if this is configured. The model may tokenize the text
+        differently, so only ``mask`` decides which tokens are allowed.
         """
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """While ``ready``: have the masks made behind each of the first of these tokens, which may come next."""
+        """Start to compute the masks after each of these tokens, while ``ready``. The tokens are drafts."""
 
     @property
     def drafted(self) -> bool:
-        """Whether ``draft_masks`` are there, or will not come."""
+        """Whether ``draft_masks`` are complete, or will not come."""
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks behind one draft, two, and so on, as far as the drafts are allowed and were looked at. ``accept`` of a draft
-        goes on from there.
+        """Masks after one draft, after two, and so on, for the drafts that are allowed and were processed. ``accept``
+        of a draft continues with its mask.
         """
 
     @property
     def prompt(self) -> bool:
-        """Whether its masks come fast enough for a step to wait for them."""
+        """Whether masks arrive fast enough that a step may wait for them."""
 
     def wanted(self) -> bool:
-        """Whether a step may take the request in: it is ``prompt``, or its mask is there. Where not, ``changed`` is called once
-        it is.
+        """Return whether a step may include the request: it is ``prompt``, or its mask is available. Otherwise,
+        ``changed`` is called once it is.
         """
 
     def missed(self) -> bool:
-        """Say that a step went on without the mask. True when it has come meanwhile; else ``changed`` is called once it has."""
+        """Record that a step continued without the mask. Returns True if the mask has arrived meanwhile. Otherwise,
+        ``changed`` is called when it arrives.
+        """
 
     def close(self) -> None:
-        """Give up what is held for the request. Idempotent."""
+        """Free the resources of the request. Idempotent."""
 
 
 class GrammarBackend(Protocol):
-    """Compiles constraints and follows them, both off the busy loop."""
+    """Compiles and follows constraints, both outside the busy loop."""
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Refuse what can be seen to be wrong or unsupported without compiling. Any thread. Raises InvalidArgument."""
+        """Refuse a constraint that is obviously invalid or unsupported, without compiling it. Raises InvalidArgument.
+        Thread-safe.
+        """
 
     def warm_up(self) -> "Future[None]":
-        """Have everything that the first constraint would wait for. Returns at once; the future fails with a RequestFailed when
-        it cannot be had now: constraints try again.
+        """Prepare for the first constraint. Returns at once.
+
+        The future fails with a RequestFailed if the preparation fails. Constraints then try again.
         """
 
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """A Grammar that has taken in ``prior_token_ids`` and whose first mask is there. Returns at once.
+        """Start a Grammar that has accepted ``prior_token_ids``. Returns at once; the future completes when the first
+        mask is available.
 
-        The future fails with a RequestFailed: InvalidArgument for a constraint that cannot be compiled, or takes too much time
-        or memory, or that the tokens do not follow; ResourceExhausted for one that costs too much to follow; Internal
-        otherwise. ``changed`` and callbacks on the future may run on any thread, and must not block.
+        ``changed`` and callbacks on the future may run on any thread, and must not block.
+
+        Raises:
+            InvalidArgument: (In the future.) The constraint cannot be compiled, takes too much time or memory, or does not
+                allow the prior tokens.
+            ResourceExhausted: (In the future.) The constraint costs too much to follow.
+            Internal: (In the future.) Any other failure.
         """
 
     def flush(self) -> None:
-        """Let what was accepted since the last call be worked on. On the busy loop's thread; never blocks."""
+        """Send the tokens that were accepted since the last call. Must be called on the busy loop's thread. Never
+        blocks.
+        """
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait until the masks of those are there that are ``prompt``, and those behind their drafts, but no longer than a
-        step may be held up.
+        """Wait for the masks of the grammars that are ``prompt``, and for the masks after their drafts. The wait is
+        limited to the time by which a step may be delayed.
         """
 
     def shutdown(self) -> None:
-        """End what is running. Idempotent."""
+        """End all processes. Idempotent."""
 
 
 class GrammarBackendFactory(Protocol):
-    """Makes the backend for a loaded model. Must return at once: what takes time happens in ``warm_up``."""
+    """Creates the backend for a loaded model. Must return at once: slow work happens in ``warm_up``."""
 
     def __call__(self, config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
-        """The backend that ``config`` names, for a model with ``vocab_size`` tokens."""
+        """Create the configured backend, for a model with ``vocab_size`` tokens."""
 
 
 def bitmask_words(vocab_size: int) -> int:
-    """Words of a bitmask row."""
+    """Return the number of words of a bitmask row."""
     return -(-vocab_size // BITS)
 
 
 def allows(mask: Mask, token_id: int) -> bool:
-    """Whether ``mask`` has the bit of a token."""
+    """Return whether ``mask`` has the bit of a token."""
     return bool(int(mask[token_id // BITS]) >> (token_id % BITS) & 1)

@@ -1,4 +1,6 @@
-"""Constrained requests between the scheduler and the grammars: held until theirs is there, masked, ended when it fails."""
+"""Constrained requests between the scheduler and the grammars: requests wait for their grammar, get masks, and end if
+it fails.
+"""
 
 import logging
 import queue
@@ -21,7 +23,7 @@ from penstock_enginecore.structured_output.core.reasoning import GatedGrammar, R
 
 
 class _Change(NamedTuple):
-    """A grammar that has ``started``, behind its ``gate`` if there is one, or one that can go on."""
+    """A grammar that has ``started``, with its ``gate`` if there is one, or a grammar that can continue."""
 
     request: Request
     started: "Future[Grammar] | None" = None
@@ -32,11 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarIntake:
-    """All methods belong to the busy loop's thread, except ``check``.
+    """Manages the grammars of constrained requests. All methods except ``check`` belong to the busy loop's thread.
 
-    ``wake`` is called, on any thread, when ``take`` has something to do. Whatever goes wrong with a request's grammar ends that
-    request alone. Without a ``backend`` constraints are refused. Those of a model that reasons hold behind its reasoning, unless
-    ``enable_in_reasoning``; an output does not end in its reasoning. ``drafts``: whether the engine speculates.
+    A failure of a request's grammar ends only that request. For a reasoning model, constraints apply after the
+    reasoning, unless ``enable_in_reasoning`` is set. An output cannot end in its reasoning.
+
+    Args:
+        backend: Grammar backend. Without one, constraints are refused.
+        wake: Called on any thread when ``take`` has something to do.
+        drafts: Whether the engine uses speculative decoding.
     """
 
     def __init__(
@@ -59,15 +65,17 @@ class GrammarIntake:
         self._drafts = drafts
         self._changed: queue.SimpleQueue[_Change] = queue.SimpleQueue()
         self._following: dict[str, Request] = {}
-        """Requests whose grammar has come; those that have ended are forgotten now and then."""
+        """Requests whose grammar has started. Ended requests are removed from time to time."""
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Refuse a constraint that can be seen to be wrong. Any thread. Raises InvalidArgument or Unimplemented."""
+        """Refuse a constraint that is obviously invalid. Raises InvalidArgument or Unimplemented. Thread-safe."""
         self._served().check(constraint)
 
     def warm_up(self, *, needed: bool) -> None:
-        """Wait until the first constraint need not wait for more than its own grammar. An engine that cannot have that serves all
-        the same, and says so. Not ``needed``: there will be no constraints.
+        """Prepare the backend, so that the first constraint waits only for its own grammar. ``needed`` is False if no
+        constraints will come.
+
+        If the preparation fails, the engine logs it and serves nevertheless.
         """
         if self._backend is None:
             return
@@ -83,7 +91,7 @@ class GrammarIntake:
             logger.error("constraints cannot be served now; each one tries again", exc_info=e)
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
-        """Get the grammar of a request that is held until then."""
+        """Start the grammar of a request, which is held until the grammar has started."""
         prior = request.all_token_ids[request.num_prompt_tokens :]
         try:
             if (gate := self._gate(request)) is not None:
@@ -95,7 +103,7 @@ class GrammarIntake:
         starting.add_done_callback(lambda future: self._put(_Change(request, future, gate)))
 
     def take(self) -> None:
-        """Let requests go on whose grammar, or next mask, has come, and end those whose grammar has failed."""
+        """Resume requests whose grammar or next mask has arrived, and fail requests whose grammar has failed."""
         if self._backend is None:
             return
         self._flush()
@@ -107,7 +115,9 @@ class GrammarIntake:
                 self._fail(change.request, e, "starting the constraint")
 
     def await_masks(self) -> None:
-        """Wait for the next masks of the requests that run, no longer than a step may be held up: what they force is drafted."""
+        """Wait for the next masks of running requests, because forced text is drafted. Limited to the time by which a
+        step may be delayed.
+        """
         if self._backend is None or not self._following:
             return
         self._flush()
@@ -118,7 +128,7 @@ class GrammarIntake:
             self._backend.wait(grammars)
 
     def begin_drafts(self, scheduled: SchedulerOutput) -> None:
-        """Have the masks made behind the drafts of a step that is about to run. Never blocks."""
+        """Start to compute the masks after the drafts of a step that is about to run. Never blocks."""
         if self._backend is None or not scheduled.scheduled_spec_decode_tokens:
             return
         for request in self._scheduler.constrained(scheduled):
@@ -128,7 +138,9 @@ class GrammarIntake:
         self._flush()
 
     def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
-        """The masks of a step whose forward pass runs. Requests whose mask does not come in time lose their turn."""
+        """Return the masks of a step whose forward pass is running. Requests whose mask does not arrive in time are
+        skipped in this step.
+        """
         requests = self._scheduler.constrained(scheduled) if self._backend is not None else []
         if not requests or self._backend is None:
             return None
@@ -162,7 +174,7 @@ class GrammarIntake:
         return GrammarBitmask(keys, bitmask, offsets if drafted else [])
 
     def shutdown(self) -> None:
-        """End what is running."""
+        """End the backend."""
         if self._backend is not None:
             self._backend.shutdown()
 
@@ -210,7 +222,7 @@ class GrammarIntake:
         self._scheduler.release(request, Hold.GRAMMAR)
 
     def _mask(self, request: Request) -> Mask | None:
-        """The request's mask; None where it has not come."""
+        """Return the request's mask, or None if it has not arrived."""
         grammar = request.grammar
         if grammar is None:
             raise RuntimeError("a constrained request runs without its grammar")
@@ -222,7 +234,7 @@ class GrammarIntake:
         return grammar.mask
 
     def _fail(self, request: Request, error: Exception, doing: str) -> None:
-        """End a request; what is no fault of its own gets a number."""
+        """End a request. Errors that it did not cause get an incident number."""
         if request.finished:
             return
         failure = (

@@ -1,4 +1,4 @@
-"""Reasoning of a model: constraints that begin behind it, and the limit on its tokens."""
+"""Reasoning of a model: constraints that apply after the reasoning, and the limit on reasoning tokens."""
 
 import enum
 from collections.abc import Sequence
@@ -13,23 +13,28 @@ from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_enginecore.structured_output.core.base import BITS, Grammar, Mask, allows, bitmask_words
 
 _NEAR_END = 4
-"""Last tokens of a prompt in which a tag is the answer's: templates write blanks behind it at most. Others are earlier turns'."""
+"""Number of last prompt tokens in which a tag belongs to the answer. Templates write only whitespace after it. Earlier
+tags belong to earlier turns.
+"""
 
 
 class At(enum.Enum):
-    """Where an output is in its reasoning."""
+    """Position of an output relative to its reasoning."""
 
     START = enum.auto()
-    """Its first token says whether it begins with reasoning."""
+    """The first token decides whether the output begins with reasoning."""
     REASONING = enum.auto()
     ENDED = enum.auto()
-    """What follows is the constraint's."""
+    """The constraint applies to the following tokens."""
 
 
 class ReasoningGate:
-    """Tells an output's reasoning from what its constraint is about, token by token.
+    """Separates an output's reasoning from the constrained part, token by token.
 
-    ``ended``: whether the prompt has ended the reasoning; False: it has begun it; None: its last tokens say.
+    Args:
+        tokens: The tags of the reasoning.
+        prompt: Tokens of the prompt.
+        ended: True if the prompt has ended the reasoning, False if it has begun it, None to decide by the prompt's last tokens.
     """
 
     def __init__(self, tokens: ReasoningTokens, prompt: Sequence[int], ended: bool | None) -> None:
@@ -37,7 +42,7 @@ class ReasoningGate:
         self.at = _at_end_of(prompt, tokens) if ended is None else At.ENDED if ended else At.REASONING
 
     def passes(self, token_id: int) -> bool:
-        """Take in the next output token. Returns whether it is the constraint's."""
+        """Process the next output token. Returns whether the constraint applies to it."""
         if self.at is At.START:
             begins = token_id == self.tokens.begin_token_id
             self.at = At.REASONING if begins else At.ENDED
@@ -49,14 +54,14 @@ class ReasoningGate:
         return True
 
     def passed(self, token_ids: Sequence[int]) -> list[int]:
-        """Take in output tokens. Returns those that are the constraint's."""
+        """Process output tokens. Returns those to which the constraint applies."""
         return [token_id for token_id in token_ids if self.passes(token_id)]
 
 
 class GatedGrammar:
-    """A ``Grammar`` that is followed from the reasoning's end on; until then any token of ``unconstrained`` may come.
+    """A ``Grammar`` that applies after the reasoning. During the reasoning, any token of ``unconstrained`` is allowed.
 
-    ``grammar`` has its first mask, or that behind the tokens which the gate has passed.
+    ``grammar`` has its first mask, or the mask after the tokens that the gate has passed to it.
     """
 
     def __init__(self, grammar: Grammar, gate: ReasoningGate, unconstrained: Mask) -> None:
@@ -71,12 +76,12 @@ class GatedGrammar:
 
     @property
     def ready(self) -> bool:
-        """Whether ``mask`` is that of the next token: always so in the reasoning."""
+        """Whether ``mask`` is that of the next token. Always True in the reasoning."""
         return self._reasoning or self._grammar.ready
 
     @property
     def mask(self) -> Mask:
-        """What may come next ``[ceil(vocab / 32)]``. An output may also begin with reasoning."""
+        """Allowed next tokens ``[ceil(vocab / 32)]``. At the start, the begin tag is also allowed."""
         if self._reasoning:
             return self._unconstrained
         if self._gate.at is At.ENDED:
@@ -87,27 +92,31 @@ class GatedGrammar:
 
     @property
     def failure(self) -> RequestFailed | None:
-        """Why the grammar makes no further mask; the request ends then, also in its reasoning."""
+        """Why the grammar makes no further mask, or None. The request then ends, even in its reasoning."""
         return self._grammar.failure
 
     @property
     def terminated(self) -> bool:
-        """Whether the constraint is fulfilled and the token that ends the output was accepted."""
+        """Whether the constraint is fulfilled and the end token was accepted."""
         return self._grammar.terminated
 
     def accept(self, token_id: int) -> bool:
-        """Take in an output token; the grammar gets those behind the reasoning. False when it may not come here."""
+        """Accept an output token. The grammar gets the tokens after the reasoning. Returns False if the token is not
+        allowed.
+        """
         if self._reasoning and not allows(self._unconstrained, token_id):
             return False
         return not self._gate.passes(token_id) or self._grammar.accept(token_id)
 
     @property
     def forced(self) -> Sequence[int]:
-        """What the grammar forces, behind the reasoning."""
+        """Tokens that the grammar forces, empty during the reasoning."""
         return self._grammar.forced if self._gate.at is At.ENDED else ()
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """In the reasoning any tokens up to its end, whose next mask is the grammar's."""
+        """Start to compute the masks after drafts. In the reasoning, drafts are allowed up to the end tag; the grammar
+        makes the mask after that.
+        """
         self._drafts = ()
         if self._gate.at is At.ENDED:
             self._grammar.draft(token_ids)
@@ -118,34 +127,36 @@ class GatedGrammar:
 
     @property
     def drafted(self) -> bool:
-        """Whether the masks behind the drafts are there: always so in the reasoning."""
+        """Whether the masks after the drafts are complete. Always True in the reasoning."""
         return self._gate.at is not At.ENDED or self._grammar.drafted
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks behind one draft, two, and so on."""
+        """Masks after one draft, after two, and so on."""
         return self._grammar.draft_masks if self._gate.at is At.ENDED else self._drafts
 
     @property
     def prompt(self) -> bool:
-        """Whether a step may wait for the mask: always so in the reasoning."""
+        """Whether a step may wait for the mask. Always True in the reasoning."""
         return self._reasoning or self._grammar.prompt
 
     def wanted(self) -> bool:
-        """Whether a step may take the request in: always so in the reasoning."""
+        """Return whether a step may include the request. Always True in the reasoning."""
         return self._reasoning or self._grammar.wanted()
 
     def missed(self) -> bool:
-        """Say that a step went on without the mask. True when it is there after all: always so in the reasoning."""
+        """Record that a step continued without the mask. Returns True if it is available after all, as always in the
+        reasoning.
+        """
         return self._reasoning or self._grammar.missed()
 
     def close(self) -> None:
-        """Give up the grammar."""
+        """Free the grammar."""
         self._grammar.close()
 
 
 def all_but(token_ids: frozenset[int], vocab_size: int) -> Mask:
-    """The mask of every token but these."""
+    """Return a mask that allows all tokens except these."""
     bits = np.zeros(bitmask_words(vocab_size) * BITS, np.uint8)
     bits[:vocab_size] = 1
     bits[[token_id for token_id in token_ids if 0 <= token_id < vocab_size]] = 0
@@ -166,14 +177,15 @@ def _at_end_of(prompt: Sequence[int], tokens: ReasoningTokens) -> At:
 
 
 _FIRST = 4
-"""First output tokens among which the reasoning may begin: models write whitespace before the tag at most."""
+"""Number of first output tokens in which the reasoning may begin. Models write at most whitespace before the tag."""
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Says when a request's reasoning must end. A pure function of the output, so it holds for drafts and resumed requests, too.
+    """Decides when a request's reasoning must end. A pure function of the output, so it also works for drafts and
+    resumed requests.
 
     Args:
-        limit: Reasoning tokens at most, without the tags.
+        limit: Maximum number of reasoning tokens, without the tags.
         begin_token_id: Token that begins the reasoning.
         end_token_id: Token that ends the reasoning.
         begun: Whether the prompt has begun the reasoning.
@@ -186,7 +198,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> Self | None:
-        """Return the request's budget; None without one, and where the prompt has ended the reasoning."""
+        """Return the request's budget, or None if it has none or the prompt has ended the reasoning."""
         limit, tokens = request.sampling_params.thinking_token_budget, request.reasoning_parser_kwargs
         if limit is None or tokens is None:
             return None
@@ -202,7 +214,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     def forced(self, output: npt.NDArray[np.integer] | Sequence[int]) -> int | None:
         """Return the only token that may follow ``output`` ``[tokens]``, or None if the budget forces none."""
-        # Reasoning that has begun before the output may repeat its tag, but only at once.
+        # If the reasoning began in the prompt, the output may repeat the tag, but only as its first token.
         first = list(output[: 1 if self.begun else _FIRST])
         if self.begin_token_id in first:
             start = first.index(self.begin_token_id) + 1
