@@ -261,7 +261,7 @@ async def test_tools_are_called_given_results_and_the_conversation_goes_on(tab: 
     await tab.write(".call textarea", "21 degrees")
     await tab.press("Enter", ctrl=True)
     assert "A result is missing." in await error(tab)
-    assert await tab.text(".call + .call .problem") == "There is no result yet."
+    assert await tab.text(".call + .call .problem") == "The result is empty."
     await tab.write(".call + .call textarea", "noon")
     server.pieces = ["Warm."]
     await tab.click(".call + .actions button")
@@ -306,9 +306,9 @@ async def test_results_that_were_refused_can_be_sent_again(tab: Tab, server: Pag
 @pytest.mark.parametrize(
     ("field", "text", "problem"),
     [
-        ("tools", '[{"name": "a"', "This is no JSON."),
+        ("tools", '[{"name": "a"', "This is not valid JSON."),
         ("tools", '[{"name": "a"}, {"description": "b"}]', "Tool 2 has no name."),
-        ("schema", "[1]", "The schema is no JSON object."),
+        ("schema", "[1]", "The schema is not a JSON object."),
     ],
 )
 async def test_json_that_cannot_be_meant_is_told_at_its_field(
@@ -410,8 +410,8 @@ async def test_an_address_can_hold_prompt_and_parameters_and_run(browser: Browse
 @pytest.mark.parametrize(
     ("status", "headers", "message", "words"),
     [
-        (400, {}, "temperature is 900; it must be from 0 to 100", "The server refuses this request."),
-        (404, {}, "no model 'x'; known: tiny", "The server refuses this request."),
+        (400, {}, "temperature is 900; it must be from 0 to 100", "The server refused this request."),
+        (404, {}, "no model 'x'; known: tiny", "The server refused this request."),
         (429, {"Retry-After": "3"}, "the queue is full", "Try again in 3 s."),
         (503, {}, "engine engine-0 is gone", "The request could not be served."),
         (500, {}, "a defect", "The server failed."),
@@ -455,9 +455,9 @@ async def test_without_an_engine_the_page_says_so(tab: Tab, server: PageServer) 
         {"message": "no engine took requests within 30 s", "type": "error", "param": None, "code": "word"},
         {},
     )
-    await tab.until(shows("#status", "no engine takes requests"))
+    await tab.until(shows("#status", "no engine accepts requests"))
     await ask(tab, "Once")
-    assert "No engine takes requests at the moment." in await error(tab)
+    assert "No engine accepts requests at the moment." in await error(tab)
 
 
 async def test_a_server_that_is_gone_is_told_and_found_again(browser: Browser) -> None:
@@ -558,7 +558,7 @@ async def test_a_real_refusal_names_the_field_and_the_limit(real: Tab) -> None:
     await real.write("#temperature", "900")
     await ask(real, "hello")
     told = await error(real)
-    assert "The server refuses this request." in told
+    assert "The server refused this request." in told
     assert "temperature is 900" in told
 
 
@@ -570,7 +570,7 @@ async def test_an_answer_waits_for_the_engine_that_died_and_goes_on_when_it_is_b
     await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
     port, before = engine.port, await real.text("#output")
     await engine.kill()
-    await real.until(shows("#status", "no engine takes requests"))
+    await real.until(shows("#status", "no engine accepts requests"))
     await engine.start(port)
     await engine.until(lambda e: e.running)
     assert engine.requests[-1].attempt == 1
@@ -610,7 +610,7 @@ async def give_key(tab: Tab, key: str) -> None:
 async def test_a_server_that_wants_a_key_asks_for_it_and_lets_the_page_in(guarded: tuple[Tab, str]) -> None:
     tab, url = guarded
     await tab.until(shows("#status", "key needed"))
-    assert await tab.text("#keyProblem") == "This server asks for an API key."
+    assert await tab.text("#keyProblem") == "This server requires an API key."
     assert await tab.value("document.activeElement.id") == "key"
     await give_key(tab, KEY)
     await tab.until(shows("#status", "serving, 1 engine"))
@@ -643,10 +643,10 @@ async def test_a_wrong_key_is_told_as_such_and_can_be_replaced(guarded: tuple[Ta
 async def test_a_request_that_needs_a_key_asks_for_it(tab: Tab, server: PageServer, status: int) -> None:
     server.refusal = (status, {"message": "no credentials", "type": "error", "param": None, "code": "word"}, {})
     await ask(tab, "Once")
-    assert "The server does not let this page in. This server asks for an API key." in " ".join(
+    assert "The server denied access. This server requires an API key." in " ".join(
         (await error(tab)).split()
     )
-    assert await tab.text("#keyProblem") == "This server asks for an API key."
+    assert await tab.text("#keyProblem") == "This server requires an API key."
 
 
 async def test_a_key_that_no_header_can_hold_is_told(tab: Tab, server: PageServer) -> None:
