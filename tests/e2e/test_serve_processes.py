@@ -91,7 +91,7 @@ def kill(command: Command, service: str, *, times: int = 1) -> None:
 def test_a_service_that_is_killed_is_started_again_on_its_port(served: Command, ports: list[int], service: str) -> None:
     used = all_ports(served, ports)
     kill(served, service)
-    served.wait_for(rf"{service} was killed by SIGKILL \(out of memory\?\); starting it again")
+    served.wait_for(rf"{service} was killed by SIGKILL \(out of memory\?\); restarting it")
     eventually(lambda: len(pids(served, service)) == 2)
     assert [port for port in used if not listening(port)] == []
     served.process.send_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_two_frontends_end_together_and_free_every_port(two_frontends: Command, 
 
 def test_one_of_two_frontends_that_is_killed_is_started_again(two_frontends: Command) -> None:
     kill(two_frontends, "frontend-1")
-    two_frontends.wait_for(r"frontend-1 was killed by SIGKILL \(out of memory\?\); starting it again")
+    two_frontends.wait_for(r"frontend-1 was killed by SIGKILL \(out of memory\?\); restarting it")
     assert eventually(lambda: len(pids(two_frontends, "frontend-1")) == 2)
     assert len(pids(two_frontends, "frontend-0")) == 1
 

@@ -93,10 +93,10 @@ def test_what_is_no_adapter_is_refused_by_name(llm: LLM) -> None:
     [
         ({"": DEMO}, {}, "lora: the name '' is empty"),
         ({"x": ADAPTERS["pirate"]}, {"max_loras": 0}, "max_loras"),
-        ({"x": "/none"}, {}, "lora: 'x': there is no directory /none"),
-        ({"x": DEMO}, {}, "it holds a model, which is served by itself"),
+        ({"x": "/none"}, {}, "lora: 'x': directory /none does not exist"),
+        ({"x": DEMO}, {}, "it holds a model; serve it as MODEL"),
         ({DEMO.name: ADAPTERS["pirate"]}, {}, "lora: 'penstock-tiny' is the model's own name"),
-        ("pirate", {}, "lora is 'pirate'; it must be directories by name"),
+        ("pirate", {}, "lora is 'pirate'; it must be a mapping from names"),
         ({"x": 5}, {}, "lora has 'x': 5; it must be a name and a directory"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The ``penstock`` command: the three services on one machine, and a client in the terminal. And ``LLM``, without either.
+"""The ``penstock`` command, which runs the three services and a terminal client, and ``LLM`` for Python programs.
 
-``from penstock_local import LLM, SamplingParams`` runs a model inside a Python program. What it needs, torch included, is
-imported when one of these names is asked for the first time: the command must start at once.
+``from penstock_local import LLM, SamplingParams`` runs a model inside a Python program. Each name imports its module,
+and with it torch, at first use. This keeps the start of the command fast.
 """
 
 import importlib
@@ -75,18 +75,18 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names of ``__all__``. Raises ImportError for a name of vLLM, with the name to use."""
+    """Import one of the names of ``__all__``. For a name of vLLM, raise ImportError with the equivalent name."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         if hint := _replacement(name):
-            # An AttributeError's text would be lost: "from ... import" writes one of its own.
+            # ``from ... import`` replaces the text of an AttributeError with its own, so raise ImportError.
             raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
 
 
 def _replacement(name: str) -> str:
-    if name.startswith("_"):  # what Python itself looks for, at every start of the command
+    if name.startswith("_"):  # Python itself looks up such names at every start of the command.
         return ""
     from penstock_local.llm import parameters
 
@@ -94,5 +94,5 @@ def _replacement(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    """The public names, for Tab completion."""
+    """Return the public names, for tab completion."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""``python -m penstock_local`` is the ``penstock`` command."""
+"""Entry point of ``python -m penstock_local``, which is the ``penstock`` command."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The ``penstock`` command: its arguments, and which module does the work.
+"""Argument parser of the ``penstock`` command, and the dispatch of each subcommand to its module.
 
-Nothing is imported before it is needed, so that the command answers at once; torch and transformers never are.
+Subcommands are imported only when they run, so that the command starts fast. It never imports torch or transformers.
 """
 
 import argparse
@@ -36,25 +36,31 @@ def _add_lora(commands: Any) -> None:
     parser = commands.add_parser(
         "lora",
         help="load, unload, list and pin LoRA adapters of a running server",
-        description="The LoRA adapters that requests to a running server can name. What is changed is changed on all "
-        "frontends of its coordinator.",
+        description=(
+            "Manage the LoRA adapters that requests to a running server can name. A change applies to all frontends "
+            "of the same coordinator."
+        ),
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True, title="actions")
-    load = _lora_action(actions, "load", "have every engine read an adapter, and give it a name")
-    load.add_argument("name", metavar="NAME", help="what requests call it")
-    load.add_argument("path", metavar="PATH", help="its directory on the engines' machines, below one of lora.roots")
-    load.add_argument("--inplace", action="store_true", help="take the place of an adapter of that name")
-    load.add_argument("--pin", action="store_true", help="engines keep it in memory")
-    unload = _lora_action(
-        actions, "unload", "take the name of an adapter away; requests that run end as if nothing were"
+    load = _lora_action(actions, "load", "load an adapter into every engine and give it a name")
+    load.add_argument("name", metavar="NAME", help="Name of the adapter in requests.")
+    load.add_argument(
+        "path",
+        metavar="PATH",
+        help=("Directory of the adapter on the engines' machines. It must be inside one of lora.roots."),
     )
-    unload.add_argument("name", metavar="NAME", help="what requests call it")
-    listing = _lora_action(actions, "list", "show the adapters and which engines have them in memory")
-    listing.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    pin = _lora_action(actions, "pin", "have every engine keep an adapter in memory")
-    pin.add_argument("name", metavar="NAME", help="what requests call it")
-    pin.add_argument("--unpin", action="store_true", help="let it go when others need the room")
+    load.add_argument("--inplace", action="store_true", help="Replace a loaded adapter of the same name.")
+    load.add_argument("--pin", action="store_true", help="Keep the adapter in memory: engines do not evict it.")
+    unload = _lora_action(actions, "unload", "remove an adapter; running requests that use it finish normally")
+    unload.add_argument("name", metavar="NAME", help="Name of the adapter in requests.")
+    listing = _lora_action(actions, "list", "show the adapters and the engines that have them in memory")
+    listing.add_argument("--json", action="store_true", help="Print a JSON list instead of a table.")
+    pin = _lora_action(actions, "pin", "keep an adapter in the memory of every engine")
+    pin.add_argument("name", metavar="NAME", help="Name of the adapter in requests.")
+    pin.add_argument(
+        "--unpin", action="store_true", help=("Let engines evict the adapter again when they need the memory.")
+    )
 
 
 def _lora_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -77,23 +83,28 @@ def _add_models(commands: Any) -> None:
     parser = commands.add_parser(
         "models",
         help="list the models in this machine's cache",
-        description="List the models in this machine's cache of the Hugging Face hub: name, size on disk, and whether their "
-        "files are all there.",
+        description=(
+            "List the models in this machine's Hugging Face cache: the name, the size on disk, and whether all files "
+            "are present."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_models)
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    parser.add_argument("--json", action="store_true", help="Print a JSON list instead of a table.")
     parser = commands.add_parser(
         "pull",
         help="download a model from the Hugging Face hub",
-        description="Download what is needed to serve a model into this machine's cache, and print the directory. What is there "
-        "already is not downloaded again. HF_TOKEN opens private models and those that ask for consent.",
+        description=(
+            "Download the files needed to serve a model into this machine's Hugging Face cache, and print their "
+            "directory. Files that are already in the cache are not downloaded again. Private and gated models need "
+            "the environment variable HF_TOKEN."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_pull)
-    parser.add_argument("model", metavar="MODEL", help="id on the hub, such as Qwen/Qwen3-0.6B")
+    parser.add_argument("model", metavar="MODEL", help="Id of the model on the hub, such as Qwen/Qwen3-0.6B.")
     parser.add_argument(
-        "--revision", metavar="NAME", default="", help="branch, tag or commit (default: the default branch)"
+        "--revision", metavar="NAME", default="", help="Branch, tag or commit (default: the default branch)."
     )
 
 
@@ -113,9 +124,11 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure a running server under load",
-        description="Send requests to a running server and report throughput and latencies. By default prompts are random "
-        "token ids and outputs run to their full length. Exit code: 0 when every request ended well, 1 when some failed, "
-        "2 for wrong flags, 130 after Ctrl-C (what was measured is reported).",
+        description=(
+            "Send requests to a running server, and report throughput and latencies. By default, prompts are random "
+            "token ids and every output runs to its full length. Exit code: 0 if all requests succeed, 1 if some "
+            "fail, 2 for wrong flags, 130 after Ctrl-C (the report then covers the requests so far)."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_bench)
@@ -159,21 +172,26 @@ def _add_batch(commands: Any) -> None:
     parser = commands.add_parser(
         "batch",
         help="answer a file of requests",
-        description="Answer every line of a file, in OpenAI's batch format, with a model in this process or a running server. A "
-        "batch that was interrupted goes on where it was when it is run again. Exit code: 0 when every line was answered, 1 when "
-        "some failed, 2 for wrong flags and files, 130 after Ctrl-C.",
+        description=(
+            "Answer every line of a file in OpenAI's batch format, with a model in this process or with a running "
+            "server. If a batch is interrupted, run the same command again to continue it. Exit code: 0 if all lines "
+            "are answered, 1 if some fail, 2 for wrong flags or files, 130 after Ctrl-C."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_batch)
     flags.add_positional(parser, BatchOptions, "input")
     flags.add_positional(parser, BatchOptions, "output")
-    who = parser.add_argument_group("who computes")
+    who = parser.add_argument_group("where to compute")
     flags.add_options(who, BatchOptions, model="MODEL")
     who.add_argument(
         "--server",
         action="append",
         metavar="URL",
-        help="HTTP port of a running server instead, as http://localhost:8000; again for each further frontend",
+        help=(
+            "Use the running server at this HTTP address, such as http://localhost:8000, instead of --model. Repeat "
+            "the flag for more frontends."
+        ),
     )
     flags.add_options(who, BatchOptions, concurrency="N")
     files = parser.add_argument_group("files")
@@ -214,13 +232,15 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit code."""
+    """Run the command and return its exit code."""
     parser = build_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         parser.exit(EXIT_USAGE)
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC logs every connection that a stopping service closes
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # Without this, gRPC logs every connection that a stopping service closes.
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -234,14 +254,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of standard output has gone; writing what is buffered at exit would fail again.
+        # The reader of standard output is gone, so flushing buffered output at exit would fail again.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
+    """Return the argument parser of the whole command."""
     parser = Parser(
         prog="penstock",
         usage="penstock COMMAND ...",
@@ -266,7 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Prints the version. The version is looked up only if the flag is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
@@ -280,7 +300,10 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine",
-        description="Serve a model: coordinator, engines and frontend as processes of this machine, until Ctrl-C.",
+        description=(
+            "Serve a model on this machine. Starts a coordinator, the engines and a frontend as processes, and runs "
+            "until Ctrl-C."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_serve)
@@ -306,7 +329,10 @@ def _add_serve(commands: Any) -> None:
     adapters.add_argument(
         "--lora-directory",
         metavar="DIR",
-        help="serve each subdirectory of DIR as the LoRA adapter of its name, as they come and go; more may be loaded from there",
+        help=(
+            "Serve each subdirectory of DIR as a LoRA adapter of that name, and follow later changes to DIR. "
+            "Adapters inside DIR can also be loaded by request."
+        ),
     )
     flags.add_options(media, ServeOptions, limit_mm_per_prompt="JSON", allowed_media_domains="HOSTS", media_workers="N")
     flags.add_options(
@@ -318,13 +344,15 @@ def _add_serve(commands: Any) -> None:
         action="append",
         dest="settings",
         metavar="SERVICE.KEY=VALUE",
-        help="any other setting of a service (coordinator, engine, frontend), e.g. engine.scheduler.policy=priority, "
-        "frontend.log.requests=true; may be repeated",
+        help=(
+            "Set any other setting of a service (coordinator, engine or frontend), such as "
+            "engine.scheduler.policy=priority or frontend.log.requests=true. May be repeated."
+        ),
     )
 
 
 def _serve_flag(flag: str) -> str:
-    """What a flag of another server is called here, or the setting of its name."""
+    """Return a hint for a flag of another server: the equivalent flag, or the setting with that name."""
     from penstock_local.settings import named
 
     if flag in flags.VLLM_FLAGS:
@@ -337,24 +365,33 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a prompt on a running server",
-        description="Continue a prompt on a running server. The text goes to standard output as it is made, a line about "
-        "it to standard error. Settings that are not given are the model's own.",
+        description=(
+            "Continue a prompt on a running server. The text goes to standard output while it is generated. A "
+            "summary line goes to standard error. Sampling parameters that are not given use the model's defaults."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_generate)
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    parser.add_argument("prompt", metavar="PROMPT", help="Text to continue. - reads it from standard input.")
     flags.add_server(parser)
     flags.add_media(parser)
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long (default: never)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=("Abort the request after this many seconds (default: no limit)."),
+    )
     flags.add_ending(parser, max_tokens=256)
     flags.add_choice(parser)
-    output = parser.add_argument_group("what comes out")
-    output.add_argument("--n", type=flags.integer(1, 2**32 - 1), metavar="N", help="outputs of the prompt (default: 1)")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--n", type=flags.integer(1, 2**32 - 1), metavar="N", help=("Number of outputs for the prompt (default: 1).")
+    )
     output.add_argument(
         "--logprobs",
         type=flags.integer(-(2**31), 2**31 - 1),
         metavar="K",
-        help="show log-probabilities, and the K likeliest tokens",
+        help="Show the log-probability of each token, and the K most likely tokens.",
     )
     flags.add_constraint(output)
 
@@ -363,25 +400,33 @@ def _add_chat(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk with a model on a running server",
-        description="Talk with a model on a running server. /help lists what can be done while talking. Where standard "
-        "input is no terminal every line of it is a message. Settings that are not given are the model's own.",
+        description=(
+            "Chat with a model on a running server. Type /help for the commands of the chat. If standard input is "
+            "not a terminal, each line is one message. Sampling parameters that are not given use the model's "
+            "defaults."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_chat)
     flags.add_server(parser)
-    parser.add_argument("--system", metavar="TEXT", default="", help="instructions to the model for the conversation")
-    parser.add_argument("--verbose", action="store_true", help="a line on tokens and speed after each answer")
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help=("System message of the conversation (default: none).")
+    )
+    parser.add_argument("--verbose", action="store_true", help="Show the token count and speed after each answer.")
     flags.add_ending(parser, max_tokens=None)
     flags.add_choice(parser)
-    flags.add_constraint(parser.add_argument_group("what the answers look like"))
+    flags.add_constraint(parser.add_argument_group("output"))
 
 
 def _add_status(commands: Any) -> None:
     parser = commands.add_parser(
         "status",
         help="show the engines of a running cluster",
-        description="Show the engines of a running cluster as a frontend sees them, until Ctrl-C; once where standard "
-        "output is no terminal. Exit code with --once and --json: 0 when an engine takes requests, else 1.",
+        description=(
+            "Show the engines of a running cluster as a frontend sees them, and refresh the table until Ctrl-C. If "
+            "standard output is not a terminal, the table is printed once. Exit code with --once or --json: 0 if an "
+            "engine accepts requests, else 1."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_status)
@@ -390,15 +435,22 @@ def _add_status(commands: Any) -> None:
         action="append",
         dest="admin_addresses",
         metavar="ADDRESS",
-        help=f"of the operators' API (default: {flags.DEFAULT_ADMIN_ADDRESS}); again for each further frontend",
+        help=(
+            f"Address of a frontend's admin API (default: {flags.DEFAULT_ADMIN_ADDRESS}). Repeat the flag for more "
+            "frontends."
+        ),
     )
     parser.add_argument(
-        "--address", default="", help="of the public API, for its health (default: the operators' API says how it is)"
+        "--address", default="", help="Address of the public API to check for health (default: ask the admin API)."
     )
-    parser.add_argument("--once", action="store_true", help="print the table and leave")
-    parser.add_argument("--json", action="store_true", help="print a JSON object and leave")
+    parser.add_argument("--once", action="store_true", help="Print the table once and exit.")
+    parser.add_argument("--json", action="store_true", help="Print a JSON object once and exit.")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)g)"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help=("Seconds between refreshes (default: %(default)g)."),
     )
 
 
@@ -406,30 +458,39 @@ def _add_scale(commands: Any) -> None:
     parser = commands.add_parser(
         "scale",
         help="change the number of engines of a cluster in Kubernetes, or of a data-parallel group",
-        description="Change the number of engines of a pool, in Kubernetes, where no autoscaler does; or of ranks of a "
-        "data-parallel group, which goes on meanwhile. What it was and what is wanted now goes to standard output; "
-        "`penstock status` shows the engines come and go.",
+        description=(
+            "Change the number of engines in a Kubernetes pool that has no autoscaler, or the number of ranks in a "
+            "data-parallel group. The group keeps serving meanwhile. The command prints the previous and the new "
+            "number. `penstock status` shows the engines as they start and stop."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_scale)
     parser.add_argument(
-        "replicas", type=flags.integer(0, 2**32 - 1), metavar="N", help="engines that the pool is to have"
+        "replicas", type=flags.integer(0, 2**32 - 1), metavar="N", help="Target number of engines in the pool."
     )
-    parser.add_argument("--pool", metavar="NAME", default=DEFAULT_POOL, help="whose (default: %(default)s)")
-    parser.add_argument("--wait", action="store_true", help="leave when there are as many")
+    parser.add_argument(
+        "--pool",
+        metavar="NAME",
+        default=DEFAULT_POOL,
+        help=("Name of the engine pool to scale (default: %(default)s)."),
+    )
+    parser.add_argument("--wait", action="store_true", help="Wait until the pool has that many engines, then exit.")
     flags.add_admin(parser)
 
 
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="start two engines, show what they do, stop",
-        description="Start coordinator, two engines and a frontend on free ports, send prompts, and stop them again. "
-        "The prompts suit the demo model in examples/.",
+        help="start two engines, show their features, and stop",
+        description=(
+            "Start a coordinator, two engines and a frontend on free ports, send prompts, and stop all services. The "
+            "prompts are made for the demo model in examples/."
+        ),
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_demo)
-    parser.add_argument("model", metavar="MODEL", help="directory of the demo model")
+    parser.add_argument("model", metavar="MODEL", help="Directory of the demo model.")
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
@@ -483,7 +544,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _read_stdin() -> str:
-    """The prompt on standard input, without the newline that ends its last line. Raises ConfigError when it is not text."""
+    """Read the prompt from standard input, without its final newline. Raises ConfigError if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:

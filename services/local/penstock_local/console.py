@@ -1,4 +1,4 @@
-"""What the command writes: the joined logs of the services on standard error, results on standard output."""
+"""Terminal output of the command: service logs and messages on standard error, results on standard output."""
 
 import contextlib
 import os
@@ -11,37 +11,38 @@ BOLD, DIM, RED, GREEN = 1, 2, 31, 32
 
 
 def use_color(stream: TextIO) -> bool:
-    """True when ``stream`` is a terminal and NO_COLOR (no-color.org) is not set."""
+    """Return True if ``stream`` is a terminal and NO_COLOR (no-color.org) is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def paint(text: str, code: int, stream: TextIO) -> str:
-    """``text`` with an ANSI color or style where ``stream`` shows it."""
+    """Return ``text`` with an ANSI color or style if ``stream`` supports it."""
     return f"\x1b[{code}m{text}\x1b[0m" if use_color(stream) else text
 
 
 def dim(text: str) -> str:
-    """``text`` for standard error, dimmed."""
+    """Return ``text`` dimmed for standard error."""
     return paint(text, DIM, sys.stderr)
 
 
 def say(text: str) -> None:
-    """A line of the command itself, on standard error."""
-    with contextlib.suppress(OSError):  # a closed terminal must not keep the services from being stopped
+    """Write a message of the command to standard error."""
+    with contextlib.suppress(OSError):  # A closed terminal must not prevent the command from stopping the services.
         sys.stderr.write(f"{paint('penstock', BOLD, sys.stderr)}: {text}\n")
         sys.stderr.flush()
 
 
 def fail(text: str) -> None:
-    """An error of the command itself, on standard error."""
+    """Write an error of the command to standard error."""
     say(f"{paint('error', RED, sys.stderr)}: {text}")
 
 
 class JoinedLog:
-    """The log lines of several services on one stream, ``engine-0    | ...``, each service with a color of its own.
+    """Merges the log lines of several services into one stream, such as ``engine-0    | ...``. Each service has its own
+    color.
 
-    While ``muted`` lines are dropped. When the reader of the stream has gone (a closed terminal, ``| head``) ``on_closed`` is
-    called once and the rest is dropped: the services must be able to go on writing until they have stopped.
+    While ``muted`` is True, lines are dropped. If the stream's reader is gone (a closed terminal, ``| head``),
+    ``on_closed`` is called once and later lines are dropped, so that services can keep writing until they have stopped.
     """
 
     def __init__(self, services: list[str], *, stream: TextIO, on_closed: Callable[[], None]) -> None:
@@ -55,7 +56,7 @@ class JoinedLog:
             self._prefix(name)
 
     def write(self, service: str, line: str) -> None:
-        """Add one line of one service."""
+        """Write one line of a service."""
         if self.muted or self._closed:
             return
         try:
@@ -66,7 +67,7 @@ class JoinedLog:
             self._on_closed()
 
     def _prefix(self, service: str) -> str:
-        """Of a service, also of one that was not there at first."""
+        """Return the prefix of a service, which may have been added later."""
         if service not in self._prefixes:
             color = _PREFIX_COLORS[len(self._prefixes) % len(_PREFIX_COLORS)]
             self._prefixes[service] = paint(f"{service:<{self._width}} |", color, self._stream)

@@ -1,4 +1,4 @@
-"""Flags of the commands: the parser, which names the nearest known flag, flags that commands share, and vLLM's flags."""
+"""Command-line flags: the parser, flags shared by several commands, and hints for vLLM's flags."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,16 @@ DEFAULT_ADMIN_ADDRESS = "localhost:50053"
 
 
 def add_positional(parser: argparse.ArgumentParser, options: type[msgspec.Struct], name: str) -> None:
-    """The argument for the field ``name`` of ``options``, with what the field says of itself."""
+    """Add the positional argument for the field ``name`` of ``options``, with the field's description as help."""
     parser.add_argument(name, metavar=name.upper(), help=_setting(options, name).kind.description.replace("%", "%%"))
 
 
 def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct], **metavars: str) -> None:
-    """A flag for each field of ``options`` that is named, with what it says of itself: meaning, range or choices, default.
+    """Add a flag for each named field of ``options``. The help shows the description, the range or choices, and the
+    default.
 
-    ``metavars``: what stands for the value in the help, by field; empty where there are choices. What is not given stays None,
-    and out of the options.
+    ``metavars`` has the placeholder of the value in the help, by field name. It is empty for fields with choices. A
+    flag that is not given is None, and ``options_of`` leaves it out.
     """
     for name, metavar in metavars.items():
         setting = _setting(options, name)
@@ -56,8 +57,9 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 def options_of(options: type[Options], arguments: argparse.Namespace, **values: Any) -> Options:
-    """The options of a command by the arguments of their names; ``values`` come before these. What is None is left out. Raises
-    ConfigError for a size that is none.
+    """Build the options of a command from its parsed arguments. None values are left out.
+
+    ``values`` override the arguments. Raises ConfigError for an invalid size.
     """
     given: dict[str, Any] = {}
     for setting in settings_of(options):
@@ -69,44 +71,48 @@ def options_of(options: type[Options], arguments: argparse.Namespace, **values: 
 
 
 def add_admin(parser: argparse.ArgumentParser) -> None:
-    """Which operators' API to talk to."""
+    """Add the flag for the address of the admin API."""
     parser.add_argument(
         "--admin-address",
         default=DEFAULT_ADMIN_ADDRESS,
         metavar="ADDRESS",
-        help="of the operators' API of any of the frontends (default: %(default)s)",
+        help="Address of any frontend's admin API (default: %(default)s).",
     )
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Which server and model to talk to."""
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="of the server (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", default="", help="which model (default: the one that is served)")
-    parser.add_argument("--lora", metavar="NAME", type=_name, help="which LoRA adapter of the model")
+    """Add the flags that select the server, the model and the adapter."""
+    parser.add_argument(
+        "--address", default=DEFAULT_ADDRESS, help=("Address of the server's gRPC API (default: %(default)s).")
+    )
+    parser.add_argument("--model", metavar="NAME", default="", help="Name of the model (default: the served model).")
+    parser.add_argument(
+        "--lora", metavar="NAME", type=_name, help=("Name of a LoRA adapter of the model (default: none).")
+    )
 
 
 def add_media(parser: argparse.ArgumentParser) -> None:
-    """What stands before the prompt; ``media`` reads it."""
-    group = parser.add_argument_group("images and sounds")
-    for name, what in (("image", "an image"), ("audio", "a sound")):
+    """Add the flags for media before the prompt. ``media`` reads their values."""
+    group = parser.add_argument_group("images and audio")
+    for name, what in (("image", "an image"), ("audio", "audio")):
         group.add_argument(
             f"--{name}",
             action=_Media,
             dest="media",
             metavar="FILE",
-            help=f"{what} before the prompt: a file, or a URL that the server may fetch; may be repeated",
+            help=f"Put {what} before the prompt: a file, or a URL that the server may fetch. May be repeated.",
         )
 
 
 class _Media(argparse.Action):
-    """Keeps images and sounds in the order in which they are given."""
+    """Collects images and audio in the order in which the flags are given."""
 
     def __call__(self, _parser: object, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), (option, value)])
 
 
 def media(arguments: argparse.Namespace) -> "list[MediaFile]":
-    """The media that were given, in order. Raises ConfigError when a file cannot be read."""
+    """Return the media of the flags, in order. Raises ConfigError if a file cannot be read."""
     from penstock_local.media_files import read_media
 
     given: list[tuple[str, str]] = arguments.media or []
@@ -114,60 +120,109 @@ def media(arguments: argparse.Namespace) -> "list[MediaFile]":
 
 
 def _name(text: str) -> str:
-    """As it is. An empty one would mean no adapter, and is what an unset variable of a shell leaves."""
+    """Return ``text`` unchanged, but refuse an empty name: it would mean no adapter, and often comes from an unset
+    variable.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return text
 
 
 def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    """When an output stops. ``max_tokens``: the default, None leaves it to the server."""
+    """Add the flags for stopping. ``max_tokens`` is the default; None leaves it to the server."""
     count = integer(0, 2**32 - 1)
     ending = parser.add_argument_group("when to stop")
     default = "as many as fit" if max_tokens is None else max_tokens
     ending.add_argument(
-        "--max-tokens", type=count, default=max_tokens, metavar="N", help=f"new tokens (default: {default})"
+        "--max-tokens",
+        type=count,
+        default=max_tokens,
+        metavar="N",
+        help=(f"Maximum number of new tokens (default: {default})."),
     )
-    ending.add_argument("--min-tokens", type=count, metavar="N", help="no end before this many new tokens")
-    ending.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    ending.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end of text")
+    ending.add_argument(
+        "--min-tokens", type=count, metavar="N", help=("Minimum number of new tokens before the output may end.")
+    )
+    ending.add_argument("--stop", action="append", metavar="TEXT", help="Stop before this text. May be repeated.")
+    ending.add_argument(
+        "--ignore-eos", action="store_true", default=None, help=("Continue after the model's end-of-sequence token.")
+    )
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Add the flags for sampling."""
     int32, int64 = integer(-(2**31), 2**31 - 1), integer(-(2**63), 2**63 - 1)
-    choice = parser.add_argument_group("how to choose tokens")
+    choice = parser.add_argument_group("sampling")
     choice.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token, higher varies more"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=("Sampling temperature. 0 always picks the most likely token, and higher values vary more."),
     )
-    choice.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens of this total probability")
-    choice.add_argument("--top-k", type=int32, metavar="K", help="only the K likeliest tokens")
-    choice.add_argument("--min-p", type=float, metavar="P", help="no token below this fraction of the likeliest")
-    choice.add_argument("--seed", type=int64, metavar="S", help="the same seed gives the same text")
-    choice.add_argument("--presence-penalty", type=float, metavar="X", help="off the logit of every token used before")
-    choice.add_argument("--frequency-penalty", type=float, metavar="X", help="off its logit each time it was used")
-    choice.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 avoids tokens that were there")
+    choice.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=("Keep only the most likely tokens whose total probability is at least P."),
+    )
+    choice.add_argument("--top-k", type=int32, metavar="K", help="Keep only the K most likely tokens.")
+    choice.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help=("Drop tokens whose probability is below this fraction of the most likely token's."),
+    )
+    choice.add_argument("--seed", type=int64, metavar="S", help="Random seed. The same seed gives the same text.")
+    choice.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help=("Subtract X from the logit of every token in the output so far."),
+    )
+    choice.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help=("Subtract X from a token's logit for each time it is in the output so far."),
+    )
+    choice.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help=("Penalize tokens of the prompt and the output so far. Above 1 makes them less likely."),
+    )
 
 
 def add_constraint(output: argparse._ArgumentGroup) -> None:
-    """What the output must look like; ``sampling`` reads it."""
+    """Add the flags for structured output. ``sampling`` reads their values."""
     one_of = output.add_mutually_exclusive_group()
-    one_of.add_argument("--json", action="store_true", help="a JSON object")
-    one_of.add_argument("--json-schema", metavar="SCHEMA", help="JSON that this schema, or that of this file, accepts")
-    one_of.add_argument("--regex", metavar="PATTERN", help="text that matches")
-    one_of.add_argument("--choice", action="append", metavar="TEXT", help="this text; repeat it for each alternative")
-    one_of.add_argument("--grammar", metavar="GRAMMAR", help="a sentence of this EBNF grammar, or that of this file")
+    one_of.add_argument("--json", action="store_true", help="Generate a JSON object.")
+    one_of.add_argument(
+        "--json-schema",
+        metavar="SCHEMA",
+        help=("Generate JSON that matches this JSON schema, or the schema in this file."),
+    )
+    one_of.add_argument("--regex", metavar="PATTERN", help="Generate text that matches this regular expression.")
+    one_of.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help=("Generate exactly this text. Repeat the flag to give alternatives."),
+    )
+    one_of.add_argument(
+        "--grammar", metavar="GRAMMAR", help=("Generate text of this EBNF grammar, or of the grammar in this file.")
+    )
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were given. Raises ConfigError when a constraint's file cannot be read."""
+    """Return the SamplingParams fields that were given. Raises ConfigError if a constraint's file cannot be read."""
     from penstock_local.rpc.client import sampling_fields
 
     return sampling_fields({**vars(arguments), "structured_output": _constraint(arguments)})
 
 
 def _constraint(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The constraint on the output as a field of the request."""
+    """Return the structured-output constraint as a field of the request, or None."""
     if arguments.json:
         return {"json_object": True}
     if arguments.json_schema is not None:
@@ -191,7 +246,9 @@ def _read_text(path: str, *, flag: str) -> str:
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """A parser of integers that the wire's type can hold; whether they make sense the server says."""
+    """Return a parser for integers in a range that the protobuf type can hold. The server checks whether the value
+    makes sense.
+    """
 
     def integer(text: str) -> int:
         value = int(text)
@@ -208,8 +265,11 @@ SuggestValue = Callable[[str, str], str]
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses unknown flags with the nearest known one. ``suggest``: what else a flag may mean here, as a sentence or ``""``;
-    ``suggest_value``: likewise a value that a flag does not have.
+    """Argument parser that refuses unknown flags and suggests the closest known flag.
+
+    Attributes:
+        suggest: Returns a hint for an unknown flag, as the end of a sentence, or ``""``.
+        suggest_value: Returns a hint for an unknown value of a flag, or ``""``.
     """
 
     suggest: Suggest | None = None
@@ -217,7 +277,7 @@ class Parser(argparse.ArgumentParser):
     _arguments: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's; a command's own parser refuses what is left over, with its own usage."""
+        """Parse like argparse, but let each command's parser report unknown arguments with its own usage line."""
         self._arguments = list(args or ())
         parsed, left = super().parse_known_args(args, namespace)
         if left:
@@ -225,9 +285,10 @@ class Parser(argparse.ArgumentParser):
         return parsed, left
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse's, in the words of settings."""
+        """Check choices like argparse, with the wording of settings errors."""
         if action.choices is not None and value not in action.choices:
-            known = [name for name in map(str, action.choices) if name]  # empty: as if it were not given
+            # An empty choice means the same as not giving the flag, so the message omits it.
+            known = [name for name in map(str, action.choices) if name]
             flag = action.option_strings[0] if action.option_strings else ""
             hint = self.suggest_value(flag, str(value)) if self.suggest_value is not None else ""
             raise argparse.ArgumentError(
@@ -235,7 +296,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's. Of a missing argument, say what the unknown flags mean, which may stand for it."""
+        """Report an error like argparse. For a missing argument, add a hint about unknown flags given in its place."""
         if message.startswith(_MISSING) and (unknown := self._unknown_flags(self._arguments)):
             message += f"; {self._unknown(unknown)}"
         super().error(message)
@@ -252,26 +313,28 @@ class Parser(argparse.ArgumentParser):
         return f"unrecognized arguments: {' '.join(left)}{hints}"
 
 
-# Flags of ``vllm serve`` and their values, and what ``penstock serve`` has for them.
+# Flags and values of ``vllm serve``, and the equivalents of ``penstock serve``.
 
-_NOT_COMPILED = "no model is compiled by torch; leave it out"
-_TOOLS = "tools are read wherever the model's chat template shows them, by --set frontend.model.tool_parser=NAME; leave it out"
-_LORA = "adapters are served by --lora NAME=PATH or --lora-directory DIR"
+_NOT_COMPILED = "Penstock does not use torch.compile; leave it out"
+_TOOLS = (
+    "tool calls are parsed with --set frontend.model.tool_parser=NAME if the chat template supports tools; leave it out"
+)
+_LORA = "load adapters with --lora NAME=PATH or --lora-directory DIR"
 
 VLLM_FLAGS: Mapping[str, str] = {
-    "--model": "MODEL stands behind the command, without a flag: penstock serve MODEL",
-    "--port": "--http-port is the OpenAI API's, --grpc-port the gRPC API's",
-    "--api-key": "keys are in a file: --set frontend.auth.api_keys=FILE, with one of them in PENSTOCK_API_KEY",
+    "--model": "give MODEL without a flag: penstock serve MODEL",
+    "--port": "use --http-port for the OpenAI API and --grpc-port for the gRPC API",
+    "--api-key": "use --set frontend.auth.api_keys=FILE, and put one of the keys into PENSTOCK_API_KEY",
     "--enable-auto-tool-choice": _TOOLS,
-    "--enable-reasoning": "reasoning is read by --set frontend.model.reasoning_parser=NAME; leave it out",
+    "--enable-reasoning": "use --set frontend.model.reasoning_parser=NAME instead; leave it out",
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
-    "--max-cpu-loras": "--set engine.lora.cpu_memory=SIZE bounds the adapters in host memory",
+    "--max-cpu-loras": "--set engine.lora.cpu_memory=SIZE limits the memory for adapters on the host",
     "--enforce-eager": _NOT_COMPILED,
     "--compilation-config": _NOT_COMPILED,
     "--no-enable-prefix-caching": "use --set engine.cache.enable_prefix_caching=false",
-    "--swap-space": "--host-cache SIZE is host memory for KV blocks",
-    "--cpu-offload-gb": "weights stay where they are; --host-cache SIZE is host memory for KV blocks",
+    "--swap-space": "use --host-cache SIZE to keep evicted KV blocks in host memory",
+    "--cpu-offload-gb": "weights are not offloaded; --host-cache SIZE keeps evicted KV blocks in host memory",
     "--kv-cache-memory-bytes": "use --kv-cache-memory SIZE",
     "--num-gpu-blocks-override": "use --set engine.cache.num_blocks=VALUE",
     "--distributed-executor-backend": "use --set engine.executor.kind=VALUE",
@@ -280,22 +343,24 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--uvicorn-log-level": "use --log-level LEVEL",
     "--enable-log-requests": "use --set frontend.log.requests=true",
     "--disable-log-requests": "requests are logged only with --set frontend.log.requests=true; leave it out",
-    "--disable-log-stats": "--set engine.iteration_log_interval=0 turns the engines' line off",
+    "--disable-log-stats": "use --set engine.iteration_log_interval=0 to turn off the engines' statistics line",
     "--ssl-certfile": "use --set frontend.http.tls.certificate=FILE",
     "--ssl-keyfile": "use --set frontend.http.tls.key=FILE",
-    "--download-dir": "the environment variable HF_HOME says where models are kept",
-    "--hf-token": "the environment variable HF_TOKEN has the token",
+    "--download-dir": "set the environment variable HF_HOME to the directory for models",
+    "--hf-token": "set the environment variable HF_TOKEN to the token",
     "--task": "use --set engine.model.task=VALUE",
     "--runner": "use --set engine.model.task=VALUE",
     "--convert": "use --set engine.model.task=VALUE",
-    "--generation-config": "the model's own is used; sampling parameters of a request override it",
+    "--generation-config": "the model's own file is used; sampling parameters of a request override it",
     "--override-generation-config": "sampling parameters of a request override the model's own",
     "-tp": "use --tensor-parallel-size N",
     "-pp": "use --pipeline-parallel-size N",
     "-dp": "use --data-parallel-size N",
     "-q": "use --quantization",
 }
-"""What the end of an error says of a flag. Flags that settings have the name of are found by ``settings.named``."""
+"""Hint for each vLLM flag, as the end of an error message. Flags that match a setting's name are found by
+``settings.named``.
+"""
 
 _CHECKPOINTS_OWN = "a quantized checkpoint is recognized by its files: leave the flag out"
 _VLLM_VALUES: Mapping[tuple[str, str], str] = {
@@ -308,7 +373,7 @@ _VLLM_VALUES: Mapping[tuple[str, str], str] = {
 
 
 def of_vllm_value(flag: str, value: str) -> str:
-    """Return the end of an error about a value that a flag does not have: what to write in its place, or nothing."""
+    """Return a hint for a value that ``flag`` does not accept, as the end of an error message. Empty if there is none."""
     if flag == "--quantization":
         return f"; {_CHECKPOINTS_OWN}"
     hint = _VLLM_VALUES.get((flag, value))

@@ -1,4 +1,4 @@
-"""Images and sounds that a command sends: files, and URLs that the server is to fetch."""
+"""Images and audio that a command sends: local files, and URLs for the server to fetch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,11 @@ _URLS = ("http://", "https://", "data:")
 
 
 class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A medium of a prompt. ``name``: what the user called it. Either ``data`` or ``url`` is set."""
+    """An image or audio item of a prompt. Either ``data`` or ``url`` is set.
+
+    Attributes:
+        name: File name or URL as the user gave it.
+    """
 
     modality: Modality
     name: str
@@ -23,7 +27,7 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
 
     def message(self) -> "Media":
-        """As requests have it."""
+        """Return the item as a client message."""
         from penstock_client import Media  # imports gRPC
 
         if self.url:
@@ -32,7 +36,11 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:
-    """The medium in a file, or at a URL. ``of``: what named it. Raises ConfigError for a file that cannot be read."""
+    """Read a file, or take a URL as it is.
+
+    Errors begin with ``of``, the flag or command that named the file. Raises ConfigError if the file is empty or
+    unreadable.
+    """
     if name.startswith(_URLS):
         return MediaFile(modality=modality, name=name, url=name)
     try:

@@ -1,4 +1,4 @@
-"""``penstock serve --set SERVICE.KEY=VALUE``: any setting of a service, beside those that have a flag."""
+"""Parser of ``penstock serve --set SERVICE.KEY=VALUE``, which sets service settings that have no flag."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,16 @@ _OWN = (
     "engine_id",
     "engines",
 )
-"""Keys, and beginnings of keys, that the command sets itself: how its processes find one another."""
+"""Keys and key prefixes that the command sets itself so that its processes can reach each other."""
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
-"""Keys that the command sets itself: what is served, and the names of frontends."""
+"""Keys that the command sets itself: the served model and the names of frontends."""
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read texts like ``engine.scheduler.policy=priority``, whose values are YAML. Raises ConfigError for a text of another form,
-    an unknown service or key, and a key that the command sets itself. The service checks the values.
+    """Parse texts such as ``engine.scheduler.policy=priority``. Values are YAML, and the service checks them.
+
+    Raises:
+        ConfigError: A text has another form, names an unknown service or key, or names a key that the command sets itself.
     """
     settings: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -53,11 +55,13 @@ _OTHERS = {
     "gpu_memory_utilization": "memory_utilization",
     "tool_call_parser": "tool_parser",
 }
-"""Names of settings in other servers, and the end of the setting's key here."""
+"""Setting names of other servers, mapped to the end of the equivalent key in Penstock."""
 
 
 def named(name: str) -> list[str]:
-    """The settings, ``SERVICE.KEY``, whose key ends in ``name``, or in what other servers' ``name`` is called here."""
+    """Return the settings, as ``SERVICE.KEY``, whose key ends in ``name`` or in the equivalent of another server's
+    ``name``.
+    """
     end = _OTHERS.get(name, name)
     return [
         f"{service}.{setting.key}"
@@ -68,7 +72,7 @@ def named(name: str) -> list[str]:
 
 
 def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with the values at their dotted keys."""
+    """Set each value at its dotted key in ``config``, and return ``config``."""
     for key, value in settings.items():
         *parents, last = key.split(".")
         section = config
@@ -79,7 +83,9 @@ def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[
 
 
 def check_config(service: str, config: Mapping[str, Any]) -> None:
-    """Check a service's configuration as the service does at its start. Raises ConfigError that begins with ``service``."""
+    """Check a service's configuration as the service does when it starts. Raises ConfigError that begins with
+    ``service``.
+    """
     try:
         build(_structs()[service], copy.deepcopy(dict(config)), strict=False)
     except ConfigError as e:
@@ -87,10 +93,10 @@ def check_config(service: str, config: Mapping[str, Any]) -> None:
 
 
 def check_parsers(frontend: Mapping[str, Any]) -> None:
-    """Check the names of parsers in the settings of frontends. Raises ConfigError for unknown ones."""
+    """Check the parser names in the frontend settings. Raises ConfigError for unknown names."""
     tool, reasoning = (str(frontend.get(f"model.{name}_parser", "none")) for name in ("tool", "reasoning"))
     if not {tool, reasoning} <= {"auto", "none"}:
-        from penstock_frontend.app.assembly import check_parsers as check  # imports what a frontend is made of
+        from penstock_frontend.app.assembly import check_parsers as check  # This import loads most of the frontend.
 
         try:
             check(tool=tool, reasoning=reasoning)
@@ -99,8 +105,9 @@ def check_parsers(frontend: Mapping[str, Any]) -> None:
 
 
 def of_environment(name: str) -> str:
-    """Return the settings that an environment variable stands for, as ``SERVICE.KEY``; nothing for what the command sets itself
-    and for what is no setting.
+    """Return the settings that an environment variable sets, as ``SERVICE.KEY``.
+
+    Empty if the command sets that key itself, or if the variable is not a setting.
     """
     key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
     structs = _structs().items()

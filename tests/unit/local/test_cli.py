@@ -19,10 +19,10 @@ def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("serve", "--engines N Engine processes, each with the model. (from 1 to 64; default: 1)"),
-        ("serve", "--device {auto,cpu,cuda} Where engines compute"),
-        ("bench", "--channels N Connections to the server. (from 1 to 256; default: 1)"),
-        ("bench", "--end-at-eos Outputs may end before their length."),
+        ("serve", "--engines N Number of engine processes. Each loads the model. (from 1 to 64; default: 1)"),
+        ("serve", "--device {auto,cpu,cuda} Device of the engines"),
+        ("bench", "--channels N Number of connections to the server. (from 1 to 256; default: 1)"),
+        ("bench", "--end-at-eos Let outputs end at the end-of-sequence token"),
     ],
 )
 def test_help_tells_what_the_options_say_of_themselves(
@@ -75,14 +75,14 @@ def test_a_name_that_the_library_does_not_have_is_said_so() -> None:
     ("command", "said"),
     [
         (["serve", "m", "--engine", "2"], "did you mean '--engines'?"),
-        (["serve", "m", "--port", "80"], "--http-port is the OpenAI API's, --grpc-port the gRPC API's"),
+        (["serve", "m", "--port", "80"], "use --http-port for the OpenAI API and --grpc-port for the gRPC API"),
         (["serve", "m", "--max-num-seqs=8"], "it is a setting: --set engine.scheduler.max_num_seqs=VALUE"),
         (["serve", "m", "--gpu-memory-utilization", "0.5"], "--set engine.cache.memory_utilization=VALUE"),
         (["serve", "m", "--tool-call-parser", "hermes"], "--set frontend.model.tool_parser=VALUE"),
-        (["serve", "--model", "m"], "MODEL stands behind the command, without a flag: penstock serve MODEL"),
-        (["serve", "m", "--model", "m"], "MODEL stands behind the command, without a flag: penstock serve MODEL"),
+        (["serve", "--model", "m"], "give MODEL without a flag: penstock serve MODEL"),
+        (["serve", "m", "--model", "m"], "give MODEL without a flag: penstock serve MODEL"),
         (["serve", "m", "--api-key", "k"], "--set frontend.auth.api_keys=FILE"),
-        (["serve", "m", "--enable-auto-tool-choice"], "wherever the model's chat template shows them"),
+        (["serve", "m", "--enable-auto-tool-choice"], "if the chat template supports tools"),
         (["serve", "m", "--enforce-eager"], "leave it out"),
         (["serve", "m", "-tp", "2"], "use --tensor-parallel-size N"),
         (["serve", "m", "--enable-lora"], "--lora NAME=PATH"),

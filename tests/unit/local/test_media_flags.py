@@ -42,10 +42,10 @@ _LEAST: Any = {"model": ModelConfig(path="x"), "engines": ("a:1",)}
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("4", "no JSON object"),
-        ("{", "no JSON"),
-        ("[]", "no JSON object"),
-        ('{"smell": 1}', "'smell' is no modality; known: image, audio, video"),
+        ("4", "not a JSON object"),
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ('{"smell": 1}', "'smell' is not a modality; known: image, audio, video"),
         ('{"image": -1}', "image is -1; it must be a number of items, 0 for none"),
         ('{"image": true}', "image is True"),
         ('{"image": "4"}', "image is '4'"),
@@ -117,7 +117,7 @@ def test_random_prompts_have_images_that_repeat() -> None:
     assert len(set(first)) == 2
     with Image.open(io.BytesIO(first[0])) as image:
         assert (image.format, image.size) == ("JPEG", (40, 30))
-    assert dataset.about == "3 random token ids behind 2 images of 40x30, the same for 2 requests"
+    assert dataset.about == "3 random token ids after 2 images of 40x30, the same for 2 requests"
     assert next(random_dataset(options, MODEL).prompts).images == first
     assert next(random_dataset(BenchOptions(address="x"), MODEL).prompts).images == ()
 
@@ -128,8 +128,8 @@ def test_random_prompts_have_images_that_repeat() -> None:
         ({"images": 1, "image_size": "40"}, "--image-size 40: expected WxH"),
         ({"images": 1, "image_size": "axb"}, "--image-size axb: expected WxH"),
         ({"images": 1, "image_size": "0x4"}, "--image-size (a side)"),
-        ({"image_size": "4x4"}, "--image-size is given, and --images is 0"),
-        ({"image_repeat": 2}, "--image-repeat is given, and --images is 0"),
+        ({"image_size": "4x4"}, "--image-size is given, but --images is 0"),
+        ({"image_repeat": 2}, "--image-repeat is given, but --images is 0"),
         ({"images": 1, "dataset": "prefix-repetition"}, "--images is for --dataset random"),
         ({"images": 1, "prompts": "f"}, "--images is for random prompts"),
     ],

@@ -98,5 +98,5 @@ def test_a_host_that_is_not_here_is_refused() -> None:
     check_host("127.0.0.1")
     check_host("0.0.0.0")
     for host in ("999.1.1.1", "192.0.2.1"):
-        with pytest.raises(ConfigError, match=f"--host is '{host}', on which nothing can listen here"):
+        with pytest.raises(ConfigError, match=f"--host is '{host}', but nothing can listen on it"):
             check_host(host)

@@ -1,1 +1,1 @@
-"""``penstock batch``: a file of requests in, a file of answers out."""
+"""Implementation of ``penstock batch``, which reads a file of requests and writes a file of answers."""

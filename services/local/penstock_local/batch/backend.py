@@ -1,4 +1,4 @@
-"""Who computes a batch: an engine in this process, or servers."""
+"""Backends of a batch: running servers, and the interface that an engine in this process also implements."""
 
 import asyncio
 import itertools
@@ -17,13 +17,13 @@ from penstock_local.rpc.connect import API_KEY, PUBLIC
 _RETRIED = frozenset({408, 429, 502, 503, 504})
 _ATTEMPTS = 8
 _LONGEST_WAIT = 30.0
-"""Seconds between two attempts."""
+"""Maximum number of seconds between two attempts."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
-"""What lines may ask of servers, which say themselves when they do not serve one."""
+"""URLs that lines may use with servers. A server returns an error for a URL that it does not serve."""
 
 
 class Answer(NamedTuple):
-    """An HTTP answer."""
+    """HTTP answer of a backend."""
 
     status: int
     body: bytes
@@ -31,37 +31,37 @@ class Answer(NamedTuple):
 
 
 class Backend(Protocol):
-    """Answers bodies. ``submit`` and ``close`` are called from outside its event loop."""
+    """Backend that answers request bodies. ``submit`` and ``close`` are called from outside its event loop."""
 
     @property
     def urls(self) -> Collection[str]:
-        """What can be asked."""
+        """URLs that the backend serves."""
 
     @property
     def at_once(self) -> int:
-        """How many requests there should be at once."""
+        """Number of requests to send concurrently."""
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> "Future[Any]":
-        """Have the event loop's thread call it and run what it returns."""
+        """Call ``work`` in the event loop's thread and run the coroutine that it returns."""
 
     async def post(self, url: str, body: bytes) -> Answer:
-        """What is answered. Raises Unavailable when nobody answers."""
+        """Return the answer to a request. Raises Unavailable if there is no answer."""
 
     def close(self) -> None:
-        """End what runs."""
+        """Cancel running requests and close the backend."""
 
 
 class Servers:
-    """The HTTP ports of one cluster's frontends, asked in turn; busy ones are asked again."""
+    """HTTP servers of one cluster's frontends, used in turn. Requests that busy servers refuse are retried."""
 
     urls = URLS
 
     def __init__(self, servers: Sequence[str]) -> None:
-        """Raises ConfigError for what is no URL."""
+        """Create the client. Raises ConfigError if a server is not a URL."""
         for server in servers:
             if not server.startswith(("http://", "https://")):
                 raise ConfigError(
-                    f"--server is {server!r}; it must begin with http:// or https://, as http://localhost:8000"
+                    f"--server is {server!r}; it must begin with http:// or https://, such as http://localhost:8000"
                 )
         self.at_once = 64 * len(servers)
         self._bases = itertools.cycle([server.rstrip("/").removesuffix("/v1") for server in servers])
@@ -86,7 +86,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     async def post(self, url: str, body: bytes) -> Answer:
-        """What a server is too busy for is asked again, after the time that it says."""
+        """Send a request. If the server is busy, wait as long as it says, then retry."""
         trouble = ""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
@@ -112,7 +112,7 @@ class Servers:
         self._loop.close()
 
     async def _ended(self) -> None:
-        """Return when all that was cancelled has ended."""
+        """Cancel all tasks, and return when they have ended."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -134,4 +134,4 @@ def _authority() -> ssl.SSLContext | bool:
     try:
         return ssl.create_default_context(cafile=file)
     except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"{PUBLIC}_CA is {file}, which cannot be read: {e}") from None
+        raise ConfigError(f"{PUBLIC}_CA is {file}, but this file cannot be read: {e}") from None

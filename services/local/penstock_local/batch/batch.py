@@ -1,4 +1,4 @@
-"""``penstock batch``: every line of a file to its answer, once, however often it takes."""
+"""Implementation of ``penstock batch``: answers every line of a file exactly once, even over several runs."""
 
 import contextlib
 import time
@@ -31,7 +31,7 @@ _LINE_SECONDS = 30.0
 
 
 class BatchProgress:
-    """``with BatchProgress(total, done)``: ``done`` of the lines were there before, and are counted on."""
+    """Progress display of a batch, used in a ``with`` block. ``done`` lines were finished by earlier runs."""
 
     def __init__(self, total: int, done: int) -> None:
         self.num_failed = 0
@@ -56,14 +56,14 @@ class BatchProgress:
             self._bar.stop()
 
     def stop(self, why: str) -> None:
-        """Show no more, and say why."""
+        """Stop the display, and print the reason."""
         if self._bar is not None:
             self._tell()
             self._bar.stop()
         say(why)
 
     def add(self, *, ok: bool, tokens: tuple[int, int] = (0, 0)) -> None:
-        """One more line is done. ``tokens``: of its prompt and of its output."""
+        """Count one finished line. ``tokens`` has the numbers of its prompt and output tokens."""
         self.done += 1
         self.num_failed += not ok
         self.prompt_tokens += tokens[0]
@@ -71,7 +71,7 @@ class BatchProgress:
         self.tick()
 
     def summary(self) -> str:
-        """Tokens, seconds and tokens per second of the lines that were done in this run."""
+        """Return tokens, seconds and tokens per second of the lines of this run."""
         seconds = time.monotonic() - self._began
         rate = self.output_tokens / max(seconds, 1e-9)
         return (
@@ -80,7 +80,7 @@ class BatchProgress:
         )
 
     def tick(self) -> None:
-        """Show it anew, if that is due."""
+        """Refresh the display if it is due."""
         if time.monotonic() - self._told >= (_REFRESH_SECONDS if self._bar else _LINE_SECONDS):
             self._tell()
 
@@ -111,7 +111,10 @@ def _bar(console: Console) -> Progress:
 
 
 def batch(options: BatchOptions) -> int:
-    """Do it. Returns the exit code: 1 when a line failed. Raises ConfigError, and Unavailable when no server answers any more."""
+    """Run the batch. Returns the exit code: 1 if a line failed.
+
+    Raises ConfigError, and Unavailable if servers no longer answer.
+    """
     source = InputFile(options.input)
     with (
         OutputFile(options.output, overwrite=options.overwrite) as output,
@@ -121,10 +124,10 @@ def batch(options: BatchOptions) -> int:
         num_failed = sum(1 for _ in errors.lines())
         if num_before < source.total:
             if num_before:
-                say(f"{num_before} of {source.total} lines are done already")
+                say(f"{num_before} of {source.total} lines are already done")
             num_failed += _run(options, source, done, num_before, output, errors)
         else:
-            say("nothing was left to do: an earlier run has done every line; --overwrite does them again")
+            say("nothing to do: an earlier run has done every line; --overwrite runs them again")
         output.finish()
         if num_failed:
             errors.finish()
@@ -137,7 +140,7 @@ def batch(options: BatchOptions) -> int:
 def _run(
     options: BatchOptions, source: InputFile, done: bytearray, num_done: int, output: OutputFile, errors: OutputFile
 ) -> int:
-    """Do the lines that are not done. Returns how many failed."""
+    """Answer the remaining lines. Returns the number of failed lines."""
     backend = make_backend(options)
     requests = _Requests(source, done, backend)
     window = Window(backend.submit, requests.answer, at_once=options.concurrency or backend.at_once)
@@ -154,14 +157,14 @@ def _run(
                 (output if record.ok else errors).add(records.encoded(record))
                 progress.add(ok=record.ok, tokens=records.tokens_of(record))
         except (KeyboardInterrupt, RequestFailed):
-            progress.stop(f"{progress.done} of {source.total} lines are done; the same command goes on from there")
+            progress.stop(f"{progress.done} of {source.total} lines are done; run the same command again to continue")
             raise
         progress.stop(progress.summary())
         return progress.num_failed
 
 
 class _Requests:
-    """The lines that are not done yet. One that is wrong is its own record."""
+    """Requests of the lines that are not done yet. An invalid line yields an error record instead of a request."""
 
     def __init__(self, source: InputFile, done: bytearray, backend: Backend) -> None:
         self._source = source
@@ -170,7 +173,7 @@ class _Requests:
         self._urls = list(backend.urls)
 
     def each(self) -> Iterator[BatchRequest | BatchRecord]:
-        """Each of them."""
+        """Yield the remaining requests, or the error record of an invalid line."""
         for number, line in self._source.lines():
             if number < len(self._done) and self._done[number]:
                 continue
@@ -180,7 +183,7 @@ class _Requests:
                 yield records.failed(number, custom_id_of(line), e)
 
     async def answer(self, _: int, request: BatchRequest | BatchRecord) -> BatchRecord:
-        """What becomes of one. Raises Unavailable when nobody answers."""
+        """Return the record of one request. Raises Unavailable if there is no answer."""
         if isinstance(request, BatchRecord):
             return request
         answer = await self._backend.post(request.url, request.body)
@@ -194,18 +197,23 @@ class _Requests:
 
 
 def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
-    """Which lines are in the files, by their numbers, and how many. Raises ConfigError for files that are not of this input."""
+    """Read which lines are done from the files. Returns a flag per line number, and the number of done lines.
+
+    Raises ConfigError if a file does not belong to this input.
+    """
     done, count = bytearray(), 0
     for file in files:
         for line in file.lines():
             try:
                 number, custom_id = records.done_line(line)
             except ValueError as e:
-                raise ConfigError(f"{file.path} has a line that no batch wrote: {e}; --overwrite begins anew") from None
+                raise ConfigError(
+                    f"{file.path} has a line that no batch wrote: {e}; use --overwrite to replace the file"
+                ) from None
             if not source.is_line(number, custom_id):
                 raise ConfigError(
-                    f"{file.path} has an answer to {custom_id!r} as line {number}, which {source.path} does not have there; "
-                    "--overwrite begins anew"
+                    f"{file.path} has an answer to {custom_id!r} as line {number}, but {source.path} has another id there; "
+                    "use --overwrite to replace the file"
                 )
             done.extend(bytes(max(0, number + 1 - len(done))))
             count += not done[number]
@@ -214,11 +222,11 @@ def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
 
 
 def make_backend(options: BatchOptions) -> Backend:
-    """Who computes it. Raises ConfigError and ModelLoadError."""
+    """Create the backend of the options. Raises ConfigError and ModelLoadError."""
     if options.server:
         return Servers(options.server)
     say(f"loading {options.model}")
-    from penstock_local.batch.engine import LocalEngine  # imports torch
+    from penstock_local.batch.engine import LocalEngine  # Imports torch.
 
     return LocalEngine(options.model, options.engine_options, options.lora)
 

@@ -1,4 +1,4 @@
-"""An engine in this process as a batch's backend."""
+"""Backend of a batch with an engine in this process."""
 
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
@@ -13,10 +13,10 @@ from penstock_local.llm.runtime import Runtime
 
 
 class LocalEngine:
-    """The engine of an ``LLM``, behind the routes of a server."""
+    """Engine of an ``LLM``, called through the same routes as a server."""
 
     def __init__(self, model: str, options: Mapping[str, object], adapters: Mapping[str, str]) -> None:
-        """Load the model. ``adapters``: directories of LoRA adapters by name. Raises ConfigError and ModelLoadError."""
+        """Load the model. ``adapters`` has LoRA adapter directories by name. Raises ConfigError and ModelLoadError."""
         self._runtime = Runtime(engine_config(model, options, num_adapters=len(adapters)), adapters=adapters)
         self._calls = OpenAICalls(self._runtime.assembly, self._runtime.model, HttpConfig())
 
@@ -34,7 +34,7 @@ class LocalEngine:
     async def post(self, url: str, body: bytes) -> Answer:
         answer = await self._calls.post(url, body)
         if answer.status >= 500 and not self._runtime.engine.usable:
-            raise Unavailable("the engine died; what is done is kept", reason="ENGINE_DEAD")
+            raise Unavailable("the engine died; finished lines are kept", reason="ENGINE_DEAD")
         return Answer(answer.status, answer.body, answer.request_id)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The files of a batch, local or opened by fsspec, and their lines in OpenAI's batch format."""
+"""Files of a batch, local or opened by fsspec, with lines in OpenAI's batch format."""
 
 import codecs
 import fcntl
@@ -19,12 +19,12 @@ from penstock_common.files import open_private
 
 
 def is_url(path: str) -> bool:
-    """Whether it is for fsspec."""
+    """Return whether ``path`` is a URL for fsspec."""
     return "://" in path
 
 
 def open_input(path: str) -> BinaryIO:
-    """The file to read. Raises ConfigError."""
+    """Open the input file. Raises ConfigError."""
     try:
         if is_url(path):
             remote: BinaryIO = _fsspec().open(path, "rb").open()
@@ -34,26 +34,26 @@ def open_input(path: str) -> BinaryIO:
         raise ConfigError(f"{path} is a directory, not a file of requests") from None
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror or e}") from None
-    except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is missing
+    except (ValueError, ImportError) as e:  # The URL's protocol is unknown, or its package is missing.
         raise ConfigError(f"{path} cannot be read: {e}") from None
 
 
 class OutputFile:
-    """Lines that are added to a file, each whole. One program may have it at a time.
+    """Appends whole lines to a file. Only one program can have the file open at a time.
 
-    What lies behind the last line's end, which a killed program left, is cut off. A URL's lines are gathered in a file of this
-    machine, which goes there when the batch is done.
+    An incomplete last line, which a killed program left, is cut off. Lines for a URL are collected in a local file,
+    which is uploaded when the batch is done.
     """
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
-        """Raises ConfigError for a file that cannot be written, or that another program writes."""
+        """Open and lock the file. Raises ConfigError if it cannot be written or another program writes it."""
         self.path = path
         self.local = _gathered(path) if is_url(path) else Path(path)
         try:
             if is_url(path):
                 self.local.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.fdopen(open_private(self.local), "ab+")
-            else:  # may be a link, as for any other program that the user runs
+            else:  # A local path may be a symbolic link, like for any program of the user.
                 self._file = self.local.open("ab+")
         except OSError as e:
             raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
@@ -75,12 +75,12 @@ class OutputFile:
         self._file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """Those that are there already."""
+        """Yield the lines that are already in the file."""
         self._file.seek(0)
         yield from self._file
 
     def add(self, line: bytes) -> None:
-        """One more; it is in the file when this returns, whatever then happens to this program."""
+        """Append a line. When this returns, the line survives a crash of this program."""
         self._file.write(line)
         self._file.flush()
 
@@ -89,7 +89,7 @@ class OutputFile:
         self._file.truncate(0)
 
     def finish(self) -> None:
-        """All lines are there: make them last, and bring them to their URL. Raises ConfigError."""
+        """Sync the complete file to disk, and upload it if the path is a URL. Raises ConfigError."""
         os.fsync(self._file.fileno())
         if not is_url(self.path):
             return
@@ -102,7 +102,7 @@ class OutputFile:
         self.local.unlink()
 
     def remove_if_empty(self) -> None:
-        """Leave no file behind that says nothing."""
+        """Remove the file if it is empty."""
         if not self.local.stat().st_size:
             self.local.unlink()
 
@@ -134,7 +134,7 @@ def _fsspec() -> Any:
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A request ready to be posted. ``number``: of its line, from 1 on."""
+    """A request ready to be sent. ``number`` is its line number, from 1."""
 
     number: int
     custom_id: str
@@ -161,17 +161,17 @@ class _Named(msgspec.Struct, frozen=True):
 
 _CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
 _NO_RESPONSES = (
-    f"for {_CHAT}, write body.messages in place of input, a message with the role system in place of instructions, and "
-    "max_completion_tokens in place of max_output_tokens"
+    f"for {_CHAT}, use body.messages instead of input, a message with the role system instead of instructions, "
+    "and max_completion_tokens instead of max_output_tokens"
 )
-"""What to write in place of a response, which a server keeps for later calls; a batch keeps nothing."""
+"""Advice for lines that use the responses API. It stores responses for later calls, which a batch does not."""
 _LINES = msgspec.json.Decoder(_Line)
 _BODIES = msgspec.json.Decoder(_Body)
 _NAMES = msgspec.json.Decoder(_Named)
 
 
 def custom_id_of(line: bytes) -> str:
-    """A line's ``custom_id``, empty where it has none, also of a line that is wrong in all else."""
+    """Return the ``custom_id`` of a line, even if the rest of the line is invalid. Empty if there is none."""
     try:
         return _NAMES.decode(line).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -179,13 +179,13 @@ def custom_id_of(line: bytes) -> str:
 
 
 def request_of(line: bytes, number: int, urls: Collection[str]) -> BatchRequest:
-    """The request of a line. ``urls``: those that are known. Raises InvalidArgument saying what is wrong."""
+    """Parse the request of a line. ``urls`` are the known URLs. Raises InvalidArgument if the line is invalid."""
     try:
         given = _LINES.decode(line)
     except msgspec.ValidationError as e:
         raise _wrong(f"{str(e)[:1].lower()}{str(e)[1:]}", "INVALID_TYPE") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise _wrong(f"it is no JSON: {e}", "INVALID_JSON") from None
+        raise _wrong(f"not valid JSON: {e}", "INVALID_JSON") from None
     if not given.custom_id:
         raise _wrong("custom_id is empty", "MISSING_FIELD", "custom_id")
     if given.method != "POST":
@@ -200,7 +200,11 @@ def request_of(line: bytes, number: int, urls: Collection[str]) -> BatchRequest:
     if given.url == _CHAT and _is_set(body.input) and not _is_set(body.messages):
         raise _wrong(f"body.input is set, as for {_RESPONSES}; {_NO_RESPONSES}", "INVALID_FIELD", "body.input")
     if body.stream:
-        raise _wrong("body.stream is true; a batch has whole answers", "INVALID_FIELD", "body.stream")
+        raise _wrong(
+            "body.stream is true; a batch has complete answers, so it must be false or unset",
+            "INVALID_FIELD",
+            "body.stream",
+        )
     return BatchRequest(number, given.custom_id, given.url, bytes(given.body))
 
 
@@ -216,10 +220,13 @@ _DIGEST = 8
 
 
 class InputFile:
-    """8 bytes are kept of a line, a digest of its ``custom_id``: enough to know it again, and to know which are there twice.
+    """Input file of a batch. Keeps an 8-byte digest of each line's ``custom_id``, to recognize lines and find
+    duplicates.
 
-    ``total``: its lines that are not blank. Raises ConfigError for a file that cannot be read, that has no lines, or two with the
-    same ``custom_id``.
+    ``total`` is the number of lines that are not blank.
+
+    Raises:
+        ConfigError: The file cannot be read, has no lines, or has two lines with the same ``custom_id``.
     """
 
     def __init__(self, path: str) -> None:
@@ -234,11 +241,11 @@ class InputFile:
         self._check_names()
 
     def is_line(self, number: int, custom_id: str) -> bool:
-        """Whether line ``number``, from 1 on, has this ``custom_id``."""
+        """Return whether line ``number``, from 1, has this ``custom_id``."""
         return 1 <= number <= len(self._digests) and self._digests[number - 1] == _digest(custom_id)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each line that is not blank, behind its number."""
+        """Yield each line that is not blank, with its number."""
         yield from ((number, line) for number, line in enumerate(self._read(), start=1) if line.strip())
 
     def _check_names(self) -> None:
@@ -252,12 +259,12 @@ class InputFile:
             name = custom_id_of(line)
             if (earlier := first.setdefault(name, number)) != number:
                 raise ConfigError(
-                    f"{self.path}: line {number} has the custom_id {quoted(name)}, which line {earlier} has; answers are known "
-                    "by it, so give each line its own"
+                    f"{self.path}: line {number} has the same custom_id {quoted(name)} as line {earlier}; answers "
+                    "are identified by it, so each line needs its own"
                 )
 
     def _read(self) -> Iterator[bytes]:
-        """The lines, without a byte-order mark."""
+        """Yield the lines, without a byte-order mark."""
         with open_input(self.path) as file:
             for number, line in enumerate(file):
                 yield line if number else line.removeprefix(codecs.BOM_UTF8)
@@ -273,7 +280,7 @@ _PREFIX = "batch_req_"
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What was answered."""
+    """HTTP answer to a line."""
 
     status_code: int
     request_id: str
@@ -281,14 +288,14 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why nothing was asked, or nothing answered."""
+    """Reason why a line has no answer."""
 
     code: str
     message: str
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """What became of a line. ``id`` has the line's number, so that a batch that goes on knows which are done."""
+    """Result of a line. ``id`` contains the line number, so that a continued batch knows the finished lines."""
 
     id: str
     custom_id: str
@@ -297,7 +304,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether it belongs into the output."""
+        """Whether the record belongs in the output file. Other records belong in the error file."""
         return self.response is not None and self.response.status_code == 200
 
 
@@ -321,32 +328,32 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def answered(number: int, custom_id: str, response: BatchResponse) -> BatchRecord:
-    """The record of an answer."""
+    """Return the record of an answered line."""
     return BatchRecord(f"{_PREFIX}{number}", custom_id, response)
 
 
 def failed(number: int, custom_id: str, error: RequestFailed) -> BatchRecord:
-    """The record of a line without one."""
+    """Return the record of a line without an answer."""
     return BatchRecord(f"{_PREFIX}{number}", custom_id, error=BatchError(error.reason.lower(), error.message))
 
 
 def tokens_of(record: BatchRecord) -> tuple[int, int]:
-    """Prompt and output tokens that the answer says it has; 0 where it says nothing."""
+    """Return the prompt and output tokens that the answer reports, or 0 each if it reports none."""
     if record.response is None:
         return 0, 0
     try:
         usage = _USED.decode(record.response.body).usage
-    except msgspec.ValidationError:  # an answer of another form
+    except msgspec.ValidationError:  # The answer has another form.
         usage = None
     return (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
 
 
 def encoded(record: BatchRecord) -> bytes:
-    """The record as a line."""
+    """Encode the record as a line."""
     return _ENCODER.encode(record) + b"\n"
 
 
 def done_line(line: bytes) -> tuple[int, str]:
-    """The number and the ``custom_id`` of a record's line. Raises ValueError for what is none."""
+    """Parse the line number and ``custom_id`` of a record. Raises ValueError if the line is not a record."""
     done = _DONE.decode(line)
     return int(done.id.removeprefix(_PREFIX)), done.custom_id

@@ -1,1 +1,1 @@
-"""``penstock bench``: sends a load to a running server and measures it."""
+"""Implementation of ``penstock bench``, which sends a load to a running server and measures it."""

@@ -1,4 +1,4 @@
-"""``penstock bench`` from its options to its exit code."""
+"""Implementation of ``penstock bench``, from its options to its exit code."""
 
 import asyncio
 import contextlib
@@ -45,9 +45,9 @@ _SHOWN_FAILURES = 5
 
 
 async def bench(options: BenchOptions) -> int:
-    """Run the load and report. Returns the exit code. Raises ConfigError before anything is sent.
+    """Run the load and report the results. Returns the exit code. Raises ConfigError before any request is sent.
 
-    Results go to standard output, the progress bar and remarks to standard error.
+    Results go to standard output. The progress bar and messages go to standard error.
     """
     plot.check(options.plot, flag="--plot")
     plot.check(options.report, flag="--report")
@@ -74,14 +74,14 @@ async def bench(options: BenchOptions) -> int:
     report = make_report(load.records, seconds=load.seconds, cpu_seconds=load.cpu_seconds, json_answers=answers)
     _show(report, load.records, run)
     if load.stopped and not interrupted:
-        fail(f"{load.stopped}: nothing was sent any more after {len(load.records)} requests")
+        fail(f"{load.stopped}: sending stopped after {len(load.records)} requests")
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if report.failures else 0
 
 
 async def _prepare(options: BenchOptions) -> tuple[Model, Dataset]:
-    """The model to measure, and what it is asked. Raises ConfigError, and what the server fails with."""
+    """Return the model to measure and the dataset. Raises ConfigError, and the server's errors."""
     async with client_of(options.address) as client:
         model = await _model(options, client)
 
@@ -92,7 +92,7 @@ async def _prepare(options: BenchOptions) -> tuple[Model, Dataset]:
 
 
 async def _model(options: BenchOptions, client: AsyncClient) -> Model:
-    """The model to measure. Raises ConfigError when the server does not serve it, and what the server fails with."""
+    """Return the model to measure. Raises ConfigError if the server does not serve it, and the server's errors."""
     models = {model.name: model for model in await client.models()}
     if not models:
         raise ConfigError(f"{options.address} serves no model")
@@ -103,7 +103,7 @@ async def _model(options: BenchOptions, client: AsyncClient) -> Model:
     if pools(models[name]):
         serves = ", ".join(models[name].capabilities)
         raise ConfigError(
-            f"{name} at {options.address} does not generate text, which is what is measured; it serves {serves}"
+            f"{name} at {options.address} does not generate text, which the benchmark measures; it serves {serves}"
         )
     return models[name]
 
@@ -120,7 +120,7 @@ def _describe(options: BenchOptions, model: Model, dataset: Dataset) -> Run:
 
 
 async def _run(load: Load, options: BenchOptions) -> bool:
-    """Run the load under a progress bar. Returns whether Ctrl-C ended it; what was measured stays in ``load``."""
+    """Run the load under a progress bar. Returns whether Ctrl-C ended it. The records stay in ``load``."""
     with _progress() as progress:
         task = progress.add_task("", total=options.limit or options.duration, ended="", speed="", running="", failed="")
         running = asyncio.create_task(load.run())
@@ -129,7 +129,8 @@ async def _run(load: Load, options: BenchOptions) -> bool:
                 await asyncio.wait([running], timeout=_REFRESH_SECONDS)
                 _update(progress, task, load, options)
         except asyncio.CancelledError:
-            # Ctrl-C: end what runs and report. A second one would cancel again and end the program.
+            # Ctrl-C ends the running requests, then the report follows. A second Ctrl-C would cancel again and end the
+            # program.
             current = asyncio.current_task()
             if current is not None:
                 current.uncancel()
@@ -141,7 +142,7 @@ async def _run(load: Load, options: BenchOptions) -> bool:
 
 
 def _progress() -> Progress:
-    """On standard error where that is a terminal, gone when done."""
+    """Return a progress bar on standard error if that is a terminal. It disappears at the end."""
     console = Console(stderr=True, highlight=False)
     return Progress(
         SpinnerColumn(),
@@ -172,36 +173,36 @@ def _update(progress: Progress, task: TaskID, load: Load, options: BenchOptions)
 
 
 def _show(report: Report, records: Sequence[Record], run: Run) -> None:
-    """Everything that comes out: tables, remarks, files."""
+    """Write all results: tables, messages and files."""
     options = run.options
     to_stdout = options.json == "-"
     console = Console(highlight=False, stderr=to_stdout)
     console.print(summary_table(report), "", latency_table(report), sep="\n")
     for code, count in report.failures.items():
         if code == UNFINISHED:
-            say(f"{count} requests were still running and were ended")
+            say(f"{count} requests were still running and were cancelled")
             continue
         messages = dict.fromkeys(record.message for record in records if record.code == code)
         for message in list(messages)[:_SHOWN_FAILURES]:
             fail(f"{count} requests ended as {code}: {message}" if len(messages) == 1 else f"{code}: {message}")
     problems = [record.problem for record in records if record.problem]
     if problems:
-        say(f"{len(problems)} answers are not the JSON that was asked for; the first: {problems[0]}")
+        say(f"{len(problems)} answers do not match their JSON schema; the first: {problems[0]}")
     if report.client_is_busy:
-        say(f"this client took {report.cpu_share:.0%} of a core: it may be what was measured; run several at once")
+        say(f"this client used {report.cpu_share:.0%} of a core and may limit the results; run several clients at once")
     if options.json:
         text = json.dumps(as_json(options, report, records), indent=1) + "\n"
         sys.stdout.write(text) if to_stdout else Path(options.json).write_text(text, encoding="utf-8")
     if options.plot:
         plot.draw(options.plot, records, report, title=options.load)
-        say(f"plotted in {options.plot}")
+        say(f"wrote the plot to {options.plot}")
     if options.report:
         Path(options.report).write_text(html_report(run, report, records), encoding="utf-8")
-        say(f"the page is {options.report}")
+        say(f"wrote the report to {options.report}")
 
 
 def _check_writable(name: str, *, flag: str) -> None:
-    """Find out before the load runs. Raises ConfigError."""
+    """Check before the load runs that the file can be written. Raises ConfigError."""
     file = Path(name)
     if name and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"{flag}: cannot write {name!r}")

@@ -1,4 +1,4 @@
-"""What the requests of a benchmark ask: the datasets, and what makes them by name."""
+"""Datasets of a benchmark: the prompts that its requests send."""
 
 import asyncio
 import io
@@ -17,44 +17,55 @@ from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.report import schema_problem
 
 CountTokens = Callable[[str], Awaitable[int]]
-"""How many tokens a text has, by the server's tokenizer. Raises what the server fails with."""
+"""Function that counts a text's tokens with the server's tokenizer. Raises the server's errors."""
 FIRST_ID = 10
-"""Random ids begin here: the first few are special tokens in many vocabularies."""
+"""First random token id. The lowest ids are special tokens in many vocabularies."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What one request sends.
+    """Content of one request.
 
-    ``text`` is text or token ids, ``max_tokens`` how many new ones it asks for, ``schema`` a JSON schema that the answer must
-    follow; empty: none.
+    Attributes:
+        text: Text or token ids.
+        max_tokens: Number of new tokens to request.
+        schema: JSON schema that the answer must follow; empty for none.
     """
 
     text: str | Sequence[int]
     max_tokens: int
     schema: str = ""
     images: Sequence[bytes] = ()
-    """Files of images that stand before the text."""
+    """Image files to put before the text."""
 
 
 class Dataset(msgspec.Struct, frozen=True):
-    """``prompts`` never end, and are the same for the same seed. ``about`` says in words what they are."""
+    """Prompts of a benchmark and their description.
+
+    Attributes:
+        prompts: Endless iterator, which is the same for the same seed.
+        about: Description in words.
+    """
 
     prompts: Iterator[Prompt]
     about: str
 
 
 def check_lengths(longest: int, model: Model, *, flags: str) -> None:
-    """Raise ConfigError, naming ``flags``, when the model takes no sequences of ``longest`` tokens."""
+    """Raise ConfigError, naming ``flags``, if the model does not accept sequences of ``longest`` tokens."""
     if model.max_model_len and longest > model.max_model_len:
         raise ConfigError(
-            f"prompts and outputs have up to {longest} tokens together; {model.name} takes {model.max_model_len}: lower {flags}"
+            f"prompts and outputs have up to {longest} tokens together, but {model.name} accepts at most "
+            f"{model.max_model_len}; lower {flags}"
         )
 
 
 def random_ids(model: Model) -> range:
-    """The ids that random prompts are drawn from. Raises ConfigError when the server does not say how many there are."""
+    """Return the ids for random prompts. Raises ConfigError if the server does not report the vocabulary size."""
     if model.vocab_size <= FIRST_ID:
-        raise ConfigError(f"the server says that {model.name} has {model.vocab_size} token ids; use --prompts FILE")
+        raise ConfigError(
+            f"the server reports {model.vocab_size} token ids for {model.name}, too few for random prompts; use "
+            "--prompts FILE"
+        )
     return range(FIRST_ID, model.vocab_size)
 
 
@@ -62,7 +73,7 @@ T = TypeVar("T")
 
 
 def read_text(file: Path, *, flag: str) -> str:
-    """The text of a file. Raises ConfigError naming ``flag``, the file and the reason."""
+    """Read a text file. Raises ConfigError naming ``flag``, the file and the reason."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -70,12 +81,14 @@ def read_text(file: Path, *, flag: str) -> str:
 
 
 def numbered_lines(file: Path, *, flag: str) -> list[tuple[int, str]]:
-    """The lines that are not empty, with their numbers from 1 on. Raises ConfigError."""
+    """Return the non-empty lines with their numbers, from 1. Raises ConfigError."""
     return [(n, line) for n, line in enumerate(read_text(file, flag=flag).splitlines(), start=1) if line.strip()]
 
 
 def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
-    """``text`` as JSON of a type. Raises ConfigError that begins with ``where``, which names file and line or entry."""
+    """Decode JSON into a type. Raises ConfigError that begins with ``where``, which names the file and the line or
+    entry.
+    """
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as e:
@@ -83,18 +96,20 @@ def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
 
 
 def decode_list(text: str, kind: type[T], *, where: str, what: str) -> list[T]:
-    """A JSON list whose entries are of one type. Raises ConfigError: the text is no list of ``what``, or which entry is wrong."""
+    """Decode a JSON list with entries of one type. Raises ConfigError if it is not a list of ``what``, or naming a
+    wrong entry.
+    """
     try:
         entries = msgspec.json.decode(text, type=list[msgspec.Raw])
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{where}: it is no list of {what}: {e}") from None
+        raise ConfigError(f"{where}: not a list of {what}: {e}") from None
     except msgspec.DecodeError as e:
-        raise ConfigError(f"{where}{_place(text)}: it is no list of {what}: {e}") from None
+        raise ConfigError(f"{where}{_place(text)}: not a list of {what}: {e}") from None
     return [decode(entry, kind, where=f"{where}, entry {n}") for n, entry in enumerate(entries, start=1)]
 
 
 def _place(text: str) -> str:
-    """The line in which a text is no JSON."""
+    """Return the line at which a text stops being valid JSON."""
     try:
         json.loads(text)
     except json.JSONDecodeError as e:
@@ -102,18 +117,19 @@ def _place(text: str) -> str:
     return ""
 
 
-# The prompts of a file of the user's own.
+# Dataset: prompts from the user's own file.
 
 
 class _PromptLine(msgspec.Struct, frozen=True):
-    """An object of a JSONL file; other keys are not looked at."""
+    """An object of a JSONL file. Other keys are ignored."""
 
     prompt: str | list[int]
     max_tokens: int | None = None
 
 
 def prompts_file(options: BenchOptions) -> Dataset:
-    """The prompts of ``--prompts``, over and over. A file named ``*.jsonl`` holds objects, another one texts.
+    """Return the prompts of ``--prompts``, repeated endlessly. Lines of a ``*.jsonl`` file are objects, other lines are
+    texts.
 
     Raises ConfigError naming the line.
     """
@@ -130,7 +146,7 @@ def prompts_file(options: BenchOptions) -> Dataset:
 def _read_prompts(file: Path) -> list[_PromptLine]:
     numbered = numbered_lines(file, flag="--prompts")
     if not numbered:
-        raise ConfigError(f"--prompts {file}: there is no prompt in it")
+        raise ConfigError(f"--prompts {file}: the file has no prompts")
     if file.suffix != ".jsonl":
         return [_PromptLine(line) for _, line in numbered]
     return [_parse_prompt(line, where=f"--prompts {file}, line {number}") for number, line in numbered]
@@ -143,22 +159,22 @@ def _parse_prompt(line: str, *, where: str) -> _PromptLine:
     return parsed
 
 
-# Conversations that people had with a model, from a file of the ShareGPT dataset.
+# Dataset: conversations of people with a model, from a file of the ShareGPT dataset.
 #
-# What is taken of them, and which are left out, is as ``vllm bench serve --dataset-name sharegpt`` does it: the first turn is the
-# prompt, the second says how long the answer is.
+# The selection is the same as in ``vllm bench serve --dataset-name sharegpt``: the first turn is the prompt, and the
+# second turn gives the length of the answer.
 
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
-"""Prompts and answers have at least so many tokens, prompts at most so many, both together at most so many."""
+"""Limits in tokens: minimum for prompts and answers, maximum for prompts, and maximum for both together."""
 MOST_CHARACTERS = 32 * MOST_TOKENS
-"""A text with more is taken for too long without asking for its tokens."""
+"""Maximum number of characters. Longer texts are skipped without counting their tokens."""
 WITHOUT_LIMIT = 2000
-"""So many are looked for when it is not known how many requests there will be."""
+"""Number of conversations to select if the number of requests is unknown."""
 _AT_ONCE = 32
 
 
 class _Turn(msgspec.Struct, frozen=True):
-    """What one side says; other keys are not looked at."""
+    """A turn of one speaker. Other keys are ignored."""
 
     speaker: str = msgspec.field(name="from")
     value: str
@@ -169,10 +185,12 @@ class _Conversation(msgspec.Struct, frozen=True):
 
 
 async def sharegpt(options: BenchOptions, model: Model, count_tokens: CountTokens) -> Dataset:
-    """As many conversations as there are requests, in an order that the seed chooses; over and over where too few fit.
+    """Select as many conversations as there are requests, in random order by the seed. They repeat if too few fit.
 
-    ``--output-len`` stands for the lengths of the answers where it is given. Raises ConfigError for a file that is none, with
-    the entry, or in which nothing fits, and what the server fails with.
+    ``--output-len`` replaces the lengths of the answers if it is given.
+
+    Raises:
+        ConfigError: The file or an entry is invalid, or no conversation fits. The server's errors are raised too.
     """
     file = Path(options.dataset_path)
     where = f"--dataset-path {file}"
@@ -200,14 +218,14 @@ async def sharegpt(options: BenchOptions, model: Model, count_tokens: CountToken
 
 
 def _drawn(options: BenchOptions, rng: random.Random) -> int | None:
-    """The length of an output, None where the answer's own holds."""
+    """Return a random output length, or None if the answer's own length applies."""
     return rng.randint(options.output_range.low, options.output_range.high) if options.output_len else None
 
 
 async def _prompt(
     question: str, answer: str, output_len: int | None, limit: int, count_tokens: CountTokens
 ) -> Prompt | None:
-    """None for a conversation that is left out."""
+    """Return the prompt, or None if the conversation is skipped."""
     if not question or len(question) > MOST_CHARACTERS:
         return None
     prompt_tokens = await count_tokens(question)
@@ -222,21 +240,21 @@ async def _prompt(
 
 def _nothing_fits(read: Sequence[_Conversation], pairs: Sequence[tuple[str, str]], limit: int) -> str:
     if not pairs:
-        return f"none of its {len(read)} entries is a conversation of two turns"
+        return f"none of its {len(read)} entries has two turns"
     return (
         f"none of its {len(pairs)} conversations fits: prompts have {LEAST_TOKENS} to {MOST_PROMPT_TOKENS} tokens, answers at "
         f"least {LEAST_TOKENS}, both together at most {limit}"
     )
 
 
-# Images that nobody has seen: soft spots of colour, as JPEG files.
+# Random images: soft spots of color, as JPEG files. No server has cached them.
 
 _SPOTS = 16
-"""Spots of colour on a side: enough that no two images are alike, and that files are about as large as those of photographs."""
+"""Number of color spots per side: enough to make all images different, with file sizes similar to photographs."""
 
 
 def random_images(options: BenchOptions) -> Iterator[tuple[bytes, ...]]:
-    """The files of each request's images without end, the same for ``image_repeat`` requests one after the other."""
+    """Yield the image files of each request, endlessly. ``image_repeat`` requests in a row share the same images."""
     rng = random.Random(f"images {options.bench_seed}")
     width, height = options.image_pixels
     while True:
@@ -246,8 +264,8 @@ def random_images(options: BenchOptions) -> Iterator[tuple[bytes, ...]]:
 
 
 def image_file(rng: random.Random, width: int, height: int) -> bytes:
-    """A JPEG file of that size in pixels."""
-    from PIL import Image  # slow to import, for those who ask for no images
+    """Return a JPEG file of this size in pixels."""
+    from PIL import Image  # Imported here because it is slow and only needed for images.
 
     spots = Image.frombytes("RGB", (_SPOTS, _SPOTS), rng.randbytes(3 * _SPOTS * _SPOTS))
     file = io.BytesIO()
@@ -255,22 +273,22 @@ def image_file(rng: random.Random, width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-# Prompts of random token ids.
+# Dataset: prompts of random token ids.
 
 
 def random_dataset(options: BenchOptions, model: Model) -> Dataset:
-    """Prompts and outputs of the lengths asked for, prompts behind the prefix that all share, if there is to be one.
+    """Return random prompts of the requested lengths, after an optional shared prefix.
 
-    Raises ConfigError when the model cannot take them.
+    Raises ConfigError if the model does not accept the lengths.
     """
     longest = options.shared_prefix_len + options.input_range.high + options.output_range.high
     check_lengths(longest, model, flags="--input-len, --output-len or --shared-prefix-len")
-    shared = f" behind {options.shared_prefix_len} that all share" if options.shared_prefix_len else ""
+    shared = f" after {options.shared_prefix_len} shared ones" if options.shared_prefix_len else ""
     about = f"{options.input_range} random token ids{shared}"
     if options.images:
         width, height = options.image_pixels
         again = f", the same for {options.image_repeat} requests" if options.image_repeat > 1 else ""
-        about += f" behind {options.images} images of {width}x{height}{again}"
+        about += f" after {options.images} images of {width}x{height}{again}"
     return Dataset(_random_prompts(options, random_ids(model)), about)
 
 
@@ -284,13 +302,16 @@ def _random_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
         yield Prompt(prefix + rng.choices(ids, k=length), rng.randint(outputs.low, outputs.high), images=next(images))
 
 
-# Prompts that begin alike: a few prefixes of random token ids, each followed by many suffixes, to measure prefix caching.
+# Dataset: prompts with shared prefixes, to measure prefix caching. A few random prefixes are each followed by many
+# suffixes.
 #
-# The idea and the names are those of ``vllm bench serve --dataset-name prefix_repetition``.
+# The idea and the names come from ``vllm bench serve --dataset-name prefix_repetition``.
 
 
 def prefix_repetition(options: BenchOptions, model: Model) -> Dataset:
-    """Every prefix as often as the others. Raises ConfigError when the model cannot take the lengths."""
+    """Return prompts in which all prefixes are equally frequent. Raises ConfigError if the model does not accept the
+    lengths.
+    """
     prefix, suffix = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
     longest = prefix + suffix + options.prefix_repetition_output_len
     check_lengths(longest, model, flags="--prefix-repetition-prefix-len, -suffix-len or -output-len")
@@ -299,7 +320,7 @@ def prefix_repetition(options: BenchOptions, model: Model) -> Dataset:
 
 
 def _prefix_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
-    """Rounds in which every prefix comes once, each round in an order of its own."""
+    """Yield rounds in which every prefix occurs once. Each round has its own order."""
     rng = random.Random(options.bench_seed)
     length = options.prefix_repetition_prefix_len
     prefixes = [rng.choices(ids, k=length) for _ in range(options.prefix_repetition_num_prefixes)]
@@ -310,7 +331,7 @@ def _prefix_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
             yield Prompt(prefix + suffix, options.prefix_repetition_output_len)
 
 
-# JSON schemas made up from a seed: small objects, of which an answer has a few dozen tokens.
+# Random JSON schemas: small objects, for answers of a few dozen tokens.
 
 _NAMES = (
     *("name", "city", "country", "street", "title", "author", "language", "category", "status", "color"),
@@ -322,7 +343,7 @@ _PROPERTIES = (2, 5)
 
 
 def made_schema(rng: random.Random) -> dict[str, Any]:
-    """A schema of an object, one property of which is an object, too, in one of three."""
+    """Return the schema of an object. In one of three schemas, one property is an object too."""
     schema = _object(rng)
     if rng.random() < 1 / 3:
         name = rng.choice(list(schema["properties"]))
@@ -359,11 +380,11 @@ def _list(rng: random.Random) -> dict[str, Any]:
 _VALUES: tuple[Callable[[random.Random], dict[str, Any]], ...] = (_text, _number, _truth, _word, _list)
 
 
-# Requests whose answers must be JSON that a schema accepts: schemas that are made, or those of a file.
+# Dataset: requests for JSON that follows a schema. Schemas are generated or read from a file.
 
 
 class _SchemaLine(msgspec.Struct, frozen=True):
-    """A line of a file; other keys are not looked at."""
+    """A line of a file. Other keys are ignored."""
 
     schema: dict[str, Any]
     prompt: str | None = None
@@ -371,9 +392,9 @@ class _SchemaLine(msgspec.Struct, frozen=True):
 
 
 def json_schema(options: BenchOptions) -> Dataset:
-    """``--num-schemas`` schemas in turn, or those of a file. Raises ConfigError naming a line that is wrong.
+    """Use ``--num-schemas`` generated schemas in turn, or those of a file. Raises ConfigError naming a wrong line.
 
-    Where a prompt is not said, it asks for JSON and has the schema in it.
+    A line without a prompt gets one that asks for JSON and contains the schema.
     """
     rng = random.Random(options.bench_seed)
     if options.dataset_path:
@@ -403,7 +424,7 @@ def _read_schemas(file: Path) -> list[_SchemaLine]:
     where = f"--dataset-path {file}"
     numbered = numbered_lines(file, flag="--dataset-path")
     if not numbered:
-        raise ConfigError(f"{where}: there is no schema in it")
+        raise ConfigError(f"{where}: the file has no schemas")
     return [_parse_schema(line, where=f"{where}, line {number}") for number, line in numbered]
 
 
@@ -419,7 +440,7 @@ def _parse_schema(text: str, *, where: str) -> _SchemaLine:
 
 
 async def make_dataset(options: BenchOptions, model: Model, count_tokens: CountTokens) -> Dataset:
-    """Raises ConfigError when a file or lengths cannot be right, and what the server fails to count tokens with."""
+    """Create the dataset of the options. Raises ConfigError for wrong files or lengths, and the server's errors."""
     if options.prompts:
         return prompts_file(options)
     if options.dataset == "sharegpt":

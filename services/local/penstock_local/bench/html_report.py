@@ -1,4 +1,4 @@
-"""The results of a benchmark as a page: one file without scripts, which loads nothing."""
+"""HTML report of a benchmark: a single file without scripts or external resources."""
 
 import html
 import importlib.resources
@@ -14,21 +14,21 @@ from penstock_local.bench.report import Latencies, Record, Report, latency_rows,
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and when."""
+    """Description of a benchmark run."""
 
     options: BenchOptions
     model: str
     engines: str
-    """How many, in words."""
+    """Number of engines, in words."""
     about: str
-    """What was asked, in words."""
+    """Description of the prompts, in words."""
     began: datetime
     version: str
-    """Of Penstock, on the client's side."""
+    """Penstock version of the client."""
 
 
 def html_report(run: Run, report: Report, records: Sequence[Record]) -> str:
-    """The page."""
+    """Return the HTML page."""
     style = importlib.resources.files("penstock_local").joinpath("bench/report.css").read_text(encoding="utf-8")
     pictures = "".join(f'<figure class="card">{svg}</figure>\n' for svg in charts(records, report))
     head = f"{run.model}, {run.options.load}"
@@ -59,7 +59,7 @@ def html_report(run: Run, report: Report, records: Sequence[Record]) -> str:
 
 
 def _figures(report: Report) -> str:
-    """The few numbers that are looked at first."""
+    """Return the tiles with the most important numbers."""
     figures = [
         ("output tokens/s", f"{report.output_tokens_per_s:,.1f}"),
         ("requests/s", f"{report.requests_per_s:,.2f}"),
@@ -76,7 +76,7 @@ def _medians(report: Report) -> Sequence[tuple[str, Latencies | None]]:
 def _latencies(report: Report) -> str:
     rows = latency_rows(report)
     if not rows:
-        return "<p>No request ended well.</p>"
+        return "<p>No request succeeded.</p>"
     columns = "".join(f'<th scope="col">{name}</th>' for name in Latencies.__struct_fields__)
     lines = "".join(
         f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>'
@@ -103,16 +103,16 @@ def _settings(run: Run) -> Mapping[str, str]:
         "server": f"{options.address}, {run.engines}",
         "load": options.load,
         "prompts": run.about,
-        "warm-up": f"{options.warmup} requests before, not counted",
+        "warm-up": f"{options.warmup} requests, not counted",
         "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items()),
-        "outputs": "may end before their length" if options.may_end else "run to their full length",
+        "outputs": "may end early" if options.may_end else "run to their full length",
         "seed of prompts and times": f"{options.bench_seed}",
         "Penstock": run.version,
     }
 
 
 def _command(options: BenchOptions) -> str:
-    """The command that runs this load again, without the files that it wrote."""
+    """Return the command that runs this load again, without its output files."""
     words = ["penstock", "bench"]
     given = {
         field.name: getattr(options, field.name)

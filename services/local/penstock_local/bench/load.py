@@ -1,4 +1,4 @@
-"""Sends the load: a closed loop of so many streams, or requests at random times."""
+"""Load generator: a closed loop with a fixed number of streams, or requests at random times."""
 
 import asyncio
 import itertools
@@ -19,13 +19,13 @@ from penstock_local.rpc.client import explained
 UNREACHABLE = "UNREACHABLE"
 UNFINISHED = "CANCELLED"
 _SHUTTING_DOWN = "SHUTTING_DOWN"
-"""Reason with which a server refuses everything from now on."""
+"""Reason with which a server refuses all requests while it shuts down."""
 _WINDOW = 8
-"""Samples over which the current speed is measured."""
+"""Number of samples for the current speed."""
 
 
 class Load:
-    """One run, whose requests go to the clients in turn. The counters are for the progress bar."""
+    """One run of the load. Requests are sent to the clients in turn. The counters feed the progress bar."""
 
     def __init__(self, options: BenchOptions, clients: Sequence[AsyncClient], prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []
@@ -35,11 +35,11 @@ class Load:
         self.num_failed = 0
         self.began = 0.0
         self.stopped = ""
-        """Why sending ended early: the server shuts down, or cannot be reached; empty otherwise."""
+        """Reason why sending ended early: the server shuts down or is unreachable; empty otherwise."""
         self.seconds = 0.0
-        """How long the run took."""
+        """Duration of the run in seconds."""
         self.cpu_seconds = 0.0
-        """Processor time of this client during the run."""
+        """Processor time of this client during the run, in seconds."""
         self._options = options
         self._clients = itertools.cycle(clients)
         self._prompts = prompts
@@ -47,21 +47,21 @@ class Load:
 
     @property
     def num_running(self) -> int:
-        """Requests that were sent and have not ended."""
+        """Number of requests that were sent and have not ended."""
         return len(self.records) - self.num_ended
 
     def elapsed(self) -> float:
-        """Seconds since the load began."""
+        """Return the seconds since the load began."""
         return time.perf_counter() - self.began if self.began else 0.0
 
     def recent_tokens_per_s(self) -> float:
-        """Over the last ``_WINDOW`` calls of this method, which a display makes at even times."""
+        """Return the speed over the last ``_WINDOW`` calls of this method. The display calls it at regular intervals."""
         self._samples.append((self.elapsed(), self.num_tokens))
         (then, before), (now, count) = self._samples[0], self._samples[-1]
         return (count - before) / (now - then) if now > then else 0.0
 
     async def warm_up(self) -> None:
-        """Send the warm-up requests, as many at once as the load will. Raises what the first failing one failed with."""
+        """Send the warm-up requests with the concurrency of the load. Raises the error of the first request that fails."""
         gate = asyncio.Semaphore(self._options.streams)
 
         async def one(prompt: Prompt) -> None:
@@ -77,7 +77,7 @@ class Load:
         self.num_tokens = 0
 
     async def run(self) -> None:
-        """Send everything and wait for it. Cancelled, it ends what still runs as ``UNFINISHED``."""
+        """Send all requests and wait for them. If cancelled, record running requests as ``UNFINISHED``."""
         self.began, cpu = time.perf_counter(), time.process_time()
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -94,13 +94,13 @@ class Load:
             self.cpu_seconds = time.process_time() - cpu
 
     async def _closed_loop(self) -> None:
-        """Send one request after the other."""
+        """Send requests one after the other."""
         while self._may_send():
             await self._request(next(self._prompts))
 
     async def _open_loop(self, rate: float, tasks: set[asyncio.Task[None]]) -> None:
-        """Send at random times that do not depend on how fast the answers come; a late request does not delay those after it."""
-        rng = random.Random(self._options.bench_seed + 1)  # the prompts' own draws stay what they are
+        """Send at random times, independent of the speed of answers. A late request does not delay later ones."""
+        rng = random.Random(self._options.bench_seed + 1)  # A separate generator, so that the prompts do not change.
         due = 0.0
         for sent in itertools.count(1):
             due += rng.expovariate(rate)
@@ -121,7 +121,7 @@ class Load:
         return not self.stopped and in_time and (limit is None or len(self.records) < limit)
 
     async def _request(self, prompt: Prompt) -> None:
-        """Send one request and record how it ended."""
+        """Send one request and record its result."""
         record = Record(start=self.elapsed(), schema=prompt.schema)
         self.records.append(record)
         try:
@@ -133,7 +133,7 @@ class Load:
                 self.stopped = "the server is shutting down"
         except PenstockError as e:
             record.code, record.message = UNREACHABLE, str(e)
-            self.stopped = "the server cannot be reached any more"
+            self.stopped = "the server is unreachable"
         except asyncio.CancelledError:
             record.code, record.message = UNFINISHED, "still running when the benchmark was ended"
             raise
@@ -155,7 +155,7 @@ class Load:
         )
         client = next(self._clients)
         call = client.stub.Generate(request, timeout=options.timeout, metadata=client.metadata)
-        # The messages as they are: to make Outputs of them would slow what is measured.
+        # Messages are not converted to Outputs, because that would slow down the measurement.
         async with explained(options.address), AsyncStream(call, _message) as messages:
             async for message in messages:
                 if num_tokens := len(message.token_ids):

@@ -1,4 +1,4 @@
-"""What a benchmark does."""
+"""Options of a benchmark."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -27,11 +27,11 @@ _BELONGS_TO = {
     "num_schemas": ("json-schema",),
     "end_at_eos": ("random", "sharegpt", "prefix-repetition"),
 }
-"""Options that only some datasets look at."""
+"""Options that apply only to some datasets."""
 
 
 class Range(msgspec.Struct, frozen=True):
-    """Lengths in tokens, drawn evenly from ``low`` to ``high``, both included."""
+    """Range of lengths in tokens, drawn uniformly from ``low`` to ``high``, both included."""
 
     low: int
     high: int
@@ -41,20 +41,22 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock bench``. Without ``rate`` it is a closed loop of ``concurrency`` streams."""
+    """Flags of ``penstock bench``. Without ``rate``, the load is a closed loop of ``concurrency`` streams."""
 
     address: str
     model: str = ""
-    """Empty: the one that is served."""
+    """Name of the model; empty for the served model."""
     lora: str = ""
-    """An adapter of it; empty: none."""
+    """Name of a LoRA adapter of the model; empty for none."""
     concurrency: (
         Annotated[
             int,
             Meta(
                 ge=1,
                 le=65_536,
-                description="Requests at once, each followed by the next; unset: 8, unless there is a rate.",
+                description=(
+                    "Number of concurrent requests. When one ends, the next is sent; unset: 8, unless --rate is given."
+                ),
             ),
         ]
         | None
@@ -62,13 +64,20 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     rate: (
         Annotated[
             float,
-            Meta(ge=0.001, le=1_000_000, description="Requests per second on average, at random (Poisson) times."),
+            Meta(
+                ge=0.001,
+                le=1_000_000,
+                description=("Average number of requests per second, sent at random (Poisson) times."),
+            ),
         ]
         | None
     ) = None
     requests: (
         Annotated[
-            int, Meta(ge=1, le=2**31, description="Requests to send; unset: 100, or as many as --duration allows.")
+            int,
+            Meta(
+                ge=1, le=2**31, description=("Number of requests to send; unset: 100, or as many as --duration allows.")
+            ),
         ]
         | None
     ) = None
@@ -78,43 +87,54 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             Meta(
                 ge=0.001,
                 le=604_800,
-                description="Seconds after which none is sent any more; those that were sent may end.",
+                description="Send requests for this many seconds. Requests that are running then still finish.",
             ),
         ]
         | None
     ) = None
-    warmup: Annotated[int, Meta(ge=0, le=2**31, description="Requests before, which are not counted.")] = 2
+    warmup: Annotated[
+        int,
+        Meta(ge=0, le=2**31, description=("Number of requests to send before the measurement. They are not counted.")),
+    ] = 2
     timeout: (
-        Annotated[float, Meta(ge=0.001, description="Seconds that a request may take; unset: any time.")] | None
+        Annotated[float, Meta(ge=0.001, description="Timeout of a request in seconds; unset: no limit.")] | None
     ) = None
-    channels: Annotated[int, Meta(ge=1, le=256, description="Connections to the server.")] = 1
+    channels: Annotated[int, Meta(ge=1, le=256, description="Number of connections to the server.")] = 1
     dataset: Annotated[
         Literal["random", "sharegpt", "prefix-repetition", "json-schema"],
         Meta(
-            description="What prompts are: random token ids; conversations of a ShareGPT file; few prefixes that many prompts "
-            "share; or requests for JSON that follows a schema."
+            description=(
+                "Source of the prompts: random token ids; conversations from a ShareGPT file; prompts that share a "
+                "few prefixes; or requests for JSON that follows a schema."
+            )
         ),
     ] = "random"
     dataset_path: Annotated[
         str,
         Meta(
-            description="File of the dataset: of sharegpt a JSON list of conversations; of json-schema, which makes schemas "
-            "without one, lines of JSON objects with schema and, if wanted, prompt and max_tokens."
+            description=(
+                "File of the dataset. For sharegpt: a JSON list of conversations. For json-schema: lines with JSON "
+                "objects that have schema and optionally prompt and max_tokens; empty: generated schemas."
+            )
         ),
     ] = ""
     prompts: Annotated[
         str,
         Meta(
-            description="File of prompts to use over and over instead of a dataset: a text per line, or in a .jsonl file JSON "
-            "objects with prompt (text or token ids) and, if wanted, max_tokens."
+            description=(
+                "File of prompts to repeat instead of a dataset: one text per line, or in a .jsonl file objects with "
+                "prompt (text or token ids) and optionally max_tokens."
+            )
         ),
     ] = ""
-    input_len: Annotated[str, Meta(description="Tokens of random prompts, N or LOW:HIGH; empty: 128.")] = ""
+    input_len: Annotated[str, Meta(description="Length of random prompts in tokens, N or LOW:HIGH; empty: 128.")] = ""
     output_len: Annotated[
         str,
         Meta(
-            description="New tokens of a request, N or LOW:HIGH; empty: 128, of sharegpt as many as the conversation's own "
-            "answer has, of json-schema up to 512."
+            description=(
+                "Number of new tokens per request, N or LOW:HIGH; empty: 128; for sharegpt as many as the "
+                "conversation's answer has; for json-schema up to 512."
+            )
         ),
     ] = ""
     shared_prefix_len: Annotated[
@@ -122,40 +142,54 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=2**31,
-            description="Tokens that random prompts begin with, the same for all, on top of --input-len.",
+            description="Number of tokens in a prefix that all random prompts share, in addition to --input-len.",
         ),
     ] = 0
     prefix_repetition_prefix_len: Annotated[
-        int, Meta(ge=0, le=2**31, description="Tokens of a prefix of prefix-repetition.")
+        int, Meta(ge=0, le=2**31, description="Tokens per prefix of the prefix-repetition dataset.")
     ] = 256
     prefix_repetition_suffix_len: Annotated[
-        int, Meta(ge=1, le=2**31, description="Tokens of its prompts behind their prefix.")
+        int, Meta(ge=1, le=2**31, description="Tokens after the prefix, per prompt of the prefix-repetition dataset.")
     ] = 256
     prefix_repetition_num_prefixes: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="How many prefixes it has.")
+        int, Meta(ge=1, le=1_000_000, description="Number of prefixes in the prefix-repetition dataset.")
     ] = 10
-    prefix_repetition_output_len: Annotated[int, Meta(ge=1, le=2**31, description="New tokens of its requests.")] = 128
+    prefix_repetition_output_len: Annotated[
+        int, Meta(ge=1, le=2**31, description=("New tokens per request of the prefix-repetition dataset."))
+    ] = 128
     num_schemas: Annotated[
-        int, Meta(ge=1, le=100_000, description="Different schemas that json-schema makes and uses in turn.")
+        int,
+        Meta(
+            ge=1,
+            le=100_000,
+            description=("Number of different schemas that the json-schema dataset generates and uses in turn."),
+        ),
     ] = 10
     images: Annotated[
-        int, Meta(ge=0, le=1024, description="Images that stand before each random prompt, for models that take them.")
+        int, Meta(ge=0, le=1024, description="Number of images before each random prompt, for multimodal models.")
     ] = 0
-    image_size: Annotated[str, Meta(description="Width and height of them in pixels, as WxH; empty: 512x512.")] = ""
+    image_size: Annotated[str, Meta(description="Image width and height in pixels, as WxH; empty: 512x512.")] = ""
     image_repeat: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="Requests one after the other that have the same images.")
+        int, Meta(ge=1, le=1_000_000, description="Number of consecutive requests with the same images.")
     ] = 1
-    end_at_eos: Annotated[bool, Meta(description="Outputs may end before their length.")] = False
+    end_at_eos: Annotated[
+        bool, Meta(description=("Let outputs end at the end-of-sequence token, before their full length."))
+    ] = False
     bench_seed: Annotated[int, Meta(description="Seed of random prompts, lengths and times.")] = 0
     json: Annotated[
-        str, Meta(description="File that also gets the results, request by request, as JSON; - for standard output.")
+        str, Meta(description="Write results and every request as JSON to this file; - for standard output.")
     ] = ""
     plot: Annotated[
         str,
-        Meta(description="File (.png, .svg, .pdf) that also gets the results drawn; needs matplotlib: penstock[plot]."),
+        Meta(description="Draw the results into this file (.png, .svg or .pdf). Needs matplotlib: penstock[plot]."),
     ] = ""
     report: Annotated[
-        str, Meta(description="File (.html) that also gets the results as a page: settings, tables and charts.")
+        str,
+        Meta(
+            description=(
+                "Write a report with settings, tables and charts to this file (.html). Needs matplotlib: penstock[plot]."
+            )
+        ),
     ] = ""
     sampling: Mapping[str, Any] = {}
     """Fields of SamplingParams."""
@@ -170,14 +204,12 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.input_range, self.output_range, self.image_pixels  # noqa: B018 - raises ConfigError for what is wrong
         for name in ("image_size", "image_repeat"):
             if not self.images and getattr(self, name) not in ("", 1):
-                raise ConfigError(f"--{name.replace('_', '-')} is given, and --images is 0: there are none")
+                raise ConfigError(f"--{name.replace('_', '-')} is given, but --images is 0; set --images to use it")
 
     def _check_dataset(self) -> None:
-        """Raise ConfigError for an option that says nothing to the dataset, or one that it misses."""
+        """Raise ConfigError for an option that does not apply to the dataset, or for a missing one."""
         if self.prompts and self.dataset != "random":
-            raise ConfigError(
-                f"--prompts brings prompts of its own; --dataset {self.dataset} does, too: give one of them"
-            )
+            raise ConfigError(f"--prompts and --dataset {self.dataset} both provide prompts; give only one of them")
         for field in msgspec.structs.fields(self):
             datasets = _BELONGS_TO.get(field.name, (self.dataset,))
             given = getattr(self, field.name) != field.default
@@ -191,22 +223,22 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> int:
-        """How many requests run at once in a closed loop."""
+        """Number of concurrent requests in a closed loop."""
         return self.concurrency or DEFAULT_CONCURRENCY
 
     @property
     def limit(self) -> int | None:
-        """How many requests are sent; None for as many as the duration allows."""
+        """Number of requests to send; None to send as many as the duration allows."""
         return self.requests or (None if self.duration is not None else DEFAULT_REQUESTS)
 
     @property
     def input_range(self) -> Range:
-        """Lengths of random prompts, without the shared prefix."""
+        """Range of random prompt lengths, without the shared prefix."""
         return parse_range(self.input_len or DEFAULT_INPUT_LEN, flag="--input-len")
 
     @property
     def image_pixels(self) -> tuple[int, int]:
-        """Width and height of images."""
+        """Width and height of images in pixels."""
         width, cross, height = (self.image_size or DEFAULT_IMAGE_SIZE).partition("x")
         if not (cross and width.isdecimal() and height.isdecimal()):
             raise ConfigError(f"--image-size {self.image_size}: expected WxH, e.g. {DEFAULT_IMAGE_SIZE}")
@@ -216,25 +248,25 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output_range(self) -> Range:
-        """Lengths of outputs."""
+        """Range of output lengths."""
         default = DEFAULT_JSON_LEN if self.dataset == "json-schema" else DEFAULT_OUTPUT_LEN
         return parse_range(self.output_len or default, flag="--output-len")
 
     @property
     def may_end(self) -> bool:
-        """Whether outputs may end before their length, as those that follow a schema must."""
+        """Whether outputs may end before their full length. Outputs that follow a schema always may."""
         return self.end_at_eos or self.dataset == "json-schema"
 
     @property
     def load(self) -> str:
-        """The load in words."""
+        """Description of the load in words."""
         pace = f"{self.rate:g} requests/s" if self.rate is not None else f"{self.streams} at once"
         count = f"{self.limit} requests" if self.limit is not None else "requests"
         return f"{count}, {pace}" + (f", for {self.duration:g} s" if self.duration is not None else "")
 
 
 def parse_range(text: str, *, flag: str) -> Range:
-    """``128`` or ``64:256``. Raises ConfigError naming the flag."""
+    """Parse ``128`` or ``64:256``. Raises ConfigError naming the flag."""
     low, colon, high = text.partition(":")
     if not low.isdecimal() or not (high.isdecimal() if colon else not high):
         raise ConfigError(f"{flag} {text}: expected a number of tokens, or LOW:HIGH")

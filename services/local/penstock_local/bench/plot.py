@@ -1,4 +1,4 @@
-"""The pictures of a benchmark. matplotlib is imported when one is drawn: the command works without it."""
+"""Charts of a benchmark. matplotlib is imported only when a chart is drawn, so the command works without it."""
 
 import importlib.util
 import io
@@ -34,19 +34,19 @@ _PAGE_COLORS = {
     "#e6e8eb": "line",
     "#ffffff": "card",
 }
-"""What the page's style calls each color, which is another one where the page is dark."""
+"""Name of each color in the style of the HTML page. The page uses other colors in dark mode."""
 _DRAWN = 400
-"""Requests that a page shows; of more it has some, evenly chosen."""
+"""Maximum number of requests in a chart of the page. If there are more, an even selection is drawn."""
 
 
 def check(file: str, *, flag: str) -> None:
-    """Raise ConfigError when pictures are wanted and cannot be drawn."""
+    """Raise ConfigError if charts are requested but matplotlib is not installed."""
     if file and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{flag} needs matplotlib: pip install 'penstock[plot]'")
 
 
 def draw(file: str, records: Sequence[Record], report: Report, *, title: str) -> None:
-    """Write the picture: throughput over time, and how latencies are spread. The name's ending says the format."""
+    """Draw throughput over time and the latency distributions into a file. The file name's suffix selects the format."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def draw(file: str, records: Sequence[Record], report: Report, *, title: str) ->
 
 
 def charts(records: Sequence[Record], report: Report) -> Iterator[str]:
-    """The panels of the same picture as SVG for a page, whose style has the colors."""
+    """Yield the panels of the same chart as SVG. The page's style sets the colors."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -82,7 +82,7 @@ def charts(records: Sequence[Record], report: Report) -> Iterator[str]:
 
 
 def _panels(records: Sequence[Record], report: Report, *, every: int = 1) -> Sequence[Callable[[Any], None]]:
-    """What draws each panel on axes. ``every``: which of the requests the last one has."""
+    """Return a function for each panel, which draws it on axes. The last panel shows one of ``every`` requests."""
     good = [record for record in records if record.ok]
     ttft = [record.ttft for record in good if record.ttft is not None]
     gaps = [gap for record in good for gap in record.gaps()]
@@ -95,7 +95,7 @@ def _panels(records: Sequence[Record], report: Report, *, every: int = 1) -> Seq
 
 
 def _throughput(axes: Any, records: Sequence[Record], seconds: float) -> None:
-    """Tokens per second in slices of the run, and requests that run at the middle of each."""
+    """Draw tokens per second in slices of the run, and the number of running requests at the middle of each slice."""
     slices = cut(records, seconds, _BINS)
     axes.set_title("Throughput")
     axes.fill_between(slices.middles, slices.tokens_per_s, step="mid", color=_BLUE, alpha=0.25, linewidth=0)
@@ -111,14 +111,14 @@ def _throughput(axes: Any, records: Sequence[Record], seconds: float) -> None:
 
 
 def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies | None, color: str) -> None:
-    """A histogram with its percentiles."""
+    """Draw a histogram with its percentiles."""
     axes.set_title(title)
     axes.set(xlabel="ms", ylabel="share")
     if numbers is None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_GREY)
         return
     values = [value * 1e3 for value in seconds]
-    # The few slowest would squeeze the rest into one bar: they are counted in the last one.
+    # The last bar counts the slowest values. Without that, they would squeeze all others into one bar.
     end = max(min(numbers.max, 2 * numbers.p99), 1e-6)
     shares = [1 / len(values)] * len(values)
     axes.hist([min(value, end) for value in values], bins=_BINS, range=(0, end), weights=shares, color=color, alpha=0.7)
@@ -130,7 +130,7 @@ def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies 
 
 
 def _requests(axes: Any, records: Sequence[Record], title: str) -> None:
-    """Every request at the time it was sent: how long its first token and its end took."""
+    """Draw every request at its send time: the time to its first token and to its end."""
     good, bad = [r for r in records if r.ok], [r for r in records if not r.ok]
     series = (
         ("end", [(r.start, r.latency) for r in good], _BLUE),

@@ -1,4 +1,4 @@
-"""From what is noted of each request to results: numbers, time slices, JSON answers that fit their schemas, a table, JSON."""
+"""Results of a benchmark, computed from the request records: numbers, time slices, JSON schema checks, tables and JSON."""
 
 import functools
 import json
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One request. Times are seconds since the load began."""
+    """Measurements of one request. Times are seconds since the load began."""
 
     start: float
     end: float = 0.0
     code: str = ""
-    """Empty while the request runs, then OK or the name of a status code."""
+    """Status code of the request: empty while it runs, then OK or the name of an error code."""
     message: str = ""
-    """Of the error it ended with."""
+    """Message of the error, if the request failed."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     accepted_draft_tokens: int = 0
-    """Output tokens that had been drafted."""
+    """Number of output tokens that were drafted."""
     rejected_draft_tokens: int = 0
-    """Drafted tokens that became none."""
+    """Number of drafted tokens that were rejected."""
     schema: str = ""
-    """The JSON schema that the answer must follow; empty: none."""
+    """JSON schema that the answer must follow; empty for none."""
     text: str = ""
-    """The answer, which is kept where there is a schema."""
+    """Text of the answer. Kept only if there is a schema."""
     problem: str = ""
-    """Why the answer is not the JSON that was asked for; empty: it is, or was not looked at."""
+    """Reason why the answer does not follow its schema; empty if it does or was not checked."""
     times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
-    """When each message with tokens came."""
+    """Arrival time of each message with tokens."""
     sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))
-    """How many tokens each of these messages had."""
+    """Number of tokens in each of these messages."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well."""
+        """Whether the request succeeded."""
         return self.code == "OK"
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came."""
+        """Number of tokens received."""
         return sum(self.sizes)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None when none came."""
+        """Seconds to the first token; None if no token was received."""
         return self.times[0] - self.start if self.times else None
 
     @property
@@ -66,12 +66,12 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after those of the first message; None when there are none."""
+        """Mean seconds per token after the first message; None if there are no such tokens."""
         later = sum(self.sizes[1:])
         return (self.times[-1] - self.times[0]) / later if later else None
 
     def gaps(self) -> list[float]:
-        """Seconds between tokens: those that come at once share the wait evenly."""
+        """Return the seconds between tokens. Tokens that arrive in one message share the wait evenly."""
         gaps: list[float] = []
         for before, now, size in zip(self.times, self.times[1:], self.sizes[1:], strict=False):
             gaps.extend([(now - before) / size] * size)
@@ -79,7 +79,14 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Slices(msgspec.Struct, frozen=True):
-    """``width`` in seconds; the others have a value for each slice, ``middles`` in seconds since the load began."""
+    """Time slices of a run, with one value per slice.
+
+    Attributes:
+        width: Width of a slice in seconds.
+        middles: Middle of each slice, in seconds since the load began.
+        tokens_per_s: Output tokens per second in each slice.
+        running: Number of running requests at the middle of each slice.
+    """
 
     width: float
     middles: Sequence[float]
@@ -88,7 +95,7 @@ class Slices(msgspec.Struct, frozen=True):
 
 
 def cut(records: Sequence[Record], seconds: float, count: int) -> Slices:
-    """``count`` slices of a run that took ``seconds``."""
+    """Cut a run of ``seconds`` into ``count`` slices."""
     width = seconds / count
     tokens, changes = [0] * count, [0] * (count + 1)
     for record in records:
@@ -104,18 +111,20 @@ def cut(records: Sequence[Record], seconds: float, count: int) -> Slices:
 
 
 def _next_middle(time: float, width: float, count: int) -> int:
-    """The first slice whose middle is not before ``time``; ``count`` where there is none."""
+    """Return the first slice whose middle is at or after ``time``, or ``count`` if there is none."""
     return min(max(math.ceil(time / width - 0.5), 0), count)
 
 
-# ``jsonschema`` is imported when there is an answer to check: the command works without it.
+# ``jsonschema`` is imported only when there is an answer to check, so the command works without it.
 
 _LONGEST = 200
-"""Characters of a problem that are told: the validator quotes the whole value."""
+"""Maximum length of a problem in characters. The validator quotes the whole value."""
 
 
 class JsonAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """How many answers were asked to follow a schema and ended well, how many are JSON, and how many follow it."""
+    """Counts of the successful answers with a schema: all, those that are valid JSON, and those that follow their
+    schema.
+    """
 
     answers: int
     parse: int
@@ -123,7 +132,7 @@ class JsonAnswers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_answers(records: Sequence[Record]) -> JsonAnswers | None:
-    """Judge the answers, and note of each record what is wrong with its. None where no schema was asked for."""
+    """Check the answers, and set ``problem`` of each wrong record. Returns None if no request had a schema."""
     asked = [record for record in records if record.schema and record.ok]
     if not any(record.schema for record in records):
         return None
@@ -132,7 +141,7 @@ def check_answers(records: Sequence[Record]) -> JsonAnswers | None:
         try:
             value = json.loads(record.text)
         except ValueError as e:
-            record.problem = f"it is no JSON: {e}"
+            record.problem = f"not valid JSON: {e}"
             continue
         parse += 1
         error = next(_validator(record.schema).iter_errors(value), None)
@@ -141,7 +150,7 @@ def check_answers(records: Sequence[Record]) -> JsonAnswers | None:
 
 
 def schema_problem(schema: Any) -> str:
-    """What keeps ``schema`` from being a JSON schema; empty: nothing does."""
+    """Return the reason why ``schema`` is not a valid JSON schema, or an empty string."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
@@ -163,11 +172,11 @@ def _validator(schema: str) -> "Validator":
 
 PERCENTILES = (50, 90, 99)
 _BUSY = 0.8
-"""Share of a core beyond which the client may be what is measured."""
+"""Share of a core above which the client itself may limit the results."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of one kind of latency, in milliseconds."""
+    """Distribution of one kind of latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -177,68 +186,68 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a benchmark. Rates are per second over the whole run, from the first request to the last end.
+    """Results of a benchmark. Rates are per second over the whole run, from the first request to the last end.
 
-    A failed request counts in ``requests`` and ``failures``, and with the output tokens that it got.
+    A failed request counts in ``requests`` and ``failures``, and its received tokens count as output tokens.
     """
 
     seconds: float
     requests: int
     succeeded: int
     failures: dict[str, int]
-    """Failed requests by status code."""
+    """Number of failed requests by status code."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     accepted_draft_tokens: int
-    """Output tokens that had been drafted."""
+    """Number of output tokens that were drafted."""
     rejected_draft_tokens: int
-    """Drafted tokens that became none."""
+    """Number of drafted tokens that were rejected."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
     peak_streams: int
-    """Most requests that ran at once."""
+    """Maximum number of requests that ran at the same time."""
     cpu_share: float
     """Processor time of the client, as a share of one core."""
     ttft_ms: Latencies | None
-    """From the request to its first token."""
+    """Time from a request to its first token."""
     itl_ms: Latencies | None
-    """Between two tokens of a request."""
+    """Time between two tokens of a request."""
     tpot_ms: Latencies | None
     """Mean time per token of a request after its first message."""
     e2e_ms: Latencies | None
-    """From the request to its end."""
+    """Time from a request to its end."""
     json_answers: JsonAnswers | None = None
-    """Of requests with a JSON schema."""
+    """Schema checks of requests with a JSON schema; None if there were none."""
 
     @property
     def draft_acceptance(self) -> float | None:
-        """The share of the drafted tokens that became output; None where nothing was drafted."""
+        """Share of the drafted tokens that were accepted; None if nothing was drafted."""
         drafted = self.accepted_draft_tokens + self.rejected_draft_tokens
         return self.accepted_draft_tokens / drafted if drafted else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean output tokens of a step, of a request; None where nothing was drafted, where it is 1."""
+        """Mean output tokens per request and step; None if nothing was drafted, when it would be 1."""
         steps = self.output_tokens - self.accepted_draft_tokens
         return self.output_tokens / steps if self.draft_acceptance is not None and steps else None
 
     @property
     def client_is_busy(self) -> bool:
-        """Whether the client took so much of its core that it may have slowed what it measured."""
+        """Whether the client used so much of its core that it may have slowed the measurement."""
         return self.cpu_share > _BUSY
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values, interpolated linearly between two of them."""
+    """Return a percentile of ascending values, with linear interpolation."""
     position = (len(ordered) - 1) * percent / 100
     low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
     return low + (high - low) * (position - math.floor(position))
 
 
 def latencies(seconds: Sequence[float]) -> Latencies | None:
-    """In milliseconds; None without values."""
+    """Return the distribution in milliseconds, or None if there are no values."""
     if not seconds:
         return None
     ordered = sorted(value * 1e3 for value in seconds)
@@ -249,7 +258,7 @@ def latencies(seconds: Sequence[float]) -> Latencies | None:
 def make_report(
     records: Sequence[Record], *, seconds: float, cpu_seconds: float, json_answers: JsonAnswers | None = None
 ) -> Report:
-    """The results of a run that took ``seconds``."""
+    """Compute the results of a run that took ``seconds``."""
     good = [record for record in records if record.ok]
     output = sum(record.num_tokens for record in records)
     prompt = sum(record.prompt_tokens for record in good)
@@ -277,7 +286,7 @@ def make_report(
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """Most requests that ran at once."""
+    """Return the maximum number of requests that ran at the same time."""
     changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
     running = peak = 0
     for _, change in changes:
@@ -287,7 +296,7 @@ def _peak(records: Sequence[Record]) -> int:
 
 
 def summary_table(report: Report) -> Table:
-    """The table of throughput."""
+    """Return the throughput table for the terminal."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -297,7 +306,7 @@ def summary_table(report: Report) -> Table:
 
 
 def summary_rows(report: Report) -> Mapping[str, str]:
-    """Throughput, as it is shown."""
+    """Return the rows of the throughput table."""
     cached = f" ({report.cached_tokens:,} cached)" if report.cached_tokens else ""
     rows = {
         "requests": f"{report.succeeded} of {report.requests} in {report.seconds:.2f} s",
@@ -320,7 +329,7 @@ def summary_rows(report: Report) -> Mapping[str, str]:
 
 
 def latency_table(report: Report) -> Table:
-    """The table of latencies in milliseconds."""
+    """Return the latency table in milliseconds."""
     table = Table("ms", box=None, pad_edge=False, header_style="dim")
     for column in Latencies.__struct_fields__:
         table.add_column(column, justify="right")
@@ -330,7 +339,7 @@ def latency_table(report: Report) -> Table:
 
 
 def latency_rows(report: Report) -> Mapping[str, Sequence[str]]:
-    """Latencies in milliseconds, as they are shown: for each kind that there is the fields of Latencies."""
+    """Return the rows of the latency table: for each measured kind, the fields of Latencies in milliseconds."""
     kinds: Mapping[str, Latencies | None] = {
         "time to first token": report.ttft_ms,
         "between tokens": report.itl_ms,
@@ -345,7 +354,7 @@ def latency_rows(report: Report) -> Mapping[str, Sequence[str]]:
 
 
 def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) -> dict[str, Any]:
-    """Options, results and every request, as plain data. Times in seconds unless the name says ms."""
+    """Return options, results and every request as plain data. Times are in seconds unless the name ends in ``ms``."""
     return {
         "options": msgspec.to_builtins(options),
         "results": {

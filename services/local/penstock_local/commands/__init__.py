@@ -1,1 +1,1 @@
-"""The subcommands of ``penstock`` that call a running system, and the tables that they print."""
+"""Subcommands of ``penstock`` that call a running system, and the tables that they print."""

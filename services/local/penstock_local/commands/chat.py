@@ -1,4 +1,4 @@
-"""``penstock chat``: a conversation in the terminal."""
+"""Implementation of ``penstock chat``: a conversation in the terminal."""
 
 import asyncio
 import contextlib
@@ -22,25 +22,30 @@ from penstock_local.rpc.client import ServerUnreachableError, describe_failure, 
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation. ``role``: system, user or assistant. ``media``: what stands before the content."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: system, user or assistant.
+        media: Images and audio before the content.
+    """
 
     role: str
     content: str
     media: tuple[MediaFile, ...] = ()
 
     def message(self) -> ChatMessage:
-        """As requests have it."""
+        """Return the turn as a client message."""
         if self.media:
             return message(self.role, *(file.message() for file in self.media), self.content)
         return ChatMessage(role=self.role, content=self.content)
 
 
 class SaveError(PenstockError):
-    """A conversation could not be written. The message names the file."""
+    """Error for a conversation that could not be written. The message names the file."""
 
 
 class Conversation:
-    """Turns of user and assistant in order, behind one system message. ``system`` is empty for none."""
+    """Turns of the user and the assistant, after an optional system message. ``system`` is empty if there is none."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
@@ -50,22 +55,22 @@ class Conversation:
 
     @property
     def messages(self) -> Sequence[Turn]:
-        """Everything a request sends."""
+        """Messages that a request sends."""
         head = [Turn(role="system", content=self.system)] if self.system else []
         return [*head, *self._turns]
 
     @property
     def num_questions(self) -> int:
-        """Turns of the user."""
+        """Number of the user's turns."""
         return sum(turn.role == "user" for turn in self._turns)
 
     def show(self, file: MediaFile) -> None:
-        """Put an image or a sound before the user's next turn."""
+        """Add an image or audio item to the user's next turn."""
         self._media.append(file)
 
     @property
     def shown(self) -> Sequence[MediaFile]:
-        """What stands before the user's next turn."""
+        """Media that the user's next turn will have."""
         return tuple(self._media)
 
     def ask(self, text: str) -> None:
@@ -78,27 +83,28 @@ class Conversation:
         self._turns.append(Turn(role="assistant", content=text))
 
     def take_back_answer(self) -> bool:
-        """Drop what the model said last, so that the last turn is the user's. Returns whether there is one to answer."""
+        """Drop the model's last answer, so that the last turn is the user's. Returns whether there is a turn to answer."""
         if self._turns and self._turns[-1].role == "assistant":
             self._turns.pop()
         return bool(self._turns)
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The turns so far, for ``restore``."""
+        """Turns so far, for ``restore``."""
         return tuple(self._turns)
 
     def restore(self, turns: Sequence[Turn]) -> None:
-        """Go back to these turns."""
+        """Reset the conversation to these turns."""
         self._turns = list(turns)
 
     def clear(self) -> None:
-        """Drop all turns; the system message stays."""
+        """Drop all turns but keep the system message."""
         self._turns.clear()
         self._media.clear()
 
     def save(self, file: Path, *, model: str) -> None:
-        """Write the turns as JSON, ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``, of media their names.
+        """Write the turns as JSON: ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``. Media are written
+        as names.
 
         Raises SaveError. A file that this conversation did not write is never overwritten.
         """
@@ -123,10 +129,10 @@ _QUOTES = '"""'
 
 
 class LineReader:
-    """Reads messages. A line that ends in a backslash goes on in the next one; three quotes begin and end a block of lines.
+    """Reads messages from standard input. A backslash at the end continues a line; triple quotes enclose several lines.
 
-    On a terminal lines are edited and recalled with readline, and a block pasted into it is one message. What is asked
-    for goes to standard output when that is the terminal, else to standard error; a pipe is not asked.
+    On a terminal, readline edits and recalls lines, and a pasted block is one message. The prompt goes to standard
+    output if that is a terminal, else to standard error. If standard input is a pipe, no prompt is written.
     """
 
     def __init__(self) -> None:
@@ -135,13 +141,15 @@ class LineReader:
             sys.stdin.reconfigure(encoding="utf-8", errors="strict")
         self._edits = self.interactive and sys.stdout.isatty()
         if self._edits:
-            with contextlib.suppress(ImportError):  # not every Python has it
+            with contextlib.suppress(ImportError):  # Some Python builds have no readline.
                 import readline
 
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read(self) -> str:
-        """The next message. Raises EOFError at the end of the input, KeyboardInterrupt, ConfigError when it is not text."""
+        """Return the next message. Raises EOFError at the end of input, KeyboardInterrupt, or ConfigError if it is not
+        UTF-8.
+        """
         try:
             return self._message()
         except UnicodeDecodeError as e:
@@ -168,7 +176,7 @@ class LineReader:
         if self._edits:
             if not use_color(sys.stdout):
                 return input(prompt)
-            # Readline must know which of the prompt's characters take no room.
+            # Readline must know which characters of the prompt have no width.
             code = BOLD if prompt == _PROMPT else DIM
             return input(f"\x01\x1b[{code}m\x02{prompt}\x01\x1b[0m\x02")
         if self.interactive:
@@ -198,41 +206,42 @@ _HELP = '''\
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock chat``."""
+    """Flags of ``penstock chat``."""
 
     address: str
     model: str = ""
-    """Empty: the one that is served."""
+    """Name of the model; empty for the served model."""
     lora: str = ""
-    """An adapter of it; empty: none."""
+    """Name of a LoRA adapter of the model; empty for none."""
     system: str = ""
-    """The system message; empty: none."""
+    """System message; empty for none."""
     verbose: bool = False
-    """Whether a line on tokens and speed follows each answer."""
+    """Whether to show the token count and speed after each answer."""
     sampling: Mapping[str, Any] = {}
-    """Fields of SamplingParams; the server chooses those that are missing."""
+    """Fields of SamplingParams. The server chooses the others."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What has come of an answer."""
+    """State of an answer while it is received."""
 
     text: str = ""
     last: ChatOutput | None = None
-    """Its last piece; None when the answer was stopped before it ended."""
+    """Last piece of the answer; None if the answer was stopped before its end."""
     seconds: float = 0.0
-    """From the request to the last piece."""
+    """Seconds from the request to the last piece."""
 
 
 def chat(options: ChatOptions) -> int:
-    """Answer messages until the user leaves. Returns the exit code: 1 when a message from a pipe could not be answered.
+    """Answer messages until the user leaves. Returns the exit code: 1 if a message from a pipe could not be answered.
 
-    The event loop runs only while an answer comes, not while the user types: so Ctrl-C stops an answer, or an input line.
+    The event loop runs only while an answer is received, not while the user types. So Ctrl-C stops an answer or an
+    input line.
     """
     with asyncio.Runner() as runner:
         client = runner.run(_connect(options.address))
         try:
             return Chat(options, client, runner, LineReader()).run()
-        except KeyboardInterrupt:  # between two messages of a pipe
+        except KeyboardInterrupt:  # Ctrl-C came between two messages of a pipe.
             sys.stderr.write("\n")
             return 130
         finally:
@@ -240,12 +249,12 @@ def chat(options: ChatOptions) -> int:
 
 
 async def _connect(address: str) -> AsyncClient:
-    """A client inside the running event loop, where its channel belongs."""
+    """Create the client inside the running event loop, because its channel is bound to that loop."""
     return make_client(address)
 
 
 class Chat:
-    """The loop of a conversation: read a message or a command, act on it."""
+    """Loop of a conversation: reads a message or a command, and acts on it."""
 
     def __init__(self, options: ChatOptions, client: AsyncClient, runner: asyncio.Runner, reader: LineReader) -> None:
         self._options = options
@@ -266,7 +275,7 @@ class Chat:
         }
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Run the conversation. Returns the exit code."""
         try:
             self._greet()
             while self._turn():
@@ -280,7 +289,7 @@ class Chat:
         return 0
 
     def _greet(self) -> None:
-        """Name the model and the server. Raises what the server failed with."""
+        """Show the names of the model and the server. Raises the server's error if it fails."""
         models = self._runner.run(self._models())
         self._model = self._model or next((model.name for model in models), "")
         if self._reader.interactive:
@@ -291,7 +300,7 @@ class Chat:
             return await self._client.models()
 
     def _turn(self) -> bool:
-        """One message or command. Returns False when the user leaves."""
+        """Handle one message or command. Returns False when the user leaves."""
         try:
             text = self._reader.read()
         except EOFError:
@@ -317,7 +326,7 @@ class Chat:
     def _command(self, name: str, argument: str) -> bool:
         action = self._commands.get(name)
         if action is None:
-            fail(f"there is no {name}{nearest(name, self._commands) or '; /help lists what there is'}")
+            fail(f"unknown command {name}{nearest(name, self._commands) or '; /help lists the commands'}")
             return True
         return action(argument)
 
@@ -333,14 +342,14 @@ class Chat:
 
     def _show(self, name: str, modality: Modality) -> bool:
         if not name:
-            fail(f"/{modality} needs the name of a file")
+            fail(f"/{modality} needs a file name")
             return True
         try:
             self._conversation.show(read_media(name, modality, of=f"/{modality}"))
         except ConfigError as e:
             fail(str(e))
         else:
-            _note(f"{name} goes with the next message")
+            _note(f"{name} will be sent with the next message")
         return True
 
     def _reset(self, _: str) -> bool:
@@ -350,7 +359,7 @@ class Chat:
 
     def _save(self, name: str) -> bool:
         if not name:
-            fail("/save needs the name of a file")
+            fail("/save needs a file name")
             return True
         try:
             self._conversation.save(Path(name).expanduser(), model=self._model)
@@ -369,9 +378,9 @@ class Chat:
         return True
 
     def _answer(self, before: Sequence[Turn]) -> None:
-        """Ask the server, show the answer, keep it. Without an answer the turns are again those ``before``.
+        """Ask the server, show the answer, and keep it. If there is no answer, restore the turns ``before``.
 
-        Raises what the server failed with when another message would fail as well, or the messages come from a pipe.
+        Raises the server's error if every further message would fail too, or if messages come from a pipe.
         """
         answer = Answer()
         try:
@@ -394,7 +403,7 @@ class Chat:
         self._describe(answer)
 
     async def _stream(self, answer: Answer) -> None:
-        """Show the answer as it comes and keep it in ``answer``, also where it ends with an error."""
+        """Show the answer while it is received, and collect it in ``answer``, even if it ends with an error."""
         started = time.monotonic()
         stdout = AnswerWriter()
         options = self._options
@@ -417,16 +426,16 @@ class Chat:
         if self._options.verbose:
             sys.stderr.write(dim(describe_end([answer.last], seconds=answer.seconds)) + "\n")
         elif answer.last.finish_reason == "length":
-            _note("[the answer was cut: it reached --max-tokens, or the model's longest sequence]")
+            _note("[the answer was cut off: it reached --max-tokens or the model's maximum sequence length]")
 
 
 def _never_answers(error: PenstockError) -> bool:
-    """Whether every message to this server would fail in the same way."""
+    """Return whether every message to this server would fail in the same way."""
     return isinstance(error, Unimplemented) or (isinstance(error, RequestFailed) and error.reason == WRONG_MODEL_KIND)
 
 
 def _explain(error: PenstockError) -> str:
-    """The server's message, and what to do about it."""
+    """Return the server's message with advice."""
     if not isinstance(error, RequestFailed):
         return str(error)
     text = describe_failure(error)

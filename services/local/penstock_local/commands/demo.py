@@ -1,4 +1,4 @@
-"""``penstock demo``: two engines and a frontend on this machine, shown at work through the public gRPC API."""
+"""Implementation of ``penstock demo``: two engines and a frontend on this machine, shown through the public gRPC API."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ _LOADS_TIMEOUT = 30.0
 
 
 def chat(question: str, *, system: str = "") -> str:
-    """A question in the demo model's chat format (its template writes the same)."""
+    """Return a prompt in the demo model's chat format, like its chat template."""
     return (f"<|system|>{system}<|end|>" if system else "") + f"<|user|>{question}<|end|><|assistant|>"
 
 
@@ -60,11 +60,11 @@ CONCURRENT_PROMPTS = (
 
 
 class DemoFailedError(PenstockError):
-    """An output was not what the demo announces."""
+    """Error for an output that differs from the demo's announcement."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A whole output: its text, its last message and the seconds from request to end."""
+    """A complete output: its text, its last message, and the seconds from request to end."""
 
     text: str
     last: Output
@@ -72,14 +72,14 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> str:
-        """One line on how it ended."""
+        """One line about how the output ended."""
         return describe_end([self.last], seconds=self.seconds)
 
 
 async def demo(model: str) -> int:
-    """Run the demo with the model in a directory. Raises DemoFailedError when an output is not what the demo announces.
+    """Run the demo with the model in a directory. Raises DemoFailedError if an output differs from the announcement.
 
-    Returns the exit code: 0 when everything was shown and the services stopped cleanly.
+    Returns the exit code: 0 if everything was shown and the services stopped cleanly.
     """
     grpc_port, http_port, admin_port = free_ports(3)
     options = ServeOptions(
@@ -95,7 +95,7 @@ async def demo(model: str) -> int:
 
     async def work(client: AsyncClient, served: Model, log: JoinedLog) -> None:
         nonlocal finished
-        log.muted = True  # the screen is for the answers; the end of a failing service's log is shown all the same
+        log.muted = True  # The screen is for the answers. The last log lines of a failing service are shown anyway.
         try:
             async with AdminClient(f"{LOOPBACK}:{admin_port}") as admin:
                 await Demo(client, admin, Console(highlight=False)).show(served, options.client_address)
@@ -108,7 +108,7 @@ async def demo(model: str) -> int:
 
 
 class Demo:
-    """The parts of the demo, one after the other, on one terminal and one server."""
+    """Parts of the demo, shown one after the other on one terminal with one server."""
 
     def __init__(self, client: AsyncClient, admin: AdminClient, console: Console) -> None:
         self._client = client
@@ -118,7 +118,7 @@ class Demo:
     async def show(self, model: Model, address: str) -> None:
         """Show all parts."""
         self._console.print(
-            f"\n{model.name} is up: {model.num_engines} engines behind one gRPC address, {address}",
+            f"{model.name} is up: {model.num_engines} engines at one gRPC address, {address}",
             style="bold green",
         )
         await self._streaming()
@@ -162,13 +162,14 @@ class Demo:
             cached.append(usage.cached_tokens)
             table.add_row(question, Text(result.text.strip()), str(usage.prompt_tokens), str(usage.cached_tokens))
         self._console.print(table)
-        # A question may come before the frontend knows who has cached the story. Of three, one finds it at either engine.
+        # The frontend may not know yet which engine has cached the story. With three later questions on two engines, at
+        # least one finds it.
         if not any(cached[1:]):
             raise DemoFailedError(f"no later question found the story cached; cached tokens of each: {cached}")
-        self._note("an engine that has computed the story computes only the end of later questions")
+        self._note("an engine that has cached the story computes only the end of later questions")
 
     async def _concurrent(self) -> None:
-        self._title(f"{len(CONCURRENT_PROMPTS)} requests at once over {ENGINES} engines")
+        self._title(f"{len(CONCURRENT_PROMPTS)} concurrent requests on {ENGINES} engines")
         requests = _Requests()
         with Live(get_renderable=requests.render, console=self._console, refresh_per_second=20):
             loads = asyncio.create_task(self._watch_loads(requests))
@@ -190,7 +191,7 @@ class Demo:
             await asyncio.sleep(_LOADS_EVERY_SECONDS)
 
     async def _stream(self, prompt: str, **sampling: Any) -> Result:
-        """Show a prompt and its continuation as it comes; an answer begins on a line of its own."""
+        """Show a prompt and its continuation while it is generated. An answer begins on its own line."""
         self._console.print(Text(readable(prompt), style="cyan"), end="\n" if readable(prompt) != prompt else "")
         result = await self._whole(prompt, echo=True, **sampling)
         self._console.print()
@@ -221,12 +222,14 @@ class Demo:
 
 
 def readable(prompt: str) -> str:
-    """The question of a chat prompt, or a plain prompt as it is."""
+    """Return the question of a chat prompt, or a plain prompt unchanged."""
     return prompt.rpartition("<|user|>")[2].removesuffix("<|end|><|assistant|>")
 
 
 class _Requests:
-    """The state of the concurrent requests: texts and token counts so far, most requests seen at once per engine."""
+    """State of the concurrent requests: texts and token counts so far, and the most requests seen at once on each
+    engine.
+    """
 
     def __init__(self) -> None:
         self.texts = [""] * len(CONCURRENT_PROMPTS)
@@ -234,7 +237,7 @@ class _Requests:
         self.peaks: dict[str, int] = {}
 
     def render(self) -> Table:
-        """The table as it is now."""
+        """Return the current table."""
         peaks = ", ".join(f"{count} on {engine}" for engine, count in self.peaks.items())
         table = Table("prompt", "output", box=None, pad_edge=False, caption_justify="left")
         table.caption = Text(f"most requests at once: {peaks}" if peaks else "", style="dim")

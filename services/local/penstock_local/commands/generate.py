@@ -1,4 +1,4 @@
-"""``penstock generate``: the continuations of one prompt, in the terminal."""
+"""Implementation of ``penstock generate``: continues one prompt in the terminal."""
 
 import itertools
 import sys
@@ -17,16 +17,18 @@ from penstock_local.rpc.client import ServerUnreachableError, client_of, describ
 
 _HEADER = ("token", "logprob", "rank", "likeliest")
 Logprobs = Sequence[Sequence[Logprob]]
-"""Of each position the chosen token and the likeliest ones."""
+"""Entries of each position: first the chosen token, then the most likely tokens."""
 Piece = Output | ChatOutput
 
 
 def logprobs_table(logprobs: Logprobs) -> Iterator[str]:
-    """Lines: a header, then one per position with the chosen token, its numbers, and the likeliest tokens with theirs."""
+    """Yield the lines of a table: a header, then one line per position with the chosen token and the most likely
+    tokens.
+    """
     texts = any(entry.token for entries in logprobs for entry in entries)
 
     def token(entry: Logprob) -> str:
-        """The text in quotes, so that spaces show, or the id where the server gives no texts."""
+        """Return the text in quotes, so that spaces are visible, or the id if the server sends no texts."""
         return repr(entry.token) if texts else str(entry.token_id)
 
     def row(chosen: Logprob, *likeliest: Logprob) -> tuple[str, str, str, str]:
@@ -43,20 +45,20 @@ EXIT_FAILED = 1
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock generate``."""
+    """Flags of ``penstock generate``."""
 
     prompt: str
     address: str
     model: str = ""
-    """Empty: the one that is served."""
+    """Name of the model; empty for the served model."""
     lora: str = ""
-    """An adapter of it; empty: none."""
+    """Name of a LoRA adapter of the model; empty for none."""
     media: Collection[MediaFile] = ()
-    """What stands before the prompt."""
+    """Images and audio before the prompt."""
     timeout: float | None = None
-    """Seconds for the whole request; None: no limit."""
+    """Timeout of the whole request, in seconds; None for no limit."""
     sampling: Mapping[str, Any] = {}
-    """Fields of SamplingParams; the server chooses those that are missing."""
+    """Fields of SamplingParams. The server chooses the others."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
@@ -64,31 +66,32 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Continuation:
-    """One of the outputs of a prompt, as far as it has come."""
+    """One output of a prompt, as far as it has been received."""
 
     def __init__(self) -> None:
         self.text = ""
         self.last: Output | None = None
-        """The latest piece."""
+        """Latest piece of the output."""
         self.logprobs: list[Sequence[Logprob]] = []
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the output is complete."""
         return self.last is not None and self.last.finish_reason is not None
 
     def add(self, piece: Output) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self.text += piece.text
         self.last = piece
         self.logprobs += piece.logprobs or ()
 
 
 async def generate(options: GenerateOptions) -> int:
-    """Write the text to standard output and a line about it to standard error. Returns the exit code.
+    """Write the text to standard output and a summary to standard error. Returns the exit code.
 
-    A single output is written as it comes; of several each is written under its number, once it and those before it are
-    complete. Log-probabilities that were asked for follow as a table on standard error.
+    A single output is written while it is received. Several outputs are written in order with their numbers, each as
+    soon as it and those before it are complete. If log-probabilities are requested, a table of them follows on standard
+    error.
     """
     started = time.monotonic()
     sequences = [Continuation() for _ in range(max(options.sampling.get("n", 1), 1))]
@@ -121,7 +124,9 @@ async def generate(options: GenerateOptions) -> int:
 
 
 def describe_end(ends: Collection[Piece], *, seconds: float) -> str:
-    """One line on how the outputs ended, what they cost and how fast they were. ``ends``: the last piece of each."""
+    """Return one line about how the outputs ended, their token counts and their speed. ``ends`` has the last piece of
+    each.
+    """
     reasons = Counter(_reason(end) for end in ends)
     if len(ends) == 1:
         reason = next(iter(reasons))
@@ -147,7 +152,7 @@ def _reason(end: Piece) -> str:
 
 
 def _write_ended(sequences: list[Continuation], start: int) -> int:
-    """Write those from ``start`` on that are complete, up to the first that is not. Returns how many."""
+    """Write the complete outputs from ``start`` on, up to the first incomplete one. Returns how many were written."""
     ended = list(itertools.takewhile(lambda sequence: sequence.ended, sequences[start:]))
     for number, sequence in enumerate(ended, start=start + 1):
         _write(f"[{number}] {sequence.text}\n")
@@ -169,7 +174,7 @@ def _write(text: str) -> None:
 
 
 def _end_line(sequences: list[Continuation]) -> bool:
-    """Close the line of a single output that has been begun. Returns whether anything came at all."""
+    """End the line of a single output that has begun. Returns whether anything was received."""
     if len(sequences) == 1 and sequences[0].last is not None:
         _write("\n")
     return any(sequence.last is not None for sequence in sequences)

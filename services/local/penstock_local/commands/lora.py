@@ -1,4 +1,4 @@
-"""``penstock lora``: the LoRA adapters of a running server. Also the flags about them of ``penstock serve``."""
+"""Implementation of ``penstock lora``, which manages LoRA adapters of a running server, and parsers of the LoRA flags."""
 
 import sys
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from penstock_local.rpc.client import of_operators_api
 EXIT_FAILED = 1
 FLAG = "--lora"
 _TIMEOUT = 300.0
-"""Seconds: engines read adapters from disks that may be far away."""
+"""Timeout in seconds. It is long because engines may read adapters from slow remote disks."""
 _COLUMNS = ("name", "source", "rank", "size", "pinned", "engines", "path")
 
 
 class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of ``penstock lora``."""
+    """Arguments of ``penstock lora``."""
 
     admin_address: str
-    """Operators' API of any frontend of the cluster, host:port."""
+    """Address of the admin API of any frontend of the cluster, as host:port."""
     action: Literal["load", "unload", "list", "pin"]
     name: str = ""
     path: str = ""
@@ -35,10 +35,14 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
-    """Directories by name, of texts like ``NAME=PATH``. Raises ConfigError for a text of another form, a name that was given
-    before or cannot be one, and a path that has no adapter.
+    """Parse texts of the form ``NAME=PATH``. Returns the adapters' directories by name.
+
+    Raises:
+        ConfigError: A text has another form, a name is repeated or invalid, or a path has no adapter.
     """
-    from penstock_frontend.config.frontend import name_refusal  # the other commands do without
+    from penstock_frontend.config.frontend import (
+        name_refusal,
+    )  # Imported here because the other commands do not need it.
 
     adapters: dict[str, str] = {}
     for text in texts:
@@ -46,7 +50,7 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
         if not separator or not name or not path:
             raise ConfigError(f"{FLAG} {text}: write NAME=PATH, e.g. pirate=./adapters/pirate")
         if name in adapters:
-            raise ConfigError(f"{FLAG} {text}: {name!r} was given before, for {adapters[name]}")
+            raise ConfigError(f"{FLAG} {text}: {name!r} is already given, for {adapters[name]}")
         if refusal := name_refusal(name):
             raise ConfigError(f"{FLAG} {text}: the name {name!r} {refusal}")
         adapters[name] = adapter_folder(path, of=f"{FLAG} {text}")
@@ -54,51 +58,60 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
 
 
 def adapter_folder(path: str, *, of: str) -> str:
-    """The absolute path of an adapter's directory on this machine. ``of``: what named it. Raises ConfigError where it is none."""
+    """Return the absolute path of an adapter's directory on this machine.
+
+    Errors begin with ``of``, the flag that named the directory. Raises ConfigError if the directory does not exist or
+    has no adapter.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"{of}: there is no directory {path}")
+        raise ConfigError(f"{of}: directory {path} does not exist")
     if not (folder / "adapter_config.json").is_file():
         model = (folder / "config.json").is_file()
-        what = "it holds a model, which is served by itself" if model else "it is no directory of a LoRA adapter"
+        what = "it holds a model; serve it as MODEL" if model else "it is not the directory of a LoRA adapter"
         raise ConfigError(f"{of}: {path} has no adapter_config.json: {what}")
     return str(folder.resolve())
 
 
 def parse_directory(text: str) -> str:
-    """The absolute path of ``--lora-directory``; empty where it is not given. Raises ConfigError where there is no directory."""
+    """Return the absolute path of ``--lora-directory``, or empty if it is not given. Raises ConfigError if it does not
+    exist.
+    """
     if not text:
         return ""
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"--lora-directory {text}: there is no such directory")
+        raise ConfigError(f"--lora-directory {text}: this directory does not exist")
     if (folder / "adapter_config.json").is_file() and not any(folder.glob("*/adapter_config.json")):
         raise ConfigError(
-            f"--lora-directory {text}: it is an adapter itself; give the directory that it lies in, or {FLAG} NAME={text}"
+            f"--lora-directory {text}: this is the directory of one adapter; give its parent directory, or use "
+            f"{FLAG} NAME={text}"
         )
     return str(folder.resolve())
 
 
 def path_of(text: str) -> str:
-    """The absolute path of a directory that is found here, else the text as it is: it may be of another machine."""
+    """Return the absolute path of a directory if it exists here. Otherwise return the text, which may be a path on
+    another machine.
+    """
     return str(Path(text).resolve()) if Path(text).is_dir() else text
 
 
 async def lora(options: LoraOptions) -> int:
-    """Do what is asked for. Returns the exit code."""
+    """Run the action. Returns the exit code."""
     async with AdminClient(options.admin_address) as admin:
         try:
             text = await _done(admin, options)
         except PenstockError as e:
             taken = isinstance(e, RequestFailed) and e.reason == "LORA_NAME_TAKEN"
-            fail(f"{of_operators_api(e)}{'; --inplace sets it' if taken else ''}")
+            fail(f"{of_operators_api(e)}{'; --inplace replaces it' if taken else ''}")
             return EXIT_FAILED
     sys.stdout.write(text)
     return 0
 
 
 async def _done(admin: AdminClient, options: LoraOptions) -> str:
-    """What to print once it is done."""
+    """Run the action, and return the text to print."""
     name = options.name
     match options.action:
         case "load":

@@ -1,4 +1,4 @@
-"""An answer of ``penstock chat`` on standard output: Markdown is rendered on a terminal while the text comes."""
+"""Terminal output of ``penstock chat``: renders answers as Markdown while the text is received."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,21 +17,23 @@ _FENCES = ("```", "~~~")
 
 
 def rendered(text: str) -> RenderableType:
-    """Markdown. The addresses of links are written out: not every terminal opens those it hides, or copies them."""
+    """Return Markdown as a renderable. Link addresses are written out, because some terminals cannot open or copy
+    hidden ones.
+    """
     return Markdown(text, hyperlinks=False)
 
 
 class MarkdownView:
-    """Blocks of Markdown on a terminal. Blocks that are complete stay; the last one is drawn anew with every piece.
+    """Shows Markdown blocks on a terminal. Complete blocks stay, and the last block is redrawn with each piece.
 
-    Redrawing one block, not the whole answer, is what a terminal can take back: lines that have scrolled away cannot be changed.
+    Only the last block is redrawn because lines that have scrolled away cannot be changed.
     """
 
     def __init__(self, stream: TextIO, *, render: Callable[[str], RenderableType] = rendered) -> None:
         self._console = Console(file=stream)
         self._render = render
         self._block = ""
-        self._blocks = 0  # that are complete
+        self._blocks = 0  # Number of complete blocks.
         self._live: Live | None = None
 
     def write(self, text: str) -> None:
@@ -47,7 +49,7 @@ class MarkdownView:
             self._live.update(_Block(self._render(self._block), tail=True), refresh=True)
 
     def end(self) -> None:
-        """Keep what is there, also of a block that is not complete."""
+        """Finish the view. An incomplete last block stays."""
         block, self._block = self._block, ""
         if block.strip():
             self._keep(block)
@@ -62,18 +64,18 @@ class MarkdownView:
         self._blocks += 1
 
     def _gap(self) -> None:
-        """The line between two blocks."""
+        """Write the empty line between two blocks."""
         if self._blocks:
             self._console.print()
 
 
 def dimmed(text: str) -> RenderableType:
-    """Text as it stands, dimmed."""
+    """Return plain text, dimmed."""
     return Text(text, style="dim")
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """The blocks that no later text can change, and the rest: blocks end at blank lines that are in no fenced code."""
+    """Split text into complete blocks and the rest. A block ends at an empty line outside fenced code."""
     blocks = []
     fence = ""
     start = position = 0
@@ -92,7 +94,7 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 
 
 class _Block:
-    """A renderable without blank lines around it. ``tail``: no more of its end than the terminal is high."""
+    """A renderable without empty lines around it. With ``tail``, only its end is shown, at most one screen."""
 
     def __init__(self, inner: RenderableType, *, tail: bool = False) -> None:
         self._inner = inner
@@ -108,7 +110,7 @@ class _Block:
 
 
 def _without_margin(line: Sequence[Segment]) -> Sequence[Segment]:
-    """A line without the blanks that fill it up; those with a background are seen, and stay."""
+    """Remove trailing whitespace from a line. Whitespace with a background color stays because it is visible."""
     kept = list(line)
     while kept and not (kept[-1].style is not None and kept[-1].style.bgcolor) and not kept[-1].text.strip():
         kept.pop()
@@ -118,10 +120,10 @@ def _without_margin(line: Sequence[Segment]) -> Sequence[Segment]:
 
 
 class AnswerWriter:
-    """Puts an answer on standard output as it comes.
+    """Writes an answer to standard output while it is received.
 
-    On a terminal with colors it is Markdown, behind its reasoning, which is dimmed; without colors it is text as it stands.
-    In a pipe, too, which gets no reasoning.
+    On a color terminal the answer is rendered as Markdown, after its reasoning, which is dimmed. Without colors both
+    are plain text. In a pipe, the answer is plain text without reasoning.
     """
 
     def __init__(self) -> None:
@@ -147,7 +149,7 @@ class AnswerWriter:
             self._put(f"[calls {call.name}({call.arguments})]\n")
 
     def end(self) -> None:
-        """Close the last line."""
+        """End the last line."""
         self._end_views()
         if self._line_open:
             self._put("\n")

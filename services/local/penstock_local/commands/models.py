@@ -1,4 +1,4 @@
-"""``penstock models`` and ``penstock pull``: the models in this machine's cache of the Hugging Face hub."""
+"""Implementation of ``penstock models`` and ``penstock pull``, which show and fill this machine's Hugging Face cache."""
 
 import os
 import sys
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 _SERVED = "can be served"
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""Files of a model that engines and frontends read."""
+"""File patterns of a model that engines and frontends read."""
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the cache. ``size``: bytes of all its revisions. ``reason``: why it cannot be served; empty: it can."""
+    """A model of the cache.
+
+    Attributes:
+        size: Bytes of all its revisions.
+        reason: Reason why it cannot be served; empty if it can.
+    """
 
     name: str
     size: int
@@ -30,7 +35,7 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullError(PenstockError):
-    """A model could not be downloaded."""
+    """Error for a model that could not be downloaded."""
 
 
 def models(*, as_json: bool) -> int:
@@ -40,7 +45,7 @@ def models(*, as_json: bool) -> int:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return 0
     if not found:
-        sys.stderr.write("no models are cached; penstock pull MODEL downloads one\n")
+        sys.stderr.write("no models are cached; download one with penstock pull MODEL\n")
         return 0
     if sys.stdout.isatty():
         from rich.console import Console
@@ -54,7 +59,7 @@ def models(*, as_json: bool) -> int:
 
 
 def models_table(found: Sequence[CachedModel]) -> "Table":
-    """The models as a terminal shows them: wrapped at words, sizes in one line."""
+    """Return a table for a terminal: names wrap, and sizes stay on one line."""
     from rich.table import Table
     from rich.text import Text
 
@@ -68,7 +73,7 @@ def models_table(found: Sequence[CachedModel]) -> "Table":
 
 
 def cached_models() -> Sequence[CachedModel]:
-    """The models of the cache, by name. A cache that is not there has none."""
+    """Return the models of the cache, sorted by name. Empty if there is no cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -82,37 +87,42 @@ def cached_models() -> Sequence[CachedModel]:
             continue
         main = next((each for each in repository.revisions if "main" in each.refs), None)
         newest = main or max(repository.revisions, key=lambda each: each.last_modified, default=None)
-        reason = why_not(newest.snapshot_path) if newest is not None else "nothing of it was downloaded"
+        reason = why_not(newest.snapshot_path) if newest is not None else "no file was downloaded"
         found.append(CachedModel(name=repository.repo_id, size=repository.size_on_disk, reason=reason))
     return sorted(found, key=lambda model: model.name)
 
 
 def why_not(folder: Path) -> str:
-    """Why the files of a directory do not make a model that can be served; empty: they do, as far as they show.
+    """Return the reason why the files of a directory cannot be served as a model. Empty if they can, as far as the
+    files show.
 
-    It is what ``penstock serve`` says of them. Whether an engine knows the architecture, and has the memory, is known when it
-    loads it.
+    The reason is the same as in ``penstock serve``. The engine checks the architecture and the memory when it loads the
+    model.
     """
     said = checkpoint.problem(str(folder)).removeprefix(repr(str(folder)))
     return said.removeprefix(": ") if said.startswith(":") else f"it{said}" if said else ""
 
 
 def pull(name: str, *, revision: str) -> int:
-    """Download a model into the cache, with bars on a terminal, and print its directory. Returns the exit code.
+    """Download a model into the cache and print its directory. Shows progress bars on a terminal. Returns the exit
+    code.
 
-    What is there already is not downloaded again. Raises ConfigError for a model that there is not, PullError for a download
-    that failed.
+    Files that are already in the cache are not downloaded again.
+
+    Raises:
+        ConfigError: The model does not exist.
+        PullError: The download failed.
     """
     if Path(name).is_dir():
-        raise ConfigError(f"model {name}: it is a directory, which penstock serve takes as it is")
+        raise ConfigError(f"model {name}: this is a local directory; penstock serve can use it directly")
     if not sys.stderr.isatty():
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when the library is imported
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # The library reads this variable when it is imported.
     check_hub(name, revision)
     from huggingface_hub import constants, snapshot_download
 
     try:
         folder = snapshot_download(name, revision=revision or None, allow_patterns=list(_PATTERNS))
-    except Exception as e:  # whatever its HTTP library raises, or a full disk
+    except Exception as e:  # Network errors of the hub's HTTP library, or a full disk.
         offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         raise PullError(f"model {name} could not be downloaded{offline}: {str(e).strip() or type(e).__name__}") from e
     if reason := why_not(Path(folder)):
@@ -122,7 +132,7 @@ def pull(name: str, *, revision: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes for people."""
     for unit, each in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if size >= each:
             return f"{size / each:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""``penstock scale``: how many engines a pool has, where that is the operators' to say."""
+"""Implementation of ``penstock scale``, which sets the number of engines of a pool without an autoscaler."""
 
 import asyncio
 import sys
@@ -17,19 +17,19 @@ from penstock_local.rpc.client import of_operators_api
 EXIT_FAILED = 1
 _POLL_SECONDS = 0.1
 _TIMEOUT = 30.0
-"""Seconds: a frontend waits shorter for its coordinator, and says what failed."""
+"""Timeout in seconds. The frontend's own timeout for its coordinator is shorter, so that it can report the error."""
 
 
 class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of ``penstock scale``."""
+    """Arguments of ``penstock scale``."""
 
     admin_address: str
-    """Operators' API of any frontend of the cluster, host:port."""
+    """Address of the admin API of any frontend of the cluster, as host:port."""
     pool: Annotated[str, Meta(min_length=1)]
     replicas: int
-    """Engines that the pool is to have; whether it may the coordinator says."""
+    """Target number of engines. The coordinator checks whether it is allowed."""
     wait: bool = False
-    """Return when a data-parallel group has that many ranks."""
+    """Whether to wait until the pool or the data-parallel group has that size."""
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -47,12 +47,12 @@ async def scale(options: ScaleOptions) -> int:
             return EXIT_FAILED
     sys.stdout.write(f"pool {options.pool}: {_engines(previous)} wanted before, {options.replicas} now\n")
     if not options.replicas:
-        say(f"requests wake nobody: `penstock scale --pool {options.pool} 1` brings an engine back")
+        say(f"new requests do not start an engine: `penstock scale --pool {options.pool} 1` starts one again")
     return 0
 
 
 async def _until_scaled(admin: AdminClient, options: ScaleOptions) -> None:
-    """Return when the pool has as many ranks, or engines that take requests, as were asked for."""
+    """Return when the pool has the target number of ranks, or of engines that accept requests."""
     while True:
         cluster = await admin.cluster(deadline=_TIMEOUT)
         group = next((group for group in cluster.groups if group.pool == options.pool), None)

@@ -1,4 +1,4 @@
-"""``penstock status``: the engines of a running cluster, in the terminal."""
+"""Implementation of ``penstock status``: shows the engines of a running cluster in the terminal."""
 
 import asyncio
 import json
@@ -29,8 +29,9 @@ _GIB = 2**30
 
 
 def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
-    """A cell: which devices, how much of the fullest one's memory is used, and how many steps are replays. Empty for engines that
-    do not say.
+    """Return a table cell: the devices, the memory use of the fullest one, and the share of steps replayed as graphs.
+
+    Empty if the engine does not report its workers.
     """
     known = [worker for worker in workers if worker.get("device")]
     if not known:
@@ -48,7 +49,9 @@ def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _replayed(workers: Sequence[Mapping[str, Any]]) -> str:
-    """The share of steps that GPUs replayed, and of what these computed for nobody; empty before there were any."""
+    """Return the share of steps that GPUs replayed, and the share of padding tokens in them. Empty before the first
+    replay.
+    """
     found = [worker.get("graphs", {}) for worker in workers]
     replays, launched, tokens, padding = (
         sum(graphs.get(name, 0) for graphs in found) for name in ("replays", "launched", "tokens", "padding_tokens")
@@ -59,8 +62,11 @@ def _replayed(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def drafts_of(info: dict[str, Any]) -> Text:
-    """Mean tokens of a step with drafts, of a request, and the share of the drafted tokens that held; empty for an engine that
-    does not speculate, or does not say. ``info``: what an engine says of itself.
+    """Return a table cell: mean tokens per request in steps with drafts, and the share of drafted tokens that were
+    accepted.
+
+    Empty if the engine does not use speculation or does not report it. ``info`` is the engine's answer to
+    ``engine_info``.
     """
     speculation = info.get("speculative")
     if not speculation:
@@ -75,25 +81,29 @@ def drafts_of(info: dict[str, Any]) -> Text:
 
 
 _SHOWN = 10
-"""Lines of each kind; ``--json`` has all."""
+"""Number of lines of each kind. ``--json`` shows all."""
 _OTHER = "other"
-"""What frontends call all tenants that they do not show apart; no tenant is called so."""
+"""Name in which frontends combine tenants that they do not list. No real tenant has this name."""
 
 
 def incident_lines(clusters: Sequence[Cluster]) -> list[Text]:
-    """``clusters``: the cluster as each frontend sees it, the first one's losses count. Moved and refused requests are summed."""
+    """Return the lines about lost engines and refused requests.
+
+    ``clusters`` is the cluster as each frontend sees it. Losses are those of the first frontend. Counts of moved and
+    refused requests are summed.
+    """
     return [*_lost(clusters), *_refused(clusters)]
 
 
 def shown_losses(cluster: Cluster) -> Sequence[LostEngine]:
-    """Return the losses that have a line."""
+    """Return the losses that are shown as lines."""
     return cluster.lost_engines[:_SHOWN]
 
 
 def _lost(clusters: Sequence[Cluster]) -> Iterable[Text]:
     present = {engine.engine_id for engine in clusters[0].engines if engine.state.name != "DEAD"}
     for lost in shown_losses(clusters[0]):
-        # Frontends notice a loss at different times, within seconds.
+        # Frontends detect the same loss within seconds of each other.
         also = [
             other
             for cluster in clusters[1:]
@@ -122,7 +132,7 @@ def _ago(seconds: float) -> str:
 
 EXIT_FAILED = 1
 _TIMEOUT = 3.0
-"""Seconds for an answer; a busy engine answers between two steps."""
+"""Timeout of an answer, in seconds. A busy engine answers between two steps."""
 
 _STYLES = {
     EngineState.LOADING: "yellow",
@@ -135,56 +145,56 @@ _NUMBERS = ("running", "waiting", "last step", "longest", "drafts")
 _WIDE_ONLY = ("longest", "device", "address", "pool")
 _COLUMNS = ("engine", "state", "running", "waiting", "KV cache", "last step", "model", *_WIDE_ONLY)
 _ROLE = "role"
-"""A column that is there where engines are for different things, behind the state."""
+"""Column after the state, shown only if engines have different roles."""
 _LEASES = "leases"
-"""A column that is there where engines give each other blocks, behind that."""
+"""Column after the state and role, shown only if engines transfer KV blocks."""
 _DRAFTS = "drafts"
-"""A column that is there where an engine speculates, behind the last step."""
+"""Column after the last step, shown only if an engine uses speculation."""
 _WIDE = 100
 _PIPE_WIDTH = 200
 _BAR_WIDTH = 8
 
 
 class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of ``penstock status``. Addresses are host:port."""
+    """Flags of ``penstock status``. Addresses are host:port."""
 
     IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {"interval": ("once", "json")}
 
     admin_address: str
-    """Operators' API of the frontend whose cluster is shown."""
+    """Admin API of the frontend whose cluster is shown."""
     address: str = ""
-    """Public API of that frontend, which is asked for its health; empty: the operators' API is asked for it."""
+    """Public API of that frontend, asked for its health; empty to ask the admin API."""
     others: tuple[str, ...] = ()
-    """Operators' APIs of further frontends of the same cluster."""
+    """Admin APIs of further frontends of the same cluster."""
     interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
     once: bool = False
-    """Print the table once and end."""
+    """Whether to print the table once and exit."""
     json: bool = False
-    """Print a JSON object once and end."""
+    """Whether to print a JSON object once and exit."""
 
     def __post_init__(self) -> None:
         check_flags(self)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a cluster at one time."""
+    """State of a cluster at one time."""
 
     cluster: Cluster
     serving: bool | None
-    """Health of the public API; None when it does not answer."""
+    """Health of the public API; None if it does not answer."""
     infos: dict[str, dict[str, Any]]
-    """Answers of the engines to ``engine_info``, by engine id; empty when one of them did not answer in time."""
+    """Answers of the engines to ``engine_info``, by engine id; empty if one of them did not answer in time."""
     others: dict[str, Cluster | None] = {}
-    """The cluster as further frontends see it, by address; None for one that does not answer."""
+    """Cluster as further frontends see it, by address; None for a frontend that does not answer."""
 
     @property
     def takes_requests(self) -> bool:
-        """Whether at least one engine does."""
+        """Whether at least one engine accepts requests."""
         return any(engine.state is EngineState.SERVING for engine in self.cluster.engines)
 
 
 async def status(options: StatusOptions) -> int:
-    """Show the cluster. Returns the exit code: 0 when an engine takes requests, or after Ctrl-C of a live table."""
+    """Show the cluster. Returns the exit code: 0 if an engine accepts requests, or after Ctrl-C of a live table."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -205,7 +215,7 @@ async def status(options: StatusOptions) -> int:
 
 
 async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
-    """Ask everything at once. Raises what the question for the cluster failed with; without the rest it goes on."""
+    """Query everything concurrently. Raises if the query for the cluster fails. Other failed queries leave gaps."""
     cluster, public, infos, others = await asyncio.gather(
         admin.cluster(deadline=_TIMEOUT),
         _health(options),
@@ -230,7 +240,7 @@ async def _cluster_at(address: str) -> Cluster | None:
 
 
 async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
-    """What the engines say; nothing when one of them does not answer, which the table shows by its state."""
+    """Return the answers of the engines. Empty if an engine does not answer; its state in the table shows that."""
     try:
         return await admin.engine_info(deadline=_TIMEOUT)
     except PenstockError:
@@ -238,7 +248,7 @@ async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
 
 
 async def _watch(admin: AdminClient, options: StatusOptions, console: Console, snapshot: Snapshot) -> None:
-    """Refresh the table until Ctrl-C. A frontend that goes away is looked for until it is back."""
+    """Refresh the table until Ctrl-C. If the frontend disappears, keep trying until it is back."""
     footer = Text("Ctrl-C ends", style="dim")
     shown: RenderableType = table(snapshot, options, width=console.width)
     with Live(Group(shown, footer), console=console, auto_refresh=False) as live:
@@ -251,7 +261,7 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
                 except PenstockError as e:
                     live.update(Group(shown, Text(one_line(e), style="red"), footer), refresh=True)
         except asyncio.CancelledError:
-            # Ctrl-C is how one leaves: no error, and nothing else cancels this.
+            # The user leaves with Ctrl-C, which is the only source of cancellation here. It is not an error.
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
@@ -259,7 +269,9 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
 
 
 def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
-    """Lines on the cluster and a row per engine. ``width`` in characters: a narrow terminal gets fewer columns."""
+    """Return lines about the cluster and a row per engine. ``width`` is in characters: narrow terminals get fewer
+    columns.
+    """
     engines = _shown(snapshot.cluster)
     if not engines:
         none = "no engine is left" if snapshot.cluster.engines else "no engine is known yet"
@@ -291,7 +303,7 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
 
 
 def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
-    """A row, as ``_COLUMNS`` names it."""
+    """Return the cells of a row, in the order of ``_COLUMNS``."""
     return [
         engine.engine_id or f"#{engine.index}",
         _state(engine, info),
@@ -308,7 +320,7 @@ def _cells(engine: EngineStatus, info: dict[str, Any]) -> list[RenderableType]:
 
 
 def as_json(snapshot: Snapshot) -> dict[str, Any]:
-    """The same as plain data, engines with what they say of themselves."""
+    """Return the snapshot as plain data. Engines include their answers to ``engine_info``."""
     return {
         "serving": snapshot.serving,
         "coordinator_connected": snapshot.cluster.coordinator_connected,
@@ -348,7 +360,7 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _summaries(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
-    """A line on the cluster, and one for each further frontend."""
+    """Return a line about the cluster, and one for each further frontend."""
     return [_summary(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
 
 
@@ -379,13 +391,13 @@ def _size(cluster: Cluster) -> str:
 
 
 def _shown(cluster: Cluster) -> list[EngineStatus]:
-    """Return the engines that have a row: all but dead ones of which a line below the table says when and how they were lost."""
+    """Return the engines that have a row. Dead engines are left out if a line below the table describes their loss."""
     told = {lost.address for lost in shown_losses(cluster)}
     return [each for each in cluster.engines if each.state is not EngineState.DEAD or each.address not in told]
 
 
 def _groups(snapshot: Snapshot) -> list[Text]:
-    """A line per data-parallel group."""
+    """Return a line per data-parallel group."""
     lines = []
     for group in snapshot.cluster.groups:
         size, target = len(group.view.group.members), group.target_size
@@ -397,7 +409,7 @@ def _groups(snapshot: Snapshot) -> list[Text]:
 
 
 def _variants(snapshot: Snapshot) -> list[Text]:
-    """A line per variant, where there are several: they are the same model and compute differently."""
+    """Return a line per variant if there are several: they serve the same model but compute differently."""
     variants = snapshot.cluster.variants
     if len(variants) < 2:
         return []
@@ -409,14 +421,16 @@ def _variants(snapshot: Snapshot) -> list[Text]:
 
 
 def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
-    """The state, and whether an operator has paused the engine or put it to sleep."""
+    """Return the state, with a note if an operator has paused the engine or put it to sleep."""
     more = "asleep" if info.get("asleep") else info.get("pause_state", "")
     note = f" ({more})" if more not in ("", "running") else ""
     return Text(engine.state.name.lower() + note, style=_STYLES[engine.state])
 
 
 def _kept(info: dict[str, Any]) -> str:
-    """Requests whose blocks an engine keeps for others, and how many that are; empty where it does not say."""
+    """Return the number of KV block leases of an engine, with their blocks and bytes. Empty if the engine does not
+    report it.
+    """
     kept = info.get("kv_transfer") or {}
     if not kept.get("num_leases"):
         return str(kept.get("num_leases", ""))
@@ -424,7 +438,7 @@ def _kept(info: dict[str, Any]) -> str:
 
 
 def _usage(fraction: float) -> Text:
-    """A bar and a percentage."""
+    """Return a bar and a percentage."""
     filled = min(round(fraction * _BAR_WIDTH), _BAR_WIDTH)
     style = "red" if fraction > 0.9 else "cyan"
     return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"), f" {fraction:4.0%}")

@@ -1,1 +1,1 @@
-"""The engine inside a Python program: ``LLM``."""
+"""In-process engine for Python programs: ``LLM``."""

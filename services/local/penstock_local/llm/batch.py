@@ -1,4 +1,4 @@
-"""One call of an ``LLM``: many inputs, what becomes of their failures, and of results when the call is interrupted."""
+"""Calls of an ``LLM`` with many inputs: their failures, and partial results after Ctrl-C."""
 
 import contextlib
 import time
@@ -20,14 +20,16 @@ from penstock_local.llm.runtime import Runtime
 _REFRESH_SECONDS = 0.2
 
 Shown = bool | Callable[..., Any]
-"""Whether there is a bar; or what makes one, as ``tqdm.tqdm``: called with ``total`` and ``desc``, it has ``update`` and
-``close``.
+"""Whether to show a progress bar, or a function that makes one, such as ``tqdm.tqdm``.
+
+The function is called with ``total`` and ``desc``. Its result needs the methods ``update`` and ``close``.
 """
 
 
 class Bar:
-    """``with Bar(...) as bar``: a bar on standard error, where that is a terminal. ``tokens`` counts new tokens, from wherever it
-    begins. ``total`` None: nobody knows.
+    """Progress bar on standard error, used in a ``with`` block. Shown only on a terminal.
+
+    ``tokens`` returns a running count of new tokens. ``total`` is None if the number of inputs is unknown.
     """
 
     def __init__(self, shown: Shown, total: int | None, tokens: Callable[[], int]) -> None:
@@ -56,14 +58,14 @@ class Bar:
             self._bar.stop()
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more finished input."""
         self._done += 1
         if self._given is not None:
             self._given.update(1)
         self.tick()
 
     def tick(self) -> None:
-        """Draw it anew, if it was not drawn just now."""
+        """Redraw the bar, unless it was drawn just now."""
         if self._bar is not None and time.perf_counter() - self._drawn >= _REFRESH_SECONDS:
             self._draw()
 
@@ -94,22 +96,22 @@ P = TypeVar("P")
 R = TypeVar("R", bound=Record)
 
 Errors = Literal["raise", "return"]
-"""What a call does with an input that fails: it raises that and ends the others, or returns a record with ``error`` in its
-place.
-"""
+"""Behavior of a call when an input fails: raise the error and cancel the others, or return a record with ``error``."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with the results there were: ``results`` has None where there was none yet."""
+    """KeyboardInterrupt with the results so far. ``results`` has None for each input without a result."""
 
     def __init__(self, results: list[Any]) -> None:
-        super().__init__(f"interrupted; {sum(each is not None for each in results)} inputs have their result")
+        super().__init__(f"interrupted; {sum(each is not None for each in results)} inputs have a result")
         self.results = results
 
 
 class Job(Generic[T, P, R]):
-    """What is done with each input. ``name``: what the inputs are called, for errors. ``run``: what an input comes to;
-    ``failed``: the record of a failure. ``check``: all that can be said of it without computing; None: ``run`` checks it.
+    """Operation of a call, applied to each input.
+
+    ``run`` computes the result of an input, and ``failed`` is the record type of a failure. ``check`` validates an
+    input without computing; if it is None, ``run`` validates. ``name`` is the name of the inputs in errors.
     """
 
     def __init__(
@@ -125,22 +127,22 @@ class Job(Generic[T, P, R]):
         self.failed = failed
 
     async def check(self, index: int, value: T) -> P:
-        """The input, checked. Raises RequestFailed with its name."""
+        """Validate an input. Raises RequestFailed that begins with the input's name."""
         with self._naming(index):
             return await self._check(value) if self._check is not None else cast(P, value)
 
     async def run(self, index: int, checked: P) -> R:
-        """The result of a checked input. Raises RequestFailed with its name."""
+        """Compute the result of a validated input. Raises RequestFailed that begins with the input's name."""
         with self._naming(index):
             return await self._run(checked)
 
     async def whole(self, index: int, value: T) -> R:
-        """Check, and run."""
+        """Validate an input and compute its result."""
         return await self.run(index, await self.check(index, value))
 
     @contextlib.contextmanager
     def _naming(self, index: int) -> Iterator[None]:
-        """Failures inside get the name of the input."""
+        """Add the input's name to failures inside the ``with`` block."""
         try:
             yield
         except RequestFailed as e:
@@ -152,10 +154,10 @@ class Job(Generic[T, P, R]):
 
 
 class Batch(Generic[T, P, R]):
-    """One call: ``all`` or ``each`` of its results."""
+    """One call of an ``LLM``. Use ``all`` or ``each`` to get its results."""
 
     def __init__(self, runtime: Runtime, job: Job[T, P, R], *, errors: Errors, shown: Shown) -> None:
-        """Raises InvalidArgument for other ``errors`` than there are."""
+        """Create the call. Raises InvalidArgument for an unknown value of ``errors``."""
         if errors not in ("raise", "return"):
             raise InvalidArgument(f"errors is {errors!r}; it must be 'raise' or 'return'", field="errors")
         self._runtime = runtime
@@ -164,7 +166,9 @@ class Batch(Generic[T, P, R]):
         self._shown = shown
 
     def all(self, inputs: Inputs[T]) -> list[R]:
-        """The results in the order of the inputs. With ``errors="raise"`` all are checked before the first runs."""
+        """Return the results in the order of the inputs. With ``errors="raise"``, all inputs are checked before the
+        first runs.
+        """
         if not self._raises:
             return self._listed(self._results(inputs, self._window(self._job.whole)))
         wrong: list[RequestFailed] = []
@@ -177,7 +181,9 @@ class Batch(Generic[T, P, R]):
         return self._listed(self._results(Inputs(iter(checked), len(checked)), window))
 
     def each(self, inputs: Inputs[T], *, in_order: bool) -> Iterator[tuple[int, R]]:
-        """Each input's index and result, as they end or in their order. An input is checked when its turn comes."""
+        """Yield the index and result of each input, when it ends or in input order. Each input is checked just before
+        it runs.
+        """
         return self._results(inputs, self._window(self._job.whole), in_order=in_order)
 
     def _window(self, one: Callable[[int, Any], Coroutine[Any, Any, Any]]) -> Window[Any, Any]:
@@ -214,7 +220,7 @@ class Batch(Generic[T, P, R]):
 
 
 def _until_failure(inputs: Iterator[T | RequestFailed], wrong: list[RequestFailed]) -> Iterator[T]:
-    """The inputs up to the first that is wrong, which ``wrong`` gets."""
+    """Yield the inputs up to the first invalid one. Its error is appended to ``wrong``."""
     for each in inputs:
         if isinstance(each, RequestFailed):
             wrong.append(each)

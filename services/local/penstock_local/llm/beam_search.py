@@ -1,7 +1,8 @@
-"""Beam search over an engine that knows nothing of it: one token of every beam at a time, whose prefixes are cached.
+"""Beam search on top of an engine that does not know about it. Each step generates one token per beam, with cached
+prefixes.
 
-The algorithm is the textbook's: of all continuations of all beams by one token the likeliest ``beam_width`` are kept, and those
-that an end-of-sequence token ends are set aside.
+The algorithm is the textbook one. All beams are extended by one token, and the most likely ``beam_width`` results are
+kept. Results that end with an end-of-sequence token are set aside.
 """
 
 import asyncio
@@ -24,8 +25,10 @@ from penstock_local.llm.runtime import Runtime
 class BeamSearchParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=NamesReplacements
 ):
-    """How to search: ``beam_width`` sequences of up to ``max_tokens`` tokens. ``length_penalty``: scores are the sum of
-    log-probabilities over the length to this power, so that more than 0 favours long ones. Raises InvalidArgument.
+    """Parameters of a beam search with ``beam_width`` sequences of up to ``max_tokens`` tokens. Raises InvalidArgument.
+
+    A score is the sum of log-probabilities divided by the length to the power of ``length_penalty``. Values above 0
+    favor long sequences.
     """
 
     replacements = BEAM_SEARCH
@@ -42,7 +45,7 @@ class BeamSearchParams(
 
 
 def beam_search_params(given: object) -> BeamSearchParams:
-    """Return the parameters of a search that were given as such or as a mapping. Raises InvalidArgument."""
+    """Convert a mapping to search parameters, or return parameters unchanged. Raises InvalidArgument."""
     if isinstance(given, BeamSearchParams):
         return given
     if not isinstance(given, Mapping):
@@ -65,7 +68,7 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class BeamSearch:
-    """One call's. Runs on the event loop's thread."""
+    """Beam search of one call. Runs on the event loop's thread."""
 
     def __init__(self, calls: Calls, runtime: Runtime, params: BeamSearchParams) -> None:
         self._calls = calls
@@ -75,7 +78,8 @@ class BeamSearch:
         self._sampling: dict[str, Any] = {
             "temperature": 0.0,
             "max_tokens": 1,
-            "logprobs": 2 * params.beam_width,  # enough where all beams end but as many go on
+            "logprobs": 2
+            * params.beam_width,  # Enough candidates even if every beam ends, because as many others continue.
             "ignore_eos": True,
             "detokenize": False,
             "repetition_penalty": 1.0,
@@ -83,9 +87,11 @@ class BeamSearch:
         }
 
     async def run(self, prompt: Prepared) -> BeamSearchOutput:
-        """Search the continuations of a prompt. Raises RequestFailed."""
+        """Search for continuations of a prompt. Raises RequestFailed."""
         if isinstance(prompt.request.prompt, MixedPrompt):
-            raise Unimplemented("a prompt with media is continued by generate alone", field="multi_modal_data")
+            raise Unimplemented(
+                "beam search does not support prompts with media; use generate", field="multi_modal_data"
+            )
         width = self._params.beam_width
         room = self._runtime.engine.view.limits.max_model_len - len(prompt.token_ids)
         beams, ended = [_Sequence((), 0.0)], list[_Sequence]()
@@ -109,14 +115,14 @@ class BeamSearch:
         return [task.result() for task in tasks]
 
     async def _continue(self, prompt: Prepared, beam: _Sequence) -> list[_Sequence]:
-        """The beam with each of its likeliest next tokens."""
+        """Return the beam extended by each of its most likely next tokens."""
         token_ids = [*prompt.token_ids, *beam.token_ids]
         request = GenerateRequest(prompt=token_ids, sampling=self._sampling, context=prompt.request.context)
         output = await self._calls.generate(Prepared(request, None, token_ids))
         logprobs = output.outputs[0].logprobs
         if logprobs is None:
-            raise TypeError("an output without log-probabilities is no answer")
-        # The chosen token comes first, and is the likeliest as well.
+            raise TypeError("the output has no log-probabilities")
+        # The chosen token comes first, and is also among the most likely ones.
         likeliest = dict(zip(logprobs.token_ids, logprobs.logprobs, strict=True))
         return [_Sequence((*beam.token_ids, token), beam.logprob + logprob) for token, logprob in likeliest.items()]
 

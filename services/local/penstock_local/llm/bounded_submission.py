@@ -1,4 +1,4 @@
-"""Many inputs, so many of them at once: read ahead as far as that, and no further."""
+"""Bounded submission: runs a limited number of inputs concurrently, and reads the inputs only as far as needed."""
 
 import queue
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -8,24 +8,23 @@ from typing import Any, Generic, TypeVar
 
 from penstock_common.errors import RequestFailed, Unavailable
 
-# Many inputs, so many of them at once: read ahead as far as that, and no further.
-
 T = TypeVar("T")
 R = TypeVar("R")
 
 Submit = Callable[[Callable[[], Coroutine[Any, Any, Any]]], "Future[Any]"]
-"""Has an event loop's thread call it and run what it returns; cancelling the future ends that."""
+"""Function that calls its argument in the event loop's thread and runs the coroutine. Cancelling the future cancels it.
+"""
 
 _HELD_PER_RUNNING = 4
 _TICK = 0.2
-"""Seconds."""
+"""Seconds between calls of ``tick``."""
 
 
 class Window(Generic[T, R]):
-    """Runs ``one`` for each input, with its index, on the event loop's thread. Inputs are read in the thread that takes the
-    results: a slow reader of results holds the inputs up, and nothing grows with their number.
+    """Runs ``one`` for each input and its index on the event loop's thread, with a limited number of inputs at once.
 
-    ``tick`` is called again and again while results are waited for.
+    Inputs are read in the thread that takes the results. If results are taken slowly, inputs are read slowly too, so
+    memory use does not grow with their number. ``tick`` is called repeatedly while waiting for results.
     """
 
     def __init__(self, submit: Submit, one: Callable[[int, T], Coroutine[Any, Any, R]], *, at_once: int) -> None:
@@ -37,9 +36,10 @@ class Window(Generic[T, R]):
         self._ended: queue.SimpleQueue[tuple[int, Future[R]]] = queue.SimpleQueue()
 
     def results(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
-        """Each input's index and its result or failure, as they end; what was wrong with an input is its failure.
+        """Yield each input's index and its result or failure, in the order in which they end.
 
-        Raises what reading the inputs raises. However this ends, what runs then is ended.
+        An invalid input yields its error. Errors of reading the inputs are raised. When the generator ends for any
+        reason, running inputs are cancelled.
         """
         try:
             yield from self._results(enumerate(inputs), lambda: 0)
@@ -47,7 +47,7 @@ class Window(Generic[T, R]):
             self._end()
 
     def in_order(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
-        """The same in the order of the inputs. Results that wait for an earlier one are bounded, too."""
+        """Yield the same in input order. The number of results that wait for an earlier one is bounded too."""
         held: dict[int, R | RequestFailed] = {}
         due = 0
         try:
@@ -71,7 +71,7 @@ class Window(Generic[T, R]):
                     yield index, value
                 elif value is not None:
                     self._start(index, value)
-                if not self._ended.empty():  # a slow source does not hold back what is there
+                if not self._ended.empty():  # A slow source must not delay results that are ready.
                     break
             if self._running:
                 yield self._next()
@@ -84,7 +84,7 @@ class Window(Generic[T, R]):
         future.add_done_callback(lambda ended: self._ended.put((index, ended)))
 
     def _next(self) -> tuple[int, R | RequestFailed]:
-        """Wait for a result and take it."""
+        """Wait for the next result."""
         while True:
             try:
                 index, future = self._ended.get(timeout=_TICK)

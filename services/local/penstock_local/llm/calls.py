@@ -1,4 +1,4 @@
-"""One input of an ``LLM``'s call: how it is checked and computed. Runs on the event loop's thread."""
+"""Processing of a single input of an ``LLM`` call: checks and computation. Runs on the event loop's thread."""
 
 import itertools
 import time
@@ -30,8 +30,14 @@ from penstock_local.llm.runtime import Runtime
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A request ready to run. ``token_ids`` are its prompt, ``text`` what they were made of; ``num_sequences``: its n;
-    ``number``: of the request among all that were prepared.
+    """A request that is ready to run.
+
+    Attributes:
+        request: The request, with its prompt as token ids.
+        text: Text of the prompt; None if token ids were given.
+        token_ids: Token ids of the prompt.
+        num_sequences: Number of outputs (n).
+        number: Sequence number among all prepared requests.
     """
 
     request: GenerateRequest
@@ -42,7 +48,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Calls:
-    """Everything raises RequestFailed."""
+    """Operations of an ``LLM`` on one input. All methods raise RequestFailed."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -50,11 +56,11 @@ class Calls:
         self._numbers = itertools.count()
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
-        """A request with its prompt as token ids, checked as far as it can be without computing."""
+        """Tokenize the prompt of a request, and check the request as far as possible without computing."""
         llm, number = self._runtime.llm, next(self._numbers)
         request = msgspec.structs.replace(request, prompt=self._placed(request.prompt))
         text = request.prompt if isinstance(request.prompt, str) else None
-        if text:  # an empty one is refused below, as a text
+        if text:  # An empty text stays, so that the check below refuses it as a text.
             encoded = await llm.encode(text, add_special_tokens=request.add_special_tokens)
             request = msgspec.structs.replace(request, prompt=encoded.ids or text)
         checked = await llm.inputs.process(request, "check")
@@ -62,27 +68,28 @@ class Calls:
         constraint = checked.sampling_params.structured_output
         if self._runtime.tokenizer_path and constraint is not None and constraint.constrains:
             raise Unimplemented(
-                "sampling_params.structured_output is set; it is not served with a tokenizer that is not the model's",
+                "sampling_params.structured_output is set, but it is not supported with a custom tokenizer; "
+                "remove one of them",
                 field="sampling_params.structured_output",
             )
         return Prepared(request, text, checked.prompt_token_ids, checked.sampling_params.n, number)
 
     async def prepare_chat(self, request: ChatRequest) -> Prepared:
-        """The same of a conversation."""
+        """Render a conversation and prepare it like a prompt."""
         return await self.prepare(await self._runtime.chat.renderer.render(request))
 
     async def generate(self, prepared: Prepared) -> RequestOutput:
-        """Continue a prompt."""
+        """Generate the outputs of a prompt."""
         (output,) = [each async for each in pieces(self._runtime, prepared, str(prepared.number))]
         return output
 
     async def embed(self, request: PoolingRequest) -> EmbeddingOutput:
-        """The vector of a text."""
+        """Compute the embedding of a text."""
         vectors, num_tokens = await self._pool(request)
         return EmbeddingOutput(embedding=floats(vectors), num_prompt_tokens=num_tokens)
 
     async def classify(self, request: PoolingRequest) -> ClassificationOutput:
-        """The classes of a text."""
+        """Compute the class probabilities of a text."""
         vectors, num_tokens = await self._pool(request)
         probs, labels = floats(vectors), self._runtime.labels
         best = max(range(len(probs)), key=probs.__getitem__)
@@ -90,36 +97,36 @@ class Calls:
         return ClassificationOutput(probs=probs, label=label, num_prompt_tokens=num_tokens)
 
     async def encode(self, request: PoolingRequest) -> PoolingOutput:
-        """Whatever the task computes of a text."""
+        """Compute the result of a pooling task for a text."""
         vectors, num_tokens = await self._pool(request)
         numbers, width = floats(vectors), vectors.shape[-1]
         rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
         return PoolingOutput(data=rows, num_prompt_tokens=num_tokens)
 
     async def score(self, request: ScoreRequest) -> ScoringOutput:
-        """The score of a pair."""
+        """Compute the score of a pair of texts."""
         result = await self._scoring.run(request)
         return ScoringOutput(score=result.scores[0], num_prompt_tokens=result.prompt_tokens)
 
     def _placed(self, prompt: PoolingPrompt) -> PoolingPrompt:
-        """The prompt, its media where they are to stand."""
+        """Return the prompt with its media at their placeholders."""
         if not isinstance(prompt, UnplacedPrompt):
             return prompt
         media = self._runtime.llm.inputs.media
         return placed(prompt, media.preparer.family if media is not None else None, self._runtime.tokenizer)
 
     async def _pool(self, request: PoolingRequest) -> tuple[Vectors, int]:
-        """The vectors of the only input, and its tokens."""
+        """Return the vectors of the only input, and its number of tokens."""
         request = msgspec.structs.replace(request, inputs=[self._placed(prompt) for prompt in request.inputs])
         result, _ = await self._runtime.llm.run_pooling(request)
         vectors = result.outputs[0].pooling_output
         if vectors is None:
-            raise TypeError("an output without a vector is no answer")
+            raise TypeError("the output has no vector")
         return vectors, result.prompt_tokens
 
 
 def request_output(prepared: Prepared, pieces: Sequence[Piece], *, request_id: str = "") -> RequestOutput:
-    """What a prompt's sequences came to, of each its last piece."""
+    """Build the output of a prompt from the last piece of each sequence."""
     outputs = []
     cached = accepted = rejected = 0
     prompt_logprobs: Logprobs | None = None
@@ -155,7 +162,7 @@ def request_output(prepared: Prepared, pieces: Sequence[Piece], *, request_id: s
 
 
 def _metrics_of(live: Any, arrival: float) -> RequestMetrics:
-    """How long a request took that ends now. ``arrival``: seconds since the Unix epoch."""
+    """Return the times of a request that ends now. ``arrival`` is in seconds since the Unix epoch."""
     first = [state.first_token_after for state in live.states if state.first_token_after is not None]
     return RequestMetrics(
         arrival_time=arrival,
@@ -166,7 +173,7 @@ def _metrics_of(live: Any, arrival: float) -> RequestMetrics:
 
 
 def _cumulative(logprobs: Logprobs | None) -> float | None:
-    """The sum over positions, the first of whose entries is the chosen token."""
+    """Return the sum over all positions. The first entry of each position is the chosen token."""
     return None if logprobs is None else sum(logprobs.logprobs[first] for first in logprobs.offsets[:-1])
 
 
@@ -176,9 +183,11 @@ async def pieces(
     request_id: str,
     accepted: Callable[[Any], None] = lambda _: None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """What a request's output kind says, as it comes: whole outputs so far of all its sequences, or what is new of one of them,
-    or all of them once at the end. The last is ``finished``. Raises RequestFailed. However it ends, the engine goes on with
-    nothing of it. ``accepted`` gets what can be aborted.
+    """Yield the outputs of a request, as its output kind defines. The last one is ``finished``.
+
+    The kinds are: all output so far, only new output of one sequence, or everything once at the end. However the
+    generator ends, the engine drops the request. ``accepted`` is called with the handle for abort. Raises
+    RequestFailed.
     """
     llm, kind, arrival = runtime.llm, prepared.request.sampling["output_kind"], time.time()
     live = llm.accept("")

@@ -1,4 +1,4 @@
-"""An engine on a thread of this process, as the frontend's code sees engines."""
+"""Engine on a thread of this process, with the interfaces that the frontend's code uses for remote engines."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ from penstock_frontend.interfaces import ModelLimits, OutputHandler, RankLoad, V
 
 
 class InProcessView:
-    """The ``EngineView`` of one engine, whose ``usable`` says whether it takes requests. May be read from any thread."""
+    """``EngineView`` of one engine. ``usable`` returns whether it accepts requests. May be read from any thread."""
 
     def __init__(self, busy_loop: BusyLoop, ready: EngineReady, usable: Callable[[], bool]) -> None:
         self._busy_loop = busy_loop
@@ -31,25 +31,25 @@ class InProcessView:
 
     @property
     def limits(self) -> ModelLimits:
-        """What the engine can take."""
+        """Limits of the model on this engine."""
         return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
 
     @property
     def capabilities(self) -> Sequence[str]:
-        """What the engine serves."""
+        """Capabilities that the engine serves."""
         return self._ready.capabilities
 
     def serving(self, capability: str) -> Sequence[str]:
-        """The engine's id, if it serves that."""
+        """Return the engine's id in a list if it serves the capability, else an empty list."""
         return [self._ready.engine_id] if capability in self._ready.capabilities else []
 
     @property
     def num_engines(self) -> int:
-        """1 while the engine takes requests, else 0."""
+        """Number of usable engines: 1 or 0."""
         return int(self._usable())
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """The engine, which has no address."""
+        """Return the status of the engine. Its address is empty."""
         stats = self._busy_loop.stats()
         return [
             EngineStatus(
@@ -66,15 +66,15 @@ class InProcessView:
         ]
 
     def variants(self) -> Sequence[Variant]:
-        """The engine's own: there is nothing that it differs from."""
+        """Return the engine's own variant, the only one."""
         return [Variant(config_hash=self._ready.config_hash, engine_ids=(self._ready.engine_id,), differs={})]
 
     def groups(self) -> Sequence[PoolGroup]:
-        """It computes alone."""
+        """Return no groups: the engine is not part of a data-parallel group."""
         return ()
 
     def rank_loads(self) -> Sequence[RankLoad]:
-        """The engine's load, as rank 0."""
+        """Return the engine's load, as rank 0."""
         stats, ready = self._busy_loop.stats(), self._ready
         return [
             RankLoad(
@@ -95,10 +95,10 @@ _CLIENT = "in-process"
 
 
 class InProcessEngine:
-    """The ``EngineClient`` of one engine in this process, and the ``OutputSink`` of its busy loop.
+    """``EngineClient`` of one engine in this process, and ``OutputSink`` of its busy loop.
 
-    Methods belong to the event loop's thread, except those of the sink. ``num_tokens`` counts the new tokens of all
-    requests, for the eye.
+    Methods are called on the event loop's thread, except those of the sink. ``num_tokens`` counts the new tokens of all
+    requests, for progress bars.
     """
 
     def __init__(
@@ -118,25 +118,31 @@ class InProcessEngine:
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the engine's thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the busy loop, wait for it and release the device. From any thread but its own. Idempotent."""
+        """Stop the busy loop, wait for it, and release the device. Idempotent. Call it from any thread except the
+        engine's.
+        """
         self._busy_loop.request_shutdown()
         self._thread.join()
         self._engine.shutdown()
 
-    # As the EngineClient.
+    # Methods of EngineClient.
 
     @property
     def usable(self) -> bool:
-        """Whether the engine takes requests: it has not died, and nobody has told it to ``refuse`` them."""
+        """Whether the engine accepts requests: it has not died, and ``refuse`` was not called."""
         return self._dead is None and not self._closed
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:  # noqa: ARG002 - nothing waits
-        """What the engine can take: it is usable at once, or never again. Raises Unavailable and, at the ``deadline`` (Unix
-        seconds), DeadlineExceeded; what the engine died of when it did.
+        """Return the engine's limits. The engine is usable immediately or never again.
+
+        Raises:
+            Unavailable: The LLM is closed.
+            DeadlineExceeded: ``deadline`` (Unix seconds) has passed.
+            RequestFailed: The engine has died.
         """
         self._check()
         if deadline is not None and deadline <= time.time():
@@ -144,18 +150,19 @@ class InProcessEngine:
         return self.view.limits
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests. Raises as ``wait_until_usable`` does."""
+        """Start requests. Raises like ``wait_until_usable``."""
         self._check()
         for request in requests:
             self._busy_loop.add(_CLIENT, request)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """End those of the requests that have not ended; nothing more comes of them."""
+        """Abort the requests that are still running. They produce no more output."""
         self._busy_loop.abort(_CLIENT, list(request_ids), reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
-        """Call a registered method of the engine, if its id is ``engine`` or that is empty. Returns by its id what it answered,
-        or the RequestFailed that the call ended with.
+        """Call a utility method of the engine, if ``engine`` is its id or empty.
+
+        Returns the answer by engine id, or the RequestFailed of the call.
         """
         self._check()
         if engine not in ("", self._ready.engine_id):
@@ -171,34 +178,36 @@ class InProcessEngine:
             del self._calls[call_id]
 
     def refuse(self) -> None:
-        """Take no more requests."""
+        """Refuse new requests from now on."""
         self._closed = True
 
-    # As the OutputSink.
+    # Methods of OutputSink.
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Hand a step's outputs to the event loop: one call per step."""
+        """Pass a step's outputs to the event loop, with one call per step."""
         del client_id
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Cache events go to nobody: nothing here follows the cache."""
+        """Drop cache events, because nothing in this process uses them."""
 
     def draining(self, timeout: float) -> None:
-        """Nobody need be told: whoever stops this engine knows."""
+        """Do nothing: the caller that stops this engine needs no notification."""
 
     def engine_dead(self, reason: str) -> None:
-        """End every request and call: the busy loop has failed."""
+        """Fail every request and call, because the busy loop has failed."""
         self._loop.call_soon_threadsafe(self._die, reason)
 
-    # Inside.
+    # Internals.
 
     def _run(self) -> None:
-        """The engine's thread. What kills the loop has been told to ``engine_dead``, and fails every call."""
+        """Run the engine's thread. The busy loop reports its own failure through ``engine_dead``, which fails every
+        call.
+        """
         try:
             self._busy_loop.run()
         except Exception as e:
-            logger.error("the engine died", exc_info=e)
+            logger.error("engine died", exc_info=e)
 
     def _check(self) -> None:
         if self._dead is not None:
@@ -217,7 +226,7 @@ class InProcessEngine:
 
     def _answer(self, output: UtilityOutput) -> None:
         answer = self._calls.get(output.call_id)
-        if answer is None or answer.done():  # its caller has gone
+        if answer is None or answer.done():  # The caller is gone.
             return
         if output.error is not None:
             answer.set_exception(output.error.to_exception())

@@ -1,4 +1,4 @@
-"""What callers of an ``LLM`` give, in several forms, and the requests made from it."""
+"""Conversion of the inputs of ``LLM`` methods, which have several forms, to requests."""
 
 import itertools
 import json
@@ -19,44 +19,47 @@ from penstock_local.llm import parameters
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, or token ids used as they are; or either as ``{"prompt": text}``, ``{"prompt_token_ids": ids}``. One that is to be
-continued may have ``"prediction"`` beside it, text or token ids: what the output may turn out to be.
-``"multi_modal_data"`` has images, sounds and videos, as ``{"image": image}`` or ``{"image": [first, second]}``, and the prompt
-the model's own tokens where they are to stand; ``"mm_processor_kwargs"``: more arguments of the model's processor.
+"""Prompt as text or token ids, or as a mapping ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+
+A prompt for generation may also have ``"prediction"``: the expected output as text or token ids. ``"multi_modal_data"``
+has images, audio and videos, such as ``{"image": image}`` or ``{"image": [first, second]}``. The prompt then contains
+the model's own placeholder tokens for them. ``"mm_processor_kwargs"`` has extra arguments for the model's processor.
 """
 Message = Mapping[str, Any]
-"""A turn of a conversation: ``{"role": "user", "content": "..."}``, with ``tool_calls`` as OpenAI's protocol has them, and parts
-of content with media; those also as ``{"type": "image", "image": image}``, in whatever form ``multi_modal_data`` takes.
+"""Message of a conversation: ``{"role": "user", "content": "..."}``. ``tool_calls`` and content parts are as in
+OpenAI's API.
+
+A media part may also be ``{"type": "image", "image": image}``, in any form that ``multi_modal_data`` accepts.
 """
 Sampling = SamplingParams | Mapping[str, Any] | None
-"""How to choose tokens. SamplingParams says everything; a mapping some of its fields, and the rest is the model's own."""
+"""Sampling parameters. SamplingParams sets all fields; with a mapping, the model's defaults apply to missing fields."""
 
 _A_PROMPT = "a prompt is text or a list of token ids"
-_A_CONVERSATION = 'a conversation is a list of messages, as [{"role": "user", "content": "..."}]'
+_A_CONVERSATION = 'a conversation is a list of messages, such as [{"role": "user", "content": "..."}]'
 _ONE_EACH = "it must be SamplingParams, a mapping of its fields, or one for each input"
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """Inputs of a call, read one by one: what is wrong with one of them stands in its place. ``total`` None: nobody knows yet."""
+    """Inputs of a call, read one by one. An invalid input is replaced by its error. ``total`` is None if it is unknown."""
 
     each: Iterator[T | RequestFailed]
     total: int | None
 
 
 class Predicted(NamedTuple):
-    """A prompt to continue, and what that may turn out to be."""
+    """A prompt for generation, with its optional prediction."""
 
     prompt: str | Sequence[int] | UnplacedPrompt
     prediction: str | Sequence[int] | None
 
 
 def prompts_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[str | Sequence[int] | UnplacedPrompt]:
-    """Prompts, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
+    """Convert one or several prompts. Raises InvalidArgument if the value is neither a prompt nor iterable."""
     return _prompts(prompts, name, _prompt)
 
 
 def predicted_of(prompts: Prompt | Iterable[Prompt], *, name: str) -> Inputs[Predicted]:
-    """The same of prompts that may have predictions."""
+    """Convert prompts that may have predictions."""
     return _prompts(prompts, name, _predicted)
 
 
@@ -70,7 +73,7 @@ def _prompts(prompts: Prompt | Iterable[Prompt], name: str, convert: Callable[[o
 
 
 def conversations_of(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> Inputs[list[ChatMessage]]:
-    """Conversations, also a single one. Raises InvalidArgument for what is none and cannot be gone through."""
+    """Convert one or several conversations. Raises InvalidArgument if the value is neither a conversation nor iterable."""
     several, first, total = _opened(messages, "messages", _A_CONVERSATION)
     if isinstance(first, Mapping):
         return Inputs(_converted(iter([several]), _conversation), 1)
@@ -78,8 +81,9 @@ def conversations_of(messages: Iterable[Message] | Iterable[Iterable[Message]]) 
 
 
 def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> Iterator[dict[str, Any] | RequestFailed]:
-    """The fields that are set, for each input: one for all is repeated without end. Raises InvalidArgument for one for all that
-    is wrong, and where their number is known to be another than ``total``.
+    """Yield the given sampling fields for each input. A single value is repeated endlessly.
+
+    Raises InvalidArgument if a single value is invalid, or if the number of values is known and differs from ``total``.
     """
     if sampling is None or isinstance(sampling, SamplingParams | Mapping):
         return itertools.repeat(_fields(sampling, "sampling_params"))
@@ -95,8 +99,8 @@ def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> I
 def paired(
     inputs: Inputs[T], sampling: Sampling | Iterable[Sampling]
 ) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
-    """Each input with its sampling parameters. Raises InvalidArgument when there are fewer of these, or as ``sampling_of``
-    does.
+    """Yield each input with its sampling parameters. Raises InvalidArgument if there are too few, or like
+    ``sampling_of``.
     """
     return map(
         _pair,
@@ -116,7 +120,7 @@ def _pair(index: int, value: Any, fields: dict[str, Any] | RequestFailed | None)
 
 
 def _made(each: Iterator[Any], make: Callable[..., T]) -> Iterator[T | RequestFailed]:
-    """A request of each; what was wrong stays."""
+    """Make a request from each input. Errors are passed through."""
     return (value if isinstance(value, RequestFailed) else make(value) for value in each)
 
 
@@ -129,7 +133,7 @@ def _converted(several: Iterator[Any], convert: Callable[[Any, int], T]) -> Iter
 
 
 def _opened(several: object, name: str, wanted: str) -> tuple[Iterator[Any], object, int | None]:
-    """What can be gone through, its first entry (None without one) and how many there are, where it says so."""
+    """Return an iterator, its first entry (None if empty), and its length (None if unknown)."""
     each = iter(_iterable(several, name, wanted))
     try:
         first = next(each)
@@ -163,7 +167,7 @@ def _predicted(prompt: object, name: str) -> Predicted:
 
 
 def _prompt_of_mapping(prompt: Mapping[str, Any], name: str) -> str | Sequence[int] | UnplacedPrompt:
-    """The one thing in it, with its media. Other keys mean what is not done here, and are refused."""
+    """Convert a mapping with a prompt and optional media. Other keys are not supported and are refused."""
     if (data := prompt.get("multi_modal_data")) is not None:
         rest = {key: value for key, value in prompt.items() if key not in ("multi_modal_data", "mm_processor_kwargs")}
         return unplaced(_alone(rest, name), data, prompt.get("mm_processor_kwargs"), name)
@@ -178,11 +182,13 @@ def _alone(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:
     if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
         return _plain(prompt["prompt_token_ids"], f"{name}.prompt_token_ids")
     keys = ", ".join(map(repr, prompt)) or "nothing"
-    raise InvalidArgument(f"{name} is a mapping with {keys}; it must have {' or '.join(forms)} alone", field=name)
+    raise InvalidArgument(f"{name} is a mapping with {keys}; it must have only {' or '.join(forms)}", field=name)
 
 
 def _listed(several: object, name: str, wanted: str) -> list[Any]:
-    """Whatever can be gone through as a list: a generator or a column of a table, too. Text, bytes and mappings are one thing."""
+    """Return the items of an iterable, such as a generator or a table column. Text, bytes and mappings are single
+    values.
+    """
     return list(_iterable(several, name, wanted))
 
 
@@ -207,7 +213,8 @@ def _conversation(messages: object, index: int) -> list[ChatMessage]:
 
 def _message(message: object, name: str) -> ChatMessage:
     if isinstance(message, Mapping):
-        # Answers that programs send back have every field, and what was thought under OpenAI's clients' name.
+        # Answers that programs send back contain all fields, and OpenAI's clients name the reasoning
+        # ``reasoning_content``.
         message = {key: value for key, value in message.items() if value is not None}
         if "reasoning_content" in message:
             message.setdefault("reasoning", message["reasoning_content"])
@@ -223,7 +230,7 @@ def _message(message: object, name: str) -> ChatMessage:
 
 
 def _without_function(given: object) -> object:
-    """A tool, or a call of one, as OpenAI's protocol has it, with what stands in ``function`` beside its other fields."""
+    """Return a tool or tool call of OpenAI's API with the fields of ``function`` moved to the top level."""
     if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
         return given
     flat = {**given, **given["function"]}
@@ -236,7 +243,8 @@ def _without_function(given: object) -> object:
 
 
 def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
-    """Tools as OpenAI's protocol has them, or only their functions. Tools of other types are left out, with a line in the log.
+    """Convert tools of OpenAI's API, or bare functions. Tools of other types are skipped with a log line.
+
     Raises InvalidArgument naming the tool.
     """
     listed = [] if tools is None else _listed(tools, "tools", "tools are a list of functions")
@@ -254,7 +262,9 @@ def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
 
 
 def _fields(sampling: object, name: str) -> dict[str, Any]:
-    """Checked by type, tuples made of lists. What is None the model and the server's own defaults decide."""
+    """Return the given fields after a type check, with lists converted to tuples. Fields that are None keep their
+    defaults.
+    """
     given = _given(sampling, name)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
@@ -269,7 +279,7 @@ def _fields(sampling: object, name: str) -> dict[str, Any]:
 
 
 def _with_json_as_text(constraint: dict[str, Any], name: str) -> dict[str, Any]:
-    """A constraint whose JSON may be given as the mapping that it is. Raises InvalidArgument for an unknown field."""
+    """Convert JSON in a constraint from a mapping to text. Raises InvalidArgument for an unknown field."""
     for field in constraint:
         if refusal := parameters.StructuredOutput.refusal(str(field)):
             raise InvalidArgument(f"{name}.structured_output: {refusal}", field=name)
@@ -298,14 +308,19 @@ def _given(sampling: object, name: str) -> dict[str, Any]:
 
 
 def context_of(lora: str = "", **others: Any) -> RequestContext:
-    """What holds for a whole call. ``others``: fields of the context. Raises InvalidArgument for a ``lora`` that is no name."""
+    """Return the context of all requests of a call. ``others`` are fields of the context.
+
+    Raises InvalidArgument if ``lora`` is not a name.
+    """
     if not isinstance(lora, str):
         raise InvalidArgument(f"lora is {lora!r}; it must be an adapter's name, or empty", field="lora")
     return RequestContext(lora=lora, **others)
 
 
 class Requests:
-    """Makes requests. ``seed``: those without a seed get one that follows from it and from how many came before."""
+    """Creates requests. With ``seed``, requests without a seed get one derived from it and from the number of earlier
+    requests.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self._seeds = None if seed is None else random.Random(seed)
@@ -318,7 +333,9 @@ class Requests:
         *,
         name: str = "prompts",
     ) -> Inputs[GenerateRequest]:
-        """Prompts to continue. ``name``: what errors call them. Raises InvalidArgument for what is wrong with all of them."""
+        """Create generation requests. ``name`` is the name of the inputs in errors. Raises InvalidArgument for general
+        errors.
+        """
         inputs = predicted_of(prompts, name=name)
 
         def request(pair: tuple[Predicted, dict[str, Any]]) -> GenerateRequest:
@@ -327,7 +344,7 @@ class Requests:
         return Inputs(_made(paired(inputs, sampling), request), inputs.total)
 
     def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, context: RequestContext) -> GenerateRequest:
-        """One prompt to continue. Raises InvalidArgument."""
+        """Create one generation request. Raises InvalidArgument."""
         request = next(self.generate(prompt, sampling, context, name="prompt").each, None)
         if request is None:
             raise InvalidArgument("prompt is empty", field="prompt")
@@ -341,7 +358,7 @@ class Requests:
         sampling: Sampling | Iterable[Sampling],
         like: ChatRequest,
     ) -> Inputs[ChatRequest]:
-        """Conversations to answer, in all else ``like`` this one. Raises InvalidArgument for what is wrong with all of them."""
+        """Create chat requests with the options of ``like``. Raises InvalidArgument for general errors."""
         inputs = conversations_of(messages)
 
         def request(pair: tuple[list[ChatMessage], dict[str, Any]]) -> ChatRequest:
@@ -357,7 +374,7 @@ class Requests:
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
     ) -> Inputs[PoolingRequest]:
-        """Inputs of a pooling task. Raises InvalidArgument for what is wrong with all of them."""
+        """Create requests of a pooling task. Raises InvalidArgument for general errors."""
         inputs, context = prompts_of(texts, name="texts"), context_of(lora=lora)
         made = (
             text
@@ -376,8 +393,10 @@ class Requests:
     def score(
         self, queries: Prompt | Iterable[Prompt], documents: Prompt | Iterable[Prompt], **options: Any
     ) -> Inputs[ScoreRequest]:
-        """Pairs: each document with the only query, or with its own. Raises InvalidArgument where their numbers do not fit.
-        ``options``: fields of a ScoreRequest.
+        """Create scoring requests. Each document is paired with the only query, or with its own query.
+
+        ``options`` are fields of ScoreRequest. Raises InvalidArgument if the numbers of queries and documents do not
+        fit.
         """
         first, second = _texts(prompts_of(queries, name="queries")), _texts(prompts_of(documents, name="documents"))
         if first.total is None:
@@ -391,20 +410,20 @@ class Requests:
         return Inputs(_score_pairs(list(first.each), second.each, options), second.total)
 
     def seeded(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The sampling parameters with a seed, where one is to be given."""
+        """Return the sampling parameters, with a seed added if needed."""
         if self._seeds is None or "seed" in sampling:
             return dict(sampling)
         return {**sampling, "seed": self._seeds.getrandbits(63)}
 
 
 def _texts(inputs: Inputs[Any]) -> Inputs[Any]:
-    """The same, with a refusal in the place of each that has media."""
+    """Return the inputs with an error in place of each input that has media."""
 
     def checked(value: Any) -> Any:
         if not isinstance(value, UnplacedPrompt):
             return value
         field = f"{value.fields[0]}.multi_modal_data"
-        return Unimplemented(f"{field} is set; scores are of texts", field=field)
+        return Unimplemented(f"{field} is set, but scores support only text; remove it", field=field)
 
     return Inputs(map(checked, inputs.each), inputs.total)
 

@@ -1,4 +1,6 @@
-"""A model inside this Python program: the engine and the processing of a server, without its network."""
+"""Class ``LLM``: a model inside a Python program, with the engine and the processing of a server but without its
+network.
+"""
 
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -26,27 +28,39 @@ from penstock_local.llm.runtime import Runtime
 
 
 class LLM:
-    """Loads a model and answers prompts with it; ``with LLM(...) as llm`` or ``close`` releases it.
+    """Loads a model and answers prompts with it. ``close`` or a ``with`` block releases it.
 
-    ``model`` is the directory of a Hugging Face checkpoint or its id on the hub. ``tokenizer``: another one's tokenizer and
-    chat template. ``seed``: requests without a seed get one that follows from it and from how many came before, so that a
-    program that does the same again gets the same. ``options`` are fields of the sections model, cache, scheduler, executor
-    and structured_output of an engine's configuration: ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
-    ``max_num_seqs``, ``num_threads``, ``task="embed"`` and so on. ``lora``: directories of LoRA adapters by the names that
-    the methods' ``lora`` has, with ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` among the options.
-    ``limit_mm_per_prompt``: images, sounds and videos that an input may have, by modality; ``allowed_media_domains``: hosts that
-    URLs of them may name; ``media_workers``: processes that decode them, which start with the first one. Raises
-    ConfigError for a wrong option and ModelLoadError when the model cannot be served.
+    Every method accepts one input or an iterable of several, computes them together, and returns a list in the same
+    order.
 
-    Every method takes one input or several (a list, or anything that can be gone through), computes them together and
-    returns a list in the same order. With ``errors="raise"`` the inputs are checked before the first is computed, RequestFailed
-    names the input as ``prompts[3]``, and one that fails on the way ends the others. With ``errors="return"`` an input that
-    fails has a record with ``error`` in its place. Ctrl-C raises Interrupted, a KeyboardInterrupt with the results there are,
-    and leaves the LLM usable. Methods may be called from several threads. ``progress``, also called ``use_tqdm``: show a bar on
-    standard error where that is a terminal; a callable as ``tqdm.tqdm`` makes another.
+    With ``errors="raise"``, the inputs are checked before the first one is computed. RequestFailed names the input,
+    such as ``prompts[3]``. If an input fails later, the others are cancelled. With ``errors="return"``, a failed input
+    has a record with ``error`` in its place.
 
-    ``generate_iter`` and ``chat_iter`` give results as they end, of any number of inputs: these are read when there is room in
-    the engine for them, in the thread that goes through the results.
+    Ctrl-C raises Interrupted, a KeyboardInterrupt with the results so far, and the LLM stays usable. Methods may be
+    called from several threads. ``progress`` (also ``use_tqdm``) shows a bar on standard error if that is a terminal. A
+    callable such as ``tqdm.tqdm`` makes a custom bar.
+
+    ``generate_iter`` and ``chat_iter`` yield results as they end, for any number of inputs. They read the inputs only
+    when the engine has capacity, in the thread that iterates over the results.
+
+    Args:
+        model: Directory of a Hugging Face checkpoint, or its id on the hub.
+        tokenizer: Path of another tokenizer and its chat template; empty for the model's own.
+        seed: Requests without a seed get one derived from this seed and from the number of earlier requests. Running the
+            same program again then gives the same output.
+        lora: Directories of LoRA adapters by name. Methods select one with their ``lora`` argument. The options
+            ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` apply to them.
+        limit_mm_per_prompt: Maximum number of images, audio items and videos per input, by modality.
+        allowed_media_domains: Hosts from which media URLs may be fetched.
+        media_workers: Number of processes that decode media. They start with the first media item.
+        **options: Fields of the sections model, cache, scheduler, executor and structured_output of an engine's
+            configuration, such as ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``, ``max_num_seqs``,
+            ``num_threads`` or ``task="embed"``.
+
+    Raises:
+        ConfigError: An option is wrong.
+        ModelLoadError: The model cannot be served.
     """
 
     def __init__(
@@ -77,17 +91,19 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what runs and release the model. Idempotent; happens by itself when the LLM is dropped or the program ends."""
+        """Cancel running requests and release the model. Idempotent. Also runs when the LLM is garbage-collected or the
+        program ends.
+        """
         self._close()
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and output together, in tokens."""
+        """Maximum length of a sequence, prompt and output together, in tokens."""
         return self._runtime.engine.view.limits.max_model_len
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, as transformers has it."""
-        from transformers import AutoTokenizer  # slow to import
+        """Return the model's tokenizer as a transformers object."""
+        from transformers import AutoTokenizer  # Imported here because it is slow.
 
         model = self._runtime.config.model
         return AutoTokenizer.from_pretrained(
@@ -95,9 +111,10 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests that name none: those of the model's generation_config.json, then our defaults.
+        """Return the default sampling parameters: those of the model's generation_config.json, then Penstock's
+        defaults.
 
-        Each call returns an object of its own, whose fields may be set.
+        Each call returns a new object, whose fields may be changed.
         """
         return SamplingParams(**self._runtime.llm.inputs.defaults)
 
@@ -113,7 +130,7 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts. ``sampling_params``: one for all, or one each."""
+        """Generate outputs for prompts. ``sampling_params`` is one value for all prompts, or one for each."""
         requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
         return self._batch(self._job("prompts", self._calls.prepare), errors, progress, use_tqdm).all(requests)
 
@@ -129,7 +146,7 @@ class LLM:
         errors: Errors = "raise",
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """The index of each prompt and what it came to, as they end or ``in_order``."""
+        """Yield the index and output of each prompt as it ends, or in input order with ``in_order``."""
         requests = self._requests.generate(prompts, sampling_params, context_of(lora, priority=priority))
         return self._batch(self._job("prompts", self._calls.prepare), errors, progress).each(
             requests, in_order=in_order
@@ -152,12 +169,12 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations through the model's chat template. ``messages``: one conversation, or a list of them.
+        """Answer conversations with the model's chat template. ``messages`` is one conversation or a list of them.
 
-        ``tools``: what the model is told that it may call, as OpenAI's protocol has them. ``chat_template``: the text of a
-        template to use instead of the model's own; it runs in a process of its own. The other keywords are those of the
-        public API's ChatRequest. The texts are all that the model wrote, reasoning and tool calls included. Errors name the
-        conversation: ``conversations[3]``.
+        ``tools`` are the tools that the model may call, as in OpenAI's API. ``chat_template`` is the text of a template
+        that replaces the model's own; it runs in a separate process. The other arguments are those of the public API's
+        ChatRequest. The texts contain everything that the model wrote, including reasoning and tool calls. Errors name
+        the conversation, such as ``conversations[3]``.
         """
         template = (chat_template, chat_template_kwargs)
         like = _conversation(
@@ -185,7 +202,7 @@ class LLM:
         errors: Errors = "raise",
         progress: Shown = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """The index of each conversation and its answer, as they end or ``in_order``."""
+        """Yield the index and answer of each conversation as it ends, or in input order with ``in_order``."""
         template = (chat_template, chat_template_kwargs)
         like = _conversation(
             tools, add_generation_prompt, continue_final_message, template, context_of(lora, priority=priority)
@@ -208,11 +225,12 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[EmbeddingOutput]:
-        """Vectors of texts. ``dimensions``: keep the first so many; ``normalize`` None does as the model's config says.
-        ``truncate_prompt_tokens``: longer texts are cut to so many tokens, at -1 to as many as the model reads; None refuses
-        those that are too long.
+        """Compute embeddings of texts. The model must be an embedding model, or a decoder with the option
+        ``task="embed"``.
 
-        The model must be one that embeds; a decoder does with the option ``task="embed"``.
+        ``dimensions`` truncates each embedding to that size. If ``normalize`` is None, the model's config decides.
+        ``truncate_prompt_tokens`` cuts longer texts to that many tokens; -1 cuts to the model's maximum, and None
+        refuses texts that are too long.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
         job: Job[Any, Any, EmbeddingOutput] = Job("texts", self._calls.embed, EmbeddingOutput)
@@ -231,8 +249,9 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[ClassificationOutput]:
-        """Classes of texts, by a model that classifies. ``use_activation`` False: bare scores instead of probabilities. For
-        ``truncate_prompt_tokens`` see ``embed``.
+        """Classify texts with a classification model. With ``use_activation=False``, raw scores replace probabilities.
+
+        For ``truncate_prompt_tokens`` see ``embed``.
         """
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=use_activation)
         job: Job[Any, Any, ClassificationOutput] = Job("texts", self._calls.classify, ClassificationOutput)
@@ -252,8 +271,11 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[ScoringOutput]:
-        """How well documents fit ``queries``, one for all of them or one each: scores of a model that reads pairs, bare ones with
-        ``use_activation`` False, else cosines. ``truncate_prompt_tokens``: see ``embed``; of a pair both texts count.
+        """Score how well documents match ``queries``, which is one query for all documents or one for each.
+
+        Cross-encoder models compute the score from both texts; ``use_activation=False`` returns their raw scores. Other
+        models use the cosine similarity of embeddings. For ``truncate_prompt_tokens`` see ``embed``; the limit applies
+        to both texts together.
         """
         job: Job[Any, Any, ScoringOutput] = Job("documents", self._calls.score, ScoringOutput)
         requests = self._requests.score(
@@ -278,8 +300,9 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[PoolingOutput]:
-        """What a pooling task computes: ``embed``, ``classify``, ``token_embed`` or ``token_classify``. For
-        ``truncate_prompt_tokens`` see ``embed``.
+        """Compute a pooling task: ``embed``, ``classify``, ``token_embed`` or ``token_classify``.
+
+        For ``truncate_prompt_tokens`` see ``embed``.
         """
         names = [task.name.lower() for task in PoolingTask if task is not PoolingTask.SCORE]
         if pooling_task not in names:
@@ -301,9 +324,9 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest continuations of prompts that a search finds, keeping ``beam_width`` of them at each token.
+        """Find the most likely continuations of prompts by beam search with ``beam_width`` beams.
 
-        ``params``: BeamSearchParams, or a mapping of its fields.
+        ``params`` is a BeamSearchParams object, or a mapping of its fields.
         """
         search = BeamSearch(self._calls, self._runtime, beam_search_params(params))
         job = Job("prompts", search.run, BeamSearchOutput, self._calls.prepare)
@@ -327,7 +350,9 @@ def _conversation(
     template: tuple[str, Mapping[str, Any] | None],
     context: RequestContext,
 ) -> ChatRequest:
-    """What all conversations of a call have in common. ``template``: their own chat template, if any, and its variables."""
+    """Return the common options of the conversations of a call. ``template`` is a custom chat template, if any, and its
+    variables.
+    """
     return ChatRequest(
         messages=(),
         tools=tools_of(tools),

@@ -1,4 +1,4 @@
-"""``LLMEngine``, which its caller drives step by step, and ``AsyncLLMEngine``, for programs with an event loop."""
+"""Classes ``LLMEngine``, which the caller drives step by step, and ``AsyncLLMEngine`` for asyncio programs."""
 
 import asyncio
 import functools
@@ -22,10 +22,11 @@ from penstock_local.llm.runtime import Runtime
 
 
 class LLMEngine:
-    """``add_request``, then ``step`` while ``has_unfinished_requests``. Arguments and errors as of ``LLM``.
+    """Engine with a step-wise interface: call ``add_request``, then ``step`` while ``has_unfinished_requests``.
 
-    The engine computes on a thread of its own; ``step`` waits for what it has made since the last one. Who does not step loses
-    nothing, and the engine does not wait: the next step has all of it. Methods belong to one thread.
+    Arguments and errors are those of ``LLM``. The engine computes on its own thread. ``step`` waits for new output. The
+    engine does not wait for ``step``: a late call returns all output since the last one. Use the object from one thread
+    only.
     """
 
     def __init__(self, model: str, *, tokenizer: str = "", seed: int | None = None, **options: Any) -> None:
@@ -43,7 +44,7 @@ class LLMEngine:
         self.close()
 
     def close(self) -> None:
-        """End what runs and release the model. Idempotent."""
+        """Cancel running requests and release the model. Idempotent."""
         self._close()
 
     @names_replacements(ENGINE_ARGUMENTS)
@@ -56,32 +57,38 @@ class LLMEngine:
         output_kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
     ) -> None:
-        """Begin a request. ``output_kind`` says what ``step`` gives of it: all of the output so far, what is new, or only its
-        end. Raises RequestFailed for what is wrong with it, and for an id that is in use.
+        """Start a request. ``output_kind`` selects what ``step`` returns: all output so far, new output, or only the
+        end.
+
+        Raises RequestFailed if the request is invalid or its id is in use.
         """
         if self._runtime.closed:
             raise Unavailable("this LLMEngine is closed", reason="CLOSED")
         if request_id in self._running:
-            raise InvalidArgument(f"request_id is {request_id!r}, which a running request has", field="request_id")
+            raise InvalidArgument(
+                f"request_id is {request_id!r}, which a running request uses; choose another", field="request_id"
+            )
         request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         prepared = self._runtime.submit(functools.partial(self._calls.prepare, request)).result()
         work = functools.partial(_run, self._runtime, request_id, prepared, self._board)
         self._running[request_id] = self._runtime.submit(work)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; nothing more comes of them. Those that do not run are passed over."""
+        """Abort requests. They produce no more output. Ids that are not running are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if (running := self._running.pop(request_id, None)) is not None:
                 running.cancel()
                 self._board.forget(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has something to wait for."""
+        """Whether any request is unfinished."""
         return bool(self._running)
 
     def step(self) -> list[RequestOutput]:
-        """Wait until something is new, and take it: at most one output of each request, whose last one is ``finished``. One
-        that fails has ``error``. Without requests there is nothing, at once.
+        """Wait until there is new output, and return it: at most one output per request. The last output of a request
+        is ``finished``.
+
+        A request that fails has ``error`` set. Without running requests, returns an empty list immediately.
         """
         outputs: list[RequestOutput] = []
         while self._running and not outputs:
@@ -93,7 +100,9 @@ class LLMEngine:
 
 
 class _Board:
-    """What is new of each request, until it is taken: the request goes on telling only then, so that deltas gather behind it."""
+    """Holds the latest output of each request until the caller takes it. Later deltas of a request accumulate
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -101,7 +110,7 @@ class _Board:
         self._gone: set[str] = set()
 
     async def put(self, output: RequestOutput) -> None:
-        """Show an output, and wait until it is taken. On the event loop's thread."""
+        """Offer an output, and wait until it is taken. Runs on the event loop's thread."""
         taken = asyncio.Event()
         with self._changed:
             self._new[output.request_id] = output, taken
@@ -124,13 +133,13 @@ class _Board:
         return [output for output, _ in taken]
 
     def forget(self, request_id: str) -> None:
-        """Take what is new of a request, for nobody."""
+        """Drop the output of a request."""
         with self._changed:
             self._new.pop(request_id, None)
 
 
 def _close(runtime: Runtime, running: dict[str, "Future[None]"]) -> None:
-    """Nobody takes what is new any more."""
+    """Cancel running requests, and close the runtime."""
     for future in running.values():
         future.cancel()
     running.clear()
@@ -147,9 +156,10 @@ async def _run(runtime: Runtime, request_id: str, prepared: Prepared, board: _Bo
 
 
 class AsyncLLMEngine:
-    """``async for output in engine.generate(...)``: as many at once as there are tasks. Arguments and errors as of ``LLM``.
+    """Engine for asyncio programs: ``async for output in engine.generate(...)``. Each task runs one request.
 
-    Building one loads the model, which holds the caller up. The engine and its processing have threads of their own.
+    Arguments and errors are those of ``LLM``. The constructor loads the model and blocks meanwhile. The engine and its
+    processing run on their own threads.
     """
 
     def __init__(self, model: str, *, tokenizer: str = "", seed: int | None = None, **options: Any) -> None:
@@ -166,7 +176,7 @@ class AsyncLLMEngine:
         await self.close()
 
     async def close(self) -> None:
-        """End what runs and release the model. Idempotent."""
+        """Cancel running requests and release the model. Idempotent."""
         await asyncio.to_thread(self._close)
 
     @names_replacements(ENGINE_ARGUMENTS)
@@ -179,14 +189,17 @@ class AsyncLLMEngine:
         output_kind: OutputKind = OutputKind.CUMULATIVE,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a prompt as they grow: all there is so far, what is new, or only the end. The last is ``finished``.
-        Leaving the loop early ends the request, at the latest with ``aclose``. Raises RequestFailed; also for an id that is in
-        use.
+        """Yield the outputs of a prompt: all output so far, new output, or only the end, as ``output_kind`` says.
+
+        The last output is ``finished``. Leaving the loop early aborts the request, at the latest with ``aclose``.
+        Raises RequestFailed if the request fails or its id is in use.
         """
         if self._runtime.closed:
             raise Unavailable("this AsyncLLMEngine is closed", reason="CLOSED")
         if request_id and request_id in self._running:
-            raise InvalidArgument(f"request_id is {request_id!r}, which a running request has", field="request_id")
+            raise InvalidArgument(
+                f"request_id is {request_id!r}, which a running request uses; choose another", field="request_id"
+            )
         request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         name = request_id or f"request-{id(request):x}"
         self._running[name] = None
@@ -202,8 +215,9 @@ class AsyncLLMEngine:
                 await self._there(functools.partial(_end, outputs))
 
     def abort(self, request_id: str) -> None:
-        """End a request: its ``generate`` gives what there is of its output, with finish reason ABORT, or raises Cancelled
-        where the request has not begun. One that does not run is passed over.
+        """Abort a request. Its ``generate`` yields the output so far with finish reason ABORT.
+
+        If the request has not begun, ``generate`` raises Cancelled instead. An id that is not running is ignored.
         """
         live = self._running.get(request_id)
         if live is not None:
@@ -211,7 +225,7 @@ class AsyncLLMEngine:
             self._runtime.call(functools.partial(self._runtime.llm.abort, live))
 
     async def _there(self, work: Any) -> Any:
-        """Do it on the engine's event loop."""
+        """Run a coroutine on the engine's event loop."""
         return await asyncio.wrap_future(self._runtime.submit(work))
 
 

@@ -1,4 +1,4 @@
-"""Options of an ``LLM``: the fields of an engine's configuration, without their sections."""
+"""Options of an ``LLM``: fields of an engine's configuration, without section names."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,10 +38,10 @@ OPTIONS = {
     "max_lora_rank": ("lora", "max_lora_rank"),
     "lora_cpu_memory": ("lora", "cpu_memory"),
 }
-"""Section and field of each option. What two sections have, as ``dtype``, is the first one's."""
+"""Section and field of each option. If two sections have the same field, such as ``dtype``, the first section wins."""
 _MOST_LORAS = 64
 _SPECULATION = "speculative_config"
-"""An option that is a section of its own, as vLLM has it."""
+"""Name of the option for a whole section, as in vLLM."""
 for _section, _kind in _SECTIONS.items():
     for _field in _kind.__struct_fields__:
         if _field != "path":
@@ -50,8 +50,10 @@ OPTIONS[_SPECULATION] = ("speculative", "")
 
 
 def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int = 0) -> EngineCoreConfig:
-    """The configuration of an engine in this process. ``num_adapters``: of LoRA that requests may name, of which a step may have
-    all, or ``_MOST_LORAS``. Raises ConfigError for an option that is unknown or out of range.
+    """Build the configuration of an engine in this process.
+
+    ``num_adapters`` is the number of LoRA adapters. One step may use all of them, up to ``_MOST_LORAS``. Raises
+    ConfigError for an option that is unknown or out of range.
     """
     sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "lora")}
     if num_adapters:
@@ -66,19 +68,24 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
             continue
         section, field = OPTIONS[name]
         sections[section][field] = value
-    # The plugins of a server are not this program's.
+    # Plugins configured for a server are not loaded in this program.
     config = build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
     if num_adapters and not config.lora.enabled:
-        raise ConfigError(f"max_loras is 0, and lora names {num_adapters} adapters: use 1 or more")
+        raise ConfigError(f"max_loras is 0, but lora names {num_adapters} adapters; set it to at least 1")
     return config
 
 
 def adapter_paths(given: object) -> dict[str, str]:
-    """Absolute directories of LoRA adapters by name, of what was given as ``lora``; empty for None. Raises ConfigError."""
+    """Return absolute directories of LoRA adapters by name, from the argument ``lora``. Empty for None. Raises
+    ConfigError.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"lora is {given!r}; it must be directories by name, as {{'pirate': './adapters/pirate'}}")
+        raise ConfigError(
+            f"lora is {given!r}; it must be a mapping from names to directories, such as "
+            "{'pirate': './adapters/pirate'}"
+        )
     for name, path in given.items():
         if not isinstance(name, str) or not isinstance(path, str | Path):
             raise ConfigError(f"lora has {name!r}: {path!r}; it must be a name and a directory")
@@ -88,25 +95,27 @@ def adapter_paths(given: object) -> dict[str, str]:
 
 
 def media_config(domains: object, workers: object) -> MediaConfig:
-    """How media are taken. Raises ConfigError."""
+    """Build the media configuration. Raises ConfigError."""
     if isinstance(domains, str) or not isinstance(domains, Iterable):
         raise ConfigError(
-            f"allowed_media_domains is {domains!r}; it must be a list of hosts, as ['images.example.org']"
+            f"allowed_media_domains is {domains!r}; it must be a list of hosts, such as ['images.example.org']"
         )
     return build(MediaConfig, {"allowed_domains": list(domains), "workers": workers})
 
 
 def media_limits(given: object) -> LimitsConfig:
-    """How many media an input may have, of what was given as ``limit_mm_per_prompt``. Raises ConfigError."""
+    """Build the media limits from the argument ``limit_mm_per_prompt``. Raises ConfigError."""
     if given is None:
         return LimitsConfig()
     if not isinstance(given, Mapping):
-        raise ConfigError(f"limit_mm_per_prompt is {given!r}; it must be numbers by modality, as {{'image': 4}}")
+        raise ConfigError(
+            f"limit_mm_per_prompt is {given!r}; it must be a mapping from modalities to numbers, such as {{'image': 4}}"
+        )
     return build(LimitsConfig, {"max_media": dict(given)})
 
 
 def _speculation(given: object) -> dict[str, Any]:
-    """The section of what was given as ``speculative_config``; empty for None. Raises ConfigError."""
+    """Build the section from the argument ``speculative_config``. Empty for None. Raises ConfigError."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

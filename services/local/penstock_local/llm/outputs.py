@@ -1,4 +1,4 @@
-"""What an ``LLM`` returns."""
+"""Results of ``LLM`` methods."""
 
 import enum
 from collections.abc import Sequence
@@ -11,30 +11,33 @@ from penstock_common.types.outputs import Logprobs, RequestError
 
 
 class FinishReason(enum.StrEnum):
-    """Why an output ended: each is equal to the word that vLLM and OpenAI's API have for it."""
+    """Reason why an output ended. Each value equals the word of vLLM and OpenAI's API."""
 
     STOP = "stop"
-    """The model's end of sequence, a stop string or a stop token."""
+    """End-of-sequence token, stop string or stop token."""
     LENGTH = "length"
-    """``max_tokens``, or the model's longest sequence."""
+    """Limit of ``max_tokens`` or of the model's sequence length."""
     ABORT = "abort"
-    """The caller ended the request."""
+    """Abort by the caller."""
     ERROR = "error"
-    """The engine failed."""
+    """Failure of the engine."""
     REPETITION = "repetition"
-    """``repetition_detection`` found that the output repeats itself."""
+    """Repeated output, found by ``repetition_detection``."""
 
     @classmethod
     def of(cls, reason: outputs.FinishReason) -> Self:
-        """The word for an engine's reason."""
+        """Convert an engine's finish reason."""
         return cls[reason.name]
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a request that has ended, in seconds.
+    """Times of a finished request, in seconds.
 
-    ``arrival_time``: since the Unix epoch. ``first_token_latency``: from arrival to the first token of any output, None
-    without a token. ``latency``: from arrival to the end. ``num_generation_tokens``: of all outputs.
+    Attributes:
+        arrival_time: Arrival, in seconds since the Unix epoch.
+        first_token_latency: Time from arrival to the first token of any output; None if there was no token.
+        latency: Time from arrival to the end.
+        num_generation_tokens: Number of tokens of all outputs.
     """
 
     arrival_time: float
@@ -44,17 +47,17 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What one input came to. ``error``: why it has no result, only where the call was told to return errors."""
+    """Result of one input. ``error`` is the reason of a failure; set only if the call returns errors."""
 
     error: RequestError | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as what JSON has: finish reasons are words, as ``stop``."""
+        """Return the result as JSON-compatible data. Finish reasons are words such as ``stop``."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
     def to_json(self) -> str:
-        """``to_dict`` as one line of JSON."""
+        """Return ``to_dict`` as one line of JSON."""
         return msgspec.json.encode(self.to_dict()).decode()
 
     def _check(self) -> None:
@@ -63,11 +66,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the n outputs of a prompt. ``stop_reason``: the stop string or stop token id that ended it, None for other ends.
+    """One of the n outputs of a prompt.
 
-    ``finish_reason``: None only where a step-wise engine tells of an output that goes on. ``logprobs``: of ``token_ids``,
-    position by position; None unless they were asked for. ``cumulative_logprob``: the sum of the log-probabilities of
-    ``token_ids``; None unless ``logprobs`` were asked for.
+    Attributes:
+        index: Index among the outputs, from 0.
+        text: Generated text.
+        token_ids: Generated token ids.
+        finish_reason: Reason of the end; None for an unfinished output of a step-wise engine.
+        stop_reason: Stop string or stop token id that ended the output; None for other ends.
+        logprobs: Log-probabilities by position of ``token_ids``; None unless requested.
+        cumulative_logprob: Sum of the log-probabilities of ``token_ids``; None unless ``logprobs`` were requested.
     """
 
     index: int
@@ -80,11 +88,19 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutput(Record, frozen=True, kw_only=True):
-    """A prompt and all its outputs. ``prompt`` is the text (of a conversation: what the chat template wrote), None where
-    token ids were given. ``num_cached_tokens``: of the prompt, those that were not computed again. ``num_accepted_draft_tokens``:
-    of all outputs, those that had been guessed ahead; ``num_rejected_draft_tokens``: wrong guesses. ``request_id``: a number
-    of its own in an ``LLM``, the caller's choice in a step-wise engine; ``finished``: whether a step-wise request has ended.
-    ``metrics``: how long the request took, None until it has ended.
+    """A prompt and all its outputs.
+
+    Attributes:
+        request_id: Number chosen by the ``LLM``, or the caller's id in a step-wise engine.
+        prompt: Text of the prompt, or of the rendered conversation; None if token ids were given.
+        prompt_token_ids: Token ids of the prompt.
+        outputs: Outputs of the prompt.
+        prompt_logprobs: Log-probabilities of the prompt tokens; None unless requested.
+        num_cached_tokens: Number of prompt tokens found in the cache.
+        num_accepted_draft_tokens: Number of accepted draft tokens in all outputs.
+        num_rejected_draft_tokens: Number of rejected draft tokens.
+        finished: Whether the request has ended.
+        metrics: Times of the request; None until it has ended.
     """
 
     request_id: str = ""
@@ -100,20 +116,22 @@ class RequestOutput(Record, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Text of the first output. Raises what the prompt failed with."""
+        """Text of the first output. Raises the error of the prompt if it failed."""
         self._check()
         return self.outputs[0].text
 
 
 class EmbeddingOutput(Record, frozen=True, kw_only=True):
-    """The vector of a text, and how many tokens the text has."""
+    """Embedding of a text, and its number of tokens."""
 
     embedding: list[float] = []
     num_prompt_tokens: int = 0
 
 
 class ClassificationOutput(Record, frozen=True, kw_only=True):
-    """Probabilities of the classes, in the order of the model's config, and the likeliest one's name, empty without names."""
+    """Class probabilities in the order of the model's config, and the most likely label. The label is empty if classes
+    have no names.
+    """
 
     probs: list[float] = []
     label: str = ""
@@ -121,24 +139,28 @@ class ClassificationOutput(Record, frozen=True, kw_only=True):
 
 
 class ScoringOutput(Record, frozen=True, kw_only=True):
-    """How well the second text of a pair fits the first: the model's own score where it reads pairs, else the cosine of
-    vectors.
-    """
+    """Score of a pair of texts: the model's own score for cross-encoders, else the cosine similarity of embeddings."""
 
     score: float | None = None
     num_prompt_tokens: int = 0
 
 
 class PoolingOutput(Record, frozen=True, kw_only=True):
-    """What a pooling task computes of a text. ``data``: one row for the text; for tasks of tokens one for each token."""
+    """Result of a pooling task. ``data`` has one row for the text, or one row per token for token tasks."""
 
     data: list[list[float]] = []
     num_prompt_tokens: int = 0
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that beam search found. ``token_ids``: of the output, a token that ended it included. ``cumulative_logprob``:
-    sum of their log-probabilities; ``score`` is that over the length to the power of ``length_penalty``.
+    """A sequence found by beam search.
+
+    Attributes:
+        text: Text of the output.
+        token_ids: Token ids of the output, including a final end-of-sequence token.
+        cumulative_logprob: Sum of the log-probabilities.
+        score: The sum divided by the length to the power of ``length_penalty``.
+        finish_reason: Reason of the end.
     """
 
     text: str
@@ -149,7 +171,7 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeamSearchOutput(Record, frozen=True, kw_only=True):
-    """The likeliest sequences of a prompt that were found, best first."""
+    """Most likely sequences found for a prompt, best first."""
 
     prompt: str | None = None
     prompt_token_ids: Sequence[int] = ()

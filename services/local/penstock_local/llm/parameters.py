@@ -1,4 +1,4 @@
-"""Parameters of requests to an ``LLM``, and names of vLLM and transformers with what this ``LLM`` has for them."""
+"""Parameters of requests to an ``LLM``, and replacements for the names of vLLM and transformers."""
 
 import copy
 import functools
@@ -32,20 +32,20 @@ OPTIONS: Mapping[str, str] = {
     "kv_events_config": "enable_kv_events",
     "structured_outputs_config": "its fields backend and enable_in_reasoning",
     "swap_space": "host_cache, host memory for KV blocks",
-    "cpu_offload_gb": "nothing: weights stay where they are; host_cache is host memory for KV blocks",
-    "enforce_eager": "nothing: no model is compiled by torch",
-    "compilation_config": "nothing: no model is compiled by torch",
-    "enable_sleep_mode": "nothing: engines of a server sleep, an LLM does not",
+    "cpu_offload_gb": "nothing: weights are not offloaded; host_cache keeps evicted KV blocks in host memory",
+    "enforce_eager": "nothing: torch.compile is not used",
+    "compilation_config": "nothing: torch.compile is not used",
+    "enable_sleep_mode": "nothing: only the engines of a server can sleep",
     "hf_token": "the environment variable HF_TOKEN",
     "download_dir": "the environment variable HF_HOME",
-    "tokenizer_mode": "nothing: all tokenizers are fast ones",
-    "generation_config": "the model's own; sampling parameters of a call override it",
-    "hf_overrides": "nothing: the checkpoint's config says what the model is",
+    "tokenizer_mode": "nothing: all tokenizers are fast tokenizers",
+    "generation_config": "the model's own file; sampling parameters of a call override it",
+    "hf_overrides": "nothing: the checkpoint's config defines the model",
     "chat_template": "chat_template of the method chat",
     "disable_log_stats": "Python's logging, e.g. logging.getLogger('penstock_enginecore').setLevel('WARNING')",
-    "reasoning_parser": "nothing: texts have all that the model wrote",
+    "reasoning_parser": "nothing: texts contain everything that the model wrote",
 }
-"""Keywords of vLLM's ``LLM``, and what to use."""
+"""Replacements for arguments of vLLM's ``LLM``."""
 
 ARGUMENTS: Mapping[str, str] = {
     "lora_request": 'lora, the name of an adapter that LLM(lora={...}) has, e.g. lora="pirate"',
@@ -56,18 +56,18 @@ ARGUMENTS: Mapping[str, str] = {
     "tokenization_kwargs": "truncate_prompt_tokens, where the method has it",
     "truncate_prompt_tokens": "the sampling parameter truncate_prompt_tokens",
     "mm_processor_kwargs": 'the key "mm_processor_kwargs" of a prompt',
-    "chat_template_content_format": "nothing: parts of messages are read as OpenAI has them",
+    "chat_template_content_format": "nothing: message parts are read as in OpenAI's API",
     "guided_options_request": "sampling_params with structured_output",
-    "concurrency_limit": "nothing: the engine schedules by itself",
+    "concurrency_limit": "nothing: the engine schedules requests itself",
     "data_1": "queries",
     "data_2": "documents",
     "text_1": "queries",
     "text_2": "documents",
 }
-"""Keywords of methods of vLLM's ``LLM``, and what to use."""
+"""Replacements for arguments of methods of vLLM's ``LLM``."""
 
 
-_NO_LORA = "nothing: only LLM has LoRA adapters"
+_NO_LORA = "nothing: only LLM supports LoRA adapters"
 ENGINE_ARGUMENTS: Mapping[str, str] = {
     **ARGUMENTS,
     "sampling_params": "params",
@@ -78,7 +78,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = {
     "trace_headers": "nothing: only servers write traces",
     "prompt_text": 'prompt, e.g. {"prompt": "text"}',
 }
-"""Keywords of methods of vLLM's ``LLMEngine`` and ``AsyncLLM``, and what to use."""
+"""Replacements for arguments of methods of vLLM's ``LLMEngine`` and ``AsyncLLM``."""
 
 _BEAMS = "LLM.beam_search with BeamSearchParams(beam_width=..., max_tokens=...)"
 _SCHEMA = "structured_output, e.g. structured_output=StructuredOutput(json_schema=schema)"
@@ -116,18 +116,18 @@ SAMPLING: Mapping[str, str] = {
     "top_logprobs": "logprobs",
     "num_logprobs": "logprobs",
     "logprob_token_ids": "logprobs",
-    "flat_logprobs": "nothing: log-probabilities have one form",
+    "flat_logprobs": "nothing: log-probabilities have only one form",
     "typical_p": sampling.FILTERS,
     "logits_processors": "nothing: logit_bias, allowed_token_ids and bad_words change logits",
     "logits_processor": "nothing: logit_bias, allowed_token_ids and bad_words change logits",
     "stream": "output_kind of LLMEngine.add_request or AsyncLLMEngine.generate",
     "lora_request": "the keyword lora of the method, e.g. generate(prompts, lora='pirate')",
-    "extra_args": "nothing: no plugin reads it",
+    "extra_args": "nothing: no plugin uses it",
     "skip_clone": "nothing: parameters are always copied",
     "reasoning_effort": "chat_template_kwargs of the method chat",
     "prediction": 'the key "prediction" of a prompt',
 }
-"""Sampling parameters of vLLM and transformers that have another name or form, and what to use."""
+"""Replacements for sampling parameters of vLLM and transformers."""
 
 STRUCTURED_OUTPUT: Mapping[str, str] = {
     "json": "json_schema, as a dict or as JSON",
@@ -138,19 +138,19 @@ STRUCTURED_OUTPUT: Mapping[str, str] = {
     "whitespace_pattern": "json_whitespace, a JsonWhitespace",
     "backend": "the option backend of LLM",
 }
-"""Fields of vLLM's ``StructuredOutputsParams`` that have another name or form, and what to use."""
+"""Replacements for fields of vLLM's ``StructuredOutputsParams``."""
 
 BEAM_SEARCH: Mapping[str, str] = {
     "n": "beam_width: all beams are returned",
     "num_beams": "beam_width",
     "max_new_tokens": "max_tokens",
-    "temperature": "nothing: beams are ordered by the model's own log-probabilities",
-    "include_stop_str_in_output": "nothing: no stop strings end a beam",
-    "stop": "nothing: no stop strings end a beam",
+    "temperature": "nothing: beams are ordered by the model's log-probabilities",
+    "include_stop_str_in_output": "nothing: stop strings do not apply to beams",
+    "stop": "nothing: stop strings do not apply to beams",
     "structured_outputs": "nothing: beams are not constrained",
-    "skip_special_tokens": "nothing: texts of beams have no special tokens",
+    "skip_special_tokens": "nothing: texts of beams never contain special tokens",
 }
-"""Fields of vLLM's ``BeamSearchParams`` that have another name or form, and what to use."""
+"""Replacements for fields of vLLM's ``BeamSearchParams``."""
 
 TYPES: Mapping[str, str] = {
     "PoolingParams": "the keywords of embed, classify, score and encode: dimensions, normalize, use_activation",
@@ -168,13 +168,13 @@ TYPES: Mapping[str, str] = {
     "ScoringRequestOutput": "ScoringOutput",
     "PoolingRequestOutput": "PoolingOutput",
 }
-"""Names of the package vllm, and what to use."""
+"""Replacements for names of the package vllm."""
 
 _NOTHING = "nothing: "
 
 
 def replacement(name: str, known: Mapping[str, str]) -> str:
-    """Return the end of an error message about a foreign name: what to use in its place. Empty for a name that is not known."""
+    """Return the end of an error message about a foreign name, with its replacement. Empty if the name is unknown."""
     if name not in known:
         return ""
     if known[name].startswith(_NOTHING):
@@ -183,7 +183,7 @@ def replacement(name: str, known: Mapping[str, str]) -> str:
 
 
 class NamesReplacements(type(msgspec.Struct)):  # type: ignore[misc]  # its metaclass has no public name
-    """Makes classes of parameters that refuse an unknown field with the name of the field or method to use."""
+    """Metaclass of parameter classes that refuse unknown fields and name the replacement."""
 
     replacements: Mapping[str, str]
 
@@ -195,7 +195,7 @@ class NamesReplacements(type(msgspec.Struct)):  # type: ignore[misc]  # its meta
         return super().__call__(*args, **fields)
 
     def refusal(cls, name: str) -> str:
-        """Return why there is no such field and what to use, or an empty text for a field of the class."""
+        """Return why the class has no such field and what replaces it. Empty for a field of the class."""
         fields = cls.__struct_fields__
         if name in fields:
             return ""
@@ -203,10 +203,10 @@ class NamesReplacements(type(msgspec.Struct)):  # type: ignore[misc]  # its meta
 
 
 def names_replacements(known: Mapping[str, str] = ARGUMENTS) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a method so that it refuses arguments that it does not have with the name of what to use.
+    """Decorate a method so that it refuses unknown arguments and names their replacements.
 
     Args:
-        known: What to use by the name of a foreign argument.
+        known: Replacements by name of the foreign argument.
     """
 
     def decorated(method: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""What an ``LLM`` consists of: an engine on one thread, the frontend's processing on another, and how they stop."""
+"""Runtime of an ``LLM``: an engine on one thread, the frontend's processing on another, and their shutdown."""
 
 import asyncio
 import gc
@@ -29,7 +29,9 @@ _TOKENIZER_THREADS = 2
 
 
 class Runtime:
-    """Loads the model and starts both threads. Holds nothing that belongs to the ``LLM``, which closes it when it goes."""
+    """Loads the model and starts both threads. It has no reference to the ``LLM``, which closes it when it is
+    garbage-collected.
+    """
 
     def __init__(
         self,
@@ -40,8 +42,10 @@ class Runtime:
         media: MediaConfig = MediaConfig(),  # noqa: B008 - it is not changed
         limits: LimitsConfig = LimitsConfig(),  # noqa: B008 - it is not changed
     ) -> None:
-        """``tokenizer``: the path of another one than the model's. ``adapters``: directories of LoRA adapters by name. Raises
-        ConfigError and ModelLoadError.
+        """Load the model. Raises ConfigError and ModelLoadError.
+
+        ``tokenizer`` is the path of a tokenizer that replaces the model's. ``adapters`` has LoRA adapter directories by
+        name.
         """
         check_cache_memory(
             "kv_cache_memory",
@@ -50,7 +54,7 @@ class Runtime:
             gpus=visible_gpus(os.environ),
             memory=host_memory(),
         )
-        # torch is imported here, after the options are checked
+        # Import torch only here, after the options are checked.
         from penstock_enginecore.executor.factory import make_executor
         from penstock_enginecore.structured_output.factory import make_grammar_backend
 
@@ -61,13 +65,13 @@ class Runtime:
         def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
             core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
             self.eos_token_ids = core.model.eos_token_ids
-            self._loop = asyncio.new_event_loop()  # only now: nobody would close it if the model could not be loaded
+            self._loop = asyncio.new_event_loop()  # Created only now: if loading fails, no one closes the loop.
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
         model = _model(config)
         lora = LoraConfig(adapters=dict(adapters or {}))
         if model.name in lora.adapters:
-            raise ConfigError(f"lora: {model.name!r} is the model's own name")
+            raise ConfigError(f"lora: {model.name!r} is the model's own name; choose another name for the adapter")
         assembly = assemble(
             AssemblyConfig(model=model, tokenizer_threads=_TOKENIZER_THREADS, lora=lora, media=media, limits=limits),
             engine,
@@ -84,26 +88,26 @@ class Runtime:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be asked any more."""
+        """Whether the runtime is closed and refuses requests."""
         return self._closed
 
     @property
     def at_once(self) -> int:
-        """How many requests there should be at once: the engine always finds the next one waiting, and its queue stays short."""
+        """Number of requests to keep in the engine: enough that the next one is always waiting, with a short queue."""
         return max(_MIN_AT_ONCE, 2 * self.config.scheduler.max_num_seqs)
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Call ``work`` on the event loop's thread and run what it returns; cancelling the future ends that.
+        """Call ``work`` on the event loop's thread and run its coroutine. Cancelling the future cancels the coroutine.
 
-        A coroutine made in the caller's thread would be left behind, with a warning, by a Ctrl-C that comes before it is
-        handed over.
+        The coroutine is created on the loop's thread. If the caller's thread created it, a Ctrl-C before the handover
+        would leave it unawaited, with a warning.
         """
         outcome: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._start, work, outcome)
         return outcome
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call it on the event loop's thread, some time."""
+        """Schedule a call of ``function`` on the event loop's thread."""
         self._loop.call_soon_threadsafe(function)
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, T]], outcome: "Future[T]") -> None:
@@ -117,15 +121,15 @@ class Runtime:
         task.add_done_callback(partial(_tell, outcome))
 
     def close(self) -> None:
-        """End what runs, stop both threads, release the device. Idempotent."""
+        """Cancel running requests, stop both threads, and release the device. Idempotent."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         self._loop.call_soon_threadsafe(self.llm.end_all)
         self.engine.stop()
-        gc.unfreeze()  # the busy loop had spared what start-up built from the collector; now it may go
-        if self.assembly.media is not None:  # first: its workers' tasks end with it alone
+        gc.unfreeze()  # The busy loop exempted start-up objects from garbage collection. They may be collected now.
+        if self.assembly.media is not None:  # Close media first, because only that ends the tasks of its workers.
             self.submit(self.assembly.media.close).result()
         self.submit(self.assembly.chat.renderer.close).result()
         self.submit(_last_words).result()
@@ -136,17 +140,17 @@ class Runtime:
 
 
 def _model(config: EngineCoreConfig) -> ModelConfig:
-    """The engine's model as the frontend's processing reads it."""
+    """Return the engine's model as a configuration of the frontend's processing."""
     return ModelConfig(
         path=config.model.path,
         served_model_name=config.model.served_model_name,
         revision=config.model.revision,
-        request_chat_templates=True,  # the caller's own
+        request_chat_templates=True,  # The only caller is this program.
     )
 
 
 def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
-    """What became of the task, unless nobody waits for it any more."""
+    """Copy the result of the task to the future, unless the future is cancelled."""
     error = None if task.cancelled() else task.exception()
     if task.cancelled():
         outcome.cancel()
@@ -159,6 +163,6 @@ def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
 
 
 async def _last_words() -> None:
-    """Return when every call has ended: each learns of the end in one of the loop's next turns."""
+    """Return when every call has ended. Each call needs another turn of the event loop to end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)

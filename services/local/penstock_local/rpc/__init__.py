@@ -1,1 +1,1 @@
-"""Clients of the services that the command starts and talks to."""
+"""Clients of the services that the command starts and calls."""

@@ -1,4 +1,4 @@
-"""A thin client of ``penstock.admin.v1``."""
+"""Client of the admin API, ``penstock.admin.v1``."""
 
 import json
 from collections.abc import Callable
@@ -20,27 +20,29 @@ from penstock_local.rpc.connect import ADMIN, connect, metadata
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines with the same configuration as far as their tokens depend on it."""
+    """Engines whose configuration is equal in everything that affects tokens."""
 
     config_hash: str
     engine_ids: tuple[str, ...]
     differs: dict[str, str]
-    """Its values of the settings in which the variants differ, by name."""
+    """Values of the settings in which the variants differ, by setting name."""
 
 
 class LostEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that the frontend lost lately."""
+    """An engine that the frontend lost recently."""
 
     engine_id: str
     address: str
     reason: str
     seconds_ago: float
     num_moved: int
-    """Sequences of the frontend that went on elsewhere."""
+    """Number of the frontend's sequences that moved to another engine."""
 
 
 class TenantRefusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a tenant that the frontend refused in the last minute. ``tenant``: empty for requests that name none."""
+    """Requests of a tenant that the frontend refused in the last minute. ``tenant`` is empty for requests without a
+    tenant.
+    """
 
     tenant: str
     reason: str
@@ -48,26 +50,26 @@ class TenantRefusals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster as one frontend sees it."""
+    """Cluster as seen by one frontend."""
 
     engines: tuple[EngineStatus, ...]
-    """By index."""
+    """Engines in order of their index."""
     coordinator_connected: bool
     """Whether the frontend has a session with the coordinator."""
     variants: tuple[Variant, ...] = ()
     groups: tuple[PoolGroup, ...] = ()
-    """Data-parallel groups that engines are ranks of."""
+    """Data-parallel groups whose ranks are engines of the cluster."""
     lost_engines: tuple[LostEngine, ...] = ()
-    """The latest first."""
+    """Lost engines, most recent first."""
     tenant_refusals: tuple[TenantRefusals, ...] = ()
-    """The most first."""
+    """Refusals by tenant and reason, highest count first."""
 
 
 class AdminClient:
-    """Asks a frontend about its cluster, and for changes of it. Use as an async context manager.
+    """Client of a frontend's admin API, which shows and changes the cluster. Use it as an async context manager.
 
-    ``deadline``: seconds that a call has. Calls raise RequestFailed, ServerUnreachableError, WrongAddressError and
-    TlsMismatchError.
+    ``deadline`` is the timeout of a call in seconds. Calls raise RequestFailed, ServerUnreachableError,
+    WrongAddressError and TlsMismatchError.
     """
 
     def __init__(self, address: str) -> None:
@@ -82,37 +84,37 @@ class AdminClient:
         await self._channel.close()
 
     async def cluster(self, *, deadline: float) -> Cluster:
-        """The cluster as the frontend sees it."""
+        """Return the cluster as the frontend sees it."""
         response = await self._call(self._stub.GetCluster, pb.GetClusterRequest(), deadline)
         engines = sorted(map(engine_from_proto, response.engines), key=lambda engine: (engine.index, engine.engine_id))
         groups = tuple(map(pool_group_from_proto, response.groups))
         return from_message(response, Cluster, engines=tuple(engines), groups=groups)
 
     async def scale(self, pool: str, replicas: int, *, deadline: float) -> int:
-        """Have ``replicas`` engines in ``pool``. Returns how many there were to be before."""
+        """Set the number of engines in ``pool`` to ``replicas``. Returns the previous target."""
         request = pb.ScaleRequest(pool=pool, replicas=replicas)
         return int((await self._call(self._stub.Scale, request, deadline)).previous_replicas)
 
     async def engine_info(self, *, deadline: float) -> dict[str, dict[str, Any]]:
-        """What each connected engine is and holds, by engine id. Raises also for a single slow engine."""
+        """Return information about each connected engine, by engine id. A single slow engine makes the call fail."""
         response = await self._call(self._stub.GetEngineInfo, pb.GetEngineInfoRequest(), deadline)
         return {engine_id: json.loads(info) for engine_id, info in response.engines.items()}
 
     async def load_lora(self, name: str, path: str, *, inplace: bool, pinned: bool, deadline: float) -> "ListedAdapter":
-        """Have every engine read an adapter, and give it a name."""
+        """Load an adapter into every engine, and give it a name."""
         request = pb.LoadLoraRequest(name=name, path=path, load_inplace=inplace, pinned=pinned)
         return _listed((await self._call(self._stub.LoadLora, request, deadline)).lora)
 
     async def unload_lora(self, name: str, *, deadline: float) -> None:
-        """Take a name away."""
+        """Remove an adapter name."""
         await self._call(self._stub.UnloadLora, pb.UnloadLoraRequest(name=name), deadline)
 
     async def list_loras(self, *, deadline: float) -> "list[ListedAdapter]":
-        """The adapters that requests can name, by name."""
+        """Return the adapters that requests can use, sorted by name."""
         return list(map(_listed, (await self._call(self._stub.ListLoras, pb.ListLorasRequest(), deadline)).loras))
 
     async def pin_lora(self, name: str, *, pinned: bool, deadline: float) -> None:
-        """Have every engine keep an adapter in memory, or not any longer."""
+        """Pin an adapter in the memory of every engine, or unpin it."""
         await self._call(self._stub.PinLora, pb.PinLoraRequest(name=name, unpin=not pinned), deadline)
 
     async def _call(self, method: Callable[..., Any], request: Any, deadline: float) -> Any:
@@ -130,12 +132,14 @@ _SOURCES = {
 
 
 class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter. ``rank``, ``num_bytes`` and ``modules`` are as the engines ``engine_ids`` tell, which have it in memory."""
+    """An adapter. ``rank``, ``num_bytes`` and ``modules`` are reported by the engines in ``engine_ids``, which have it
+    in memory.
+    """
 
     name: str
     path: str
     digest: str
-    """In hexadecimal; empty while no engine has read it."""
+    """Digest of the adapter in hexadecimal; empty until an engine has read it."""
     source: str
     rank: int
     num_bytes: int

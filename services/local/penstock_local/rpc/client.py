@@ -1,4 +1,4 @@
-"""Calls of the public API through ``penstock_client``, and the failures of calls in words."""
+"""Calls of the public API through ``penstock_client``, and error messages for failed calls."""
 
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -15,19 +15,19 @@ from penstock_local.rpc.connect import ADMIN, API_KEY, PUBLIC, api_key, connect,
 
 
 class ServerUnreachableError(PenstockError):
-    """Nothing answers at the address, or the connection broke."""
+    """Error if no server answers at the address, or the connection broke."""
 
 
 class WrongAddressError(PenstockError):
-    """There is no gRPC API at the address. The message says which address to give."""
+    """Error if the address has no gRPC API. The message suggests another address."""
 
 
 class TlsMismatchError(PenstockError):
-    """A server is there; one side speaks TLS and the other does not. The message says what to set."""
+    """Error if only one of client and server uses TLS. The message says which variable to change."""
 
 
 def make_client(address: str) -> AsyncClient:
-    """Return a client of a running server, with TLS and key of the environment. Raises ConfigError."""
+    """Return a client of a running server, with TLS files and API key from the environment. Raises ConfigError."""
     try:
         return AsyncClient(address, key=api_key(), channel=connect(address))
     except ValueError as e:
@@ -36,15 +36,17 @@ def make_client(address: str) -> AsyncClient:
 
 @contextlib.asynccontextmanager
 async def client_of(address: str) -> AsyncIterator[AsyncClient]:
-    """The same, closed at the end. Calls inside fail as inside ``explained``."""
+    """Yield such a client, and close it at the end. Calls inside fail like inside ``explained``."""
     async with make_client(address) as client, explained(address):
         yield client
 
 
 @contextlib.asynccontextmanager
 async def explained(address: str, *, prefix: str = PUBLIC) -> AsyncIterator[None]:
-    """Raise RequestFailed for an error of the server, ServerUnreachableError when there is none, WrongAddressError and
-    TlsMismatchError, where a call inside has failed. ``prefix``: of the API that is called.
+    """Convert failures of calls inside the ``with`` block.
+
+    ``prefix`` is the prefix of the API's TLS variables. Raises RequestFailed for a server error,
+    ServerUnreachableError, WrongAddressError or TlsMismatchError.
     """
     try:
         yield
@@ -53,7 +55,7 @@ async def explained(address: str, *, prefix: str = PUBLIC) -> AsyncIterator[None
 
 
 def pools(model: Model) -> bool:
-    """Return whether a model makes vectors or scores, and no text."""
+    """Return whether a model computes embeddings or scores instead of text."""
     return bool(model.capabilities) and "generate" not in model.capabilities
 
 
@@ -64,16 +66,18 @@ def with_media(prompt: str, files: Collection[MediaFile]) -> MixedPrompt:
 
 
 def _takes(address: str, prefix: str) -> str:
-    """Which flag takes which address of the same host."""
+    """Return a hint for the correct address on the same host."""
     host = address.split("://")[-1].split("/")[0].rpartition(":")[0] or "localhost"
     if prefix == ADMIN:
-        return f"--admin-address is the operators' gRPC API, {host}:50053 unless --admin-port of penstock serve says another"
-    return f"--address is the gRPC API, {host}:50051 unless --grpc-port of penstock serve says another"
+        return f"--admin-address takes the admin gRPC API, {host}:50053 unless penstock serve has another --admin-port"
+    return f"--address takes the gRPC API, {host}:50051 unless penstock serve has another --grpc-port"
 
 
 async def call_failure(error: CallError, address: str, *, prefix: str = PUBLIC) -> PenstockError:
-    """Errors of a Penstock server have a reason; an UNAVAILABLE without one is the connection's, an UNIMPLEMENTED that of a
-    server that has no such call.
+    """Convert the error of a call.
+
+    Errors of a Penstock server have a reason. UNAVAILABLE without a reason is a connection error. UNIMPLEMENTED without
+    a reason comes from a server that does not have the method.
     """
     if error.code == "UNAVAILABLE" and not error.reason:
         if why := await mismatch(address, prefix=prefix):
@@ -84,7 +88,7 @@ async def call_failure(error: CallError, address: str, *, prefix: str = PUBLIC) 
             return WrongAddressError(f"{address} is an HTTP port; {_takes(address, prefix)}")
         return ServerUnreachableError(f"no connection to {address}: {error.message}")
     if error.code == "UNIMPLEMENTED" and not error.reason:
-        here = "public API listens on --grpc-port" if prefix == PUBLIC else "operators' API listens on --admin-port"
+        here = "public API listens on --grpc-port" if prefix == PUBLIC else "admin API listens on --admin-port"
         return Unimplemented(f"{address} does not know this call: the {here} of penstock serve, or the server is older")
     failed = request_failed(error.code, error.message or error.code, field=error.field, reason=error.reason)
     failed.retry_after, failed.quota_subject = error.retry_after, error.quota_subject
@@ -92,34 +96,34 @@ async def call_failure(error: CallError, address: str, *, prefix: str = PUBLIC) 
 
 
 def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``values`` that are SamplingParams fields and are given."""
+    """Return the entries of ``values`` that are SamplingParams fields and not None."""
     known = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def describe_failure(error: RequestFailed) -> str:
-    """The server's message with the field at fault, if one is, and when to try again."""
+    """Return the server's message, with the field at fault and the retry delay if there are any."""
     field = f" ({error.field})" if error.field and error.field not in error.message else ""
     retry = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
     return f"{error.code}: {error.message}{field}{retry}"
 
 
 def unreachable(error: ServerUnreachableError) -> str:
-    """Why no server answers, and how to start one, unless one has answered and it is TLS that fails."""
+    """Return the error message, with a hint to start a server unless TLS is the problem."""
     told = str(error)
     return told if is_of_tls(told) else f"{told}\nIs a server running? Start one with: penstock serve MODEL"
 
 
 def one_line(error: PenstockError) -> str:
-    """The same, also of errors that no server has sent."""
+    """Return the message of an error, also if no server sent it."""
     return describe_failure(error) if isinstance(error, RequestFailed) else str(error)
 
 
 def of_operators_api(error: PenstockError) -> str:
-    """The same of a call to the operators' API, with where that listens when nothing answers."""
+    """Return the message of an error from the admin API, with a hint about its address if nothing answers."""
     if isinstance(error, ServerUnreachableError):
         return (
-            f"{one_line(error)}\nIs a frontend running? Its operators' port listens on its own machine alone, as a rule; "
-            "--admin-address says where."
+            f"{one_line(error)}\nIs a frontend running? Its admin port usually accepts only connections from its "
+            "own machine; set --admin-address to the right address."
         )
     return one_line(error)

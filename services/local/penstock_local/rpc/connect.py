@@ -1,4 +1,4 @@
-"""How the commands connect to a server, and ask whether services that they started are ready."""
+"""Connections of the commands to servers, and readiness checks of the services that a command starts."""
 
 import asyncio
 import contextlib
@@ -17,49 +17,52 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.types.cluster import ClusterView
 
 API_KEY = "PENSTOCK_API_KEY"
-"""Variable with an API key or a token."""
+"""Environment variable with an API key or a token."""
 PUBLIC, ADMIN = "PENSTOCK_TLS", "PENSTOCK_ADMIN_TLS"
-"""How variables with the fields of ClientTlsConfig begin, for the public API and the operators'."""
+"""Prefixes of the environment variables with ClientTlsConfig fields, for the public API and the admin API."""
 _FIELDS = ("ca", "certificate", "key", "server_name")
 VARIABLES = frozenset({API_KEY, *(f"{prefix}_{field.upper()}" for prefix in (PUBLIC, ADMIN) for field in _FIELDS)})
 
 
 def connect(address: str, *, prefix: str = PUBLIC, environ: Mapping[str, str] = os.environ) -> grpc.aio.Channel:
-    """A channel to a server. Raises ConfigError for files that cannot be used."""
+    """Create a channel to a server. Raises ConfigError for unusable TLS files."""
     tls = ClientTlsConfig(**{field: environ.get(f"{prefix}_{field.upper()}", "") for field in _FIELDS})
     return make_channel(address, credentials=ClientCredentials(tls, field=prefix))
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str:
-    """The key or token of calls; empty: none."""
+    """Return the key or token for calls; empty for none."""
     return environ.get(API_KEY, "")
 
 
 def metadata(environ: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], ...]:
-    """The same as gRPC metadata."""
+    """Return the key or token as gRPC metadata."""
     return (("authorization", f"Bearer {key}"),) if (key := api_key(environ)) else ()
 
 
 _TIMEOUT = 2.0
-"""Seconds for the connection and the handshake; a server that does not answer so soon is not explained."""
+"""Timeout of connection and handshake in seconds. A slower server gets no TLS diagnosis."""
 
 
 async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What to set so that client and server agree on TLS; ``""`` when they do, and when nothing can be said.
+    """Return advice if client and server disagree on TLS. Empty if they agree or if it is unknown.
 
-    ``address``: host:port. ``prefix``: how the variables of this connection begin.
+    ``address`` is host:port. ``prefix`` is the prefix of the variables for this connection.
     """
     encrypted = bool(environ.get(f"{prefix}_CA"))
     speaks = await _speaks_tls(address)
     if speaks is None or speaks == encrypted:
         return ""
     if speaks:
-        return f"the server at {address} wants TLS: set {prefix}_CA to the file of the authority that issued its certificate"
-    return f"the server at {address} does not speak TLS: unset {prefix}_CA"
+        return (
+            f"the server at {address} requires TLS: set {prefix}_CA to the CA certificate file of its certificate's "
+            "issuer"
+        )
+    return f"the server at {address} does not use TLS: unset {prefix}_CA"
 
 
 async def is_http_port(address: str) -> bool:
-    """Return whether a server at ``address``, host:port, answers HTTP/1.1 without TLS, which no gRPC port does."""
+    """Return whether a server at ``address`` (host:port) answers HTTP/1.1 without TLS. A gRPC port never does."""
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -69,7 +72,7 @@ async def is_http_port(address: str) -> bool:
 
 
 async def _speaks_tls(address: str) -> bool | None:
-    """Whether a server answers a handshake; None when nothing listens there. No certificate is looked at."""
+    """Return whether a server answers a TLS handshake, or None if nothing listens there. Certificates are not verified."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -82,7 +85,7 @@ async def _speaks_tls(address: str) -> bool | None:
         except ssl.SSLError as e:
             return "WRONG_VERSION" not in str(e) and "RECORD_LAYER" not in str(e)
         except ConnectionError:
-            return False  # it hung up on what it took for garbage
+            return False  # The server closed the connection because it could not parse the handshake.
 
     return await _tried(address, shake)
 
@@ -90,7 +93,7 @@ async def _speaks_tls(address: str) -> bool | None:
 async def _tried(
     address: str, attempt: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
 ) -> bool | None:
-    """What comes of an attempt on a new connection; None when nothing listens there, or does not answer in time."""
+    """Run ``attempt`` on a new connection. Returns None if nothing listens there or the server does not answer in time."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or not host or "/" in host:
         return None
@@ -107,17 +110,18 @@ async def _tried(
         return None
 
 
-# Asks services that a command has started: whether they are ready, and the coordinator which engines it knows.
+# Readiness of services that a command has started, and the engines that the coordinator knows.
 
 SERVICE = "penstock.inference.v1.InferenceService"
-"""The public gRPC API."""
+"""Name of the public gRPC API."""
 _RETRY_SECONDS = 0.05
 
 
 async def wait_until_serving(address: str, *, secured: bool = False) -> None:
-    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Waits for a server to appear, too.
+    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Also waits for the server to
+    start.
 
-    ``secured``: with what the environment says of TLS.
+    With ``secured``, TLS settings and credentials come from the environment.
     """
     async with connect(address) if secured else make_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -137,9 +141,10 @@ async def wait_until_serving(address: str, *, secured: bool = False) -> None:
 
 
 async def serving(address: str, service: str = "", *, deadline: float) -> bool | None:
-    """Return whether ``grpc.health.v1`` at ``address`` reports SERVING for a service, or for the process if ``service`` is empty.
+    """Return whether ``grpc.health.v1`` at ``address`` reports SERVING for a service, or for the process if ``service``
+    is empty.
 
-    None when nothing answers in time, or the server does not know the service.
+    Returns None if nothing answers in time, or if the server does not know the service.
     """
     async with connect(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -152,11 +157,13 @@ async def serving(address: str, service: str = "", *, deadline: float) -> bool |
 
 
 async def cluster_view(address: str, *, deadline: float) -> ClusterView | None:
-    """The cluster as the coordinator at ``address`` knows it; None where it does not answer within ``deadline`` seconds."""
+    """Return the cluster as the coordinator at ``address`` knows it, or None if it does not answer within ``deadline``
+    seconds.
+    """
     async with make_channel(address) as channel:
         stub = service_pb2_grpc.CoordinatorServiceStub(channel)
         try:
             response = await stub.GetCluster(messages_pb2.GetClusterRequest(), timeout=deadline)
         except grpc.aio.AioRpcError:
-            return None  # it may be starting again
+            return None  # The coordinator may be restarting.
     return view_from_proto(response.view)

@@ -1,8 +1,8 @@
-"""The first code of every child process: end with the parent, then become the service.
+"""Wrapper that starts every child process: it ties the process to its parent, then runs the service.
 
-``python -m penstock_local.serving.child PARENT_PID MODULE [ARGUMENT ...]`` runs MODULE as ``python -m MODULE`` would. A parent
-that is killed outright cannot stop its children; on Linux the kernel is asked to do it (``prctl(PR_SET_PDEATHSIG)``). Doing this
-here rather than between fork and exec keeps the parent free of code that runs in a forked copy of a threaded process.
+``python -m penstock_local.serving.child PARENT_PID MODULE [ARGUMENT ...]`` runs MODULE like ``python -m MODULE``. A
+parent that is killed with SIGKILL cannot stop its children, so on Linux the kernel does (``prctl(PR_SET_PDEATHSIG)``).
+Calling prctl here avoids running code between fork and exec in a copy of a threaded process.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies. Does nothing where the kernel cannot (not Linux)."""
+    """Ask the kernel to kill this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

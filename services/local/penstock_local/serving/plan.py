@@ -1,4 +1,4 @@
-"""What ``penstock serve`` runs: from its options to the processes and their configuration, without starting anything."""
+"""Plan of ``penstock serve``: turns its options into processes and their configuration, without starting anything."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
 
 DRAIN_SECONDS = 30.0
-"""Time that engines and frontends give running requests when they stop."""
+"""Seconds that stopping engines and frontends give running requests to finish."""
 _STOP_MARGIN = 10.0
-"""Seconds beyond the drain until a service that has not stopped is killed."""
+"""Extra seconds after the drain before a service that has not stopped is killed."""
 _MAX_LORAS = 8
-"""Adapters among requests that run at once, where there are some; --set engine.lora.max_loras says another number."""
+"""Default number of different adapters in one batch. Override it with --set engine.lora.max_loras."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def with_settings(options: ServeOptions, service: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A service's configuration with what ``options.settings`` say of it."""
+    """Apply ``options.settings`` of a service to its configuration."""
     return apply_settings(config, options.settings.get(service, {}))
 
 
@@ -39,8 +39,13 @@ def check(
     memory: Memory | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise ConfigError for what would fail after the start. ``gpus`` and ``memory``: those of this machine; ``environ``: what
-    the command, which sees its own frontend come up, has to show to it (not checked where it is None).
+    """Raise ConfigError for problems that would otherwise appear only after the start.
+
+    Args:
+        options: Flags of the command.
+        gpus: GPUs of this machine.
+        memory: Memory of this machine, or None if it is unknown.
+        environ: Environment with the credentials to query the command's own frontend. Not checked if None.
     """
     if environ is not None:
         _check_own_client(with_settings(options, "frontend", {}), environ)
@@ -66,11 +71,11 @@ def check(
     )
     if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
         raise ConfigError(
-            f"--data-parallel-size is {options.data_parallel_size}, and model {options.model} has no experts: nothing is shared "
-            f"between its engines; use --engines {options.data_parallel_size}"
+            f"--data-parallel-size is {options.data_parallel_size}, but model {options.model} has no experts, so "
+            f"its engines would share nothing; use --engines {options.data_parallel_size}"
         )
     if template := _chat_template(options):
-        from penstock_frontend.app.assembly import check_chat_template  # imports what a frontend is made of
+        from penstock_frontend.app.assembly import check_chat_template  # This import loads most of the frontend.
 
         check_chat_template(template, setting="--chat-template")
     if not Path(options.model).expanduser().is_dir():
@@ -81,9 +86,10 @@ def check(
 
 
 def check_configs(specs: Sequence[ProcessSpec]) -> None:
-    """Check what the services are told, before any of them is started. Raises ConfigError."""
+    """Check the configuration of the services before any of them starts. Raises ConfigError."""
     kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
-    for spec in {spec.module: spec for spec in specs}.values():  # of several of a kind, all settings are the same
+    # All services of one kind have the same settings, so one per kind is checked.
+    for spec in {spec.module: spec for spec in specs}.values():
         check_config(kinds[spec.module], spec.config)
 
 
@@ -92,22 +98,23 @@ def _check_own_client(frontend: Mapping[str, Any], environ: Mapping[str, str]) -
     asks = next((key for key in ("api_keys", "jwt") if auth.get(key)), None)
     if asks and not environ.get(API_KEY):
         raise ConfigError(
-            f"frontend.auth.{asks} is set, and {API_KEY} is not: the command asks its own frontend whether it is up; put an API "
-            f"key or a token of yours into {API_KEY}"
+            f"frontend.auth.{asks} is set, but {API_KEY} is not; the command needs it to check its own frontend's "
+            f"health: set {API_KEY} to an API key or token"
         )
     if tls.get("certificate") and not (environ.get(f"{PUBLIC}_CA") or environ.get(f"{PUBLIC}_SERVER_NAME")):
         raise ConfigError(
-            f"frontend.server.tls.certificate is set, and {PUBLIC}_CA is not: the command asks its own frontend whether it is "
-            f"up; put the certificate of its authority into {PUBLIC}_CA, and its name into {PUBLIC}_SERVER_NAME where that "
-            "is not localhost"
+            f"frontend.server.tls.certificate is set, but {PUBLIC}_CA is not; the command needs it to check its "
+            f"own frontend's health: set {PUBLIC}_CA to the CA certificate, and {PUBLIC}_SERVER_NAME to the "
+            "certificate's host name unless that is localhost"
         )
 
 
 def _check_tiers(options: ServeOptions) -> None:
-    """Of the flags alone: what settings say is checked by the engines."""
+    """Check the cache flags. Engines check the cache settings themselves."""
     if options.disk_cache and not options.host_cache:
         raise ConfigError(
-            f"--disk-cache is {options.disk_cache}, and --host-cache 0; a disk takes what leaves host memory"
+            f"--disk-cache is {options.disk_cache}, but --host-cache is 0; the disk cache stores blocks evicted "
+            "from host memory, so set both"
         )
     if bool(options.disk_cache) != bool(options.disk_cache_size):
         raise ConfigError(
@@ -117,7 +124,7 @@ def _check_tiers(options: ServeOptions) -> None:
 
 
 def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
-    """Raise ConfigError when the files of ``model`` show that it cannot be served. An id on the hub is not looked up here."""
+    """Raise ConfigError if the files of ``model`` show that it cannot be served. A hub id is not looked up here."""
     if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
         raise ConfigError(f"model {model}: {checkpoint.no_directory(model)}")
     if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights):
@@ -132,9 +139,17 @@ def plan(
     gpus: Sequence[str] = (),
     secret_file: str = "",
 ) -> list[ProcessSpec]:
-    """The processes to run. ``internal_ports``: as many as ``num_internal_ports`` says, on loopback. ``gpus``: those of this
-    machine, as CUDA_VISIBLE_DEVICES names them. ``secret_file``: see ``engine_spec``. Raises ConfigError for more engines than
-    GPUs to compute on.
+    """Return the processes to run.
+
+    Args:
+        options: Flags of the command.
+        internal_ports: Loopback ports, as many as ``num_internal_ports`` returns.
+        cores: CPU cores to divide among the engines.
+        gpus: GPUs of this machine, as named in CUDA_VISIBLE_DEVICES.
+        secret_file: See ``engine_spec``.
+
+    Raises:
+        ConfigError: There are more engines than GPUs to run them on.
     """
     coordinator_port, *others = internal_ports
     engine_ports, health_ports = others[: options.num_engines], others[options.num_engines :]
@@ -148,7 +163,7 @@ def plan(
             options,
             "coordinator",
             {
-                "restart_grace": 0.0,  # no engine can be older than this coordinator: they end together
+                "restart_grace": 0.0,  # No engine can be older than this coordinator, because they stop together.
                 "server": {"host": LOOPBACK, "port": coordinator_port},
                 "log": {"level": options.log_level},
             },
@@ -174,8 +189,16 @@ def engine_spec(
     own_env: dict[str, str] | None = None,
     secret_file: str = "",
 ) -> ProcessSpec:
-    """The process of an engine, by its number. ``own_env``: what the user's environment does not override. ``secret_file``: by
-    which engines recognize each other; empty: they need none, or settings name one.
+    """Return the process of the engine with this number.
+
+    Args:
+        options: Flags of the command.
+        number: Number of the engine, from 0.
+        port: Port of its gRPC server.
+        coordinator_address: Address of the coordinator, as host:port.
+        threads: CPU threads of the engine.
+        own_env: Environment variables that override the user's.
+        secret_file: File with the secret that engines share; empty if they need none or a setting names one.
     """
     config = _engine_config(options, number, port, coordinator_address, threads)
     if secret_file:
@@ -193,7 +216,7 @@ def engine_spec(
 
 
 def needs_secret(options: ServeOptions) -> bool:
-    """Return whether engines have ports for each other or for their nodes, and no setting names a secret for them."""
+    """Return whether engines listen for each other or for their nodes, while no setting names a secret for that."""
     config = with_settings(options, "engine", _engine_config(options, 0, 0, "", 1))
     in_group = config.get("data_parallel", {}).get("size", 1) > 1
     on_nodes = config["executor"].get("nodes", {}).get("size", 1) > 1
@@ -202,8 +225,10 @@ def needs_secret(options: ServeOptions) -> bool:
 
 
 def num_internal_ports(options: ServeOptions) -> int:
-    """How many ports the processes need among themselves: of the coordinator, of each engine, and for the health of each frontend
-    where several share the port at which it is asked for otherwise.
+    """Return the number of internal ports: one for the coordinator and one per engine, plus one health port per
+    frontend.
+
+    Health ports are needed only if several frontends share the public port, where health is checked otherwise.
     """
     return 1 + options.num_engines + (options.frontends if options.frontends > 1 else 0)
 
@@ -217,7 +242,7 @@ def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Se
         config = _frontend_config(options, coordinator_address, options.admin_ports[i])
         config["frontend_id"] = f"frontend-{i}"
         config["server"] |= {"reuse_port": True, "health_port": health_port}
-        # All know the same engines: one tells of their load.
+        # All frontends see the same engines, so only the first exports engine metrics.
         config["http"] |= {"reuse_port": True, "engine_metrics": i == 0}
         config["metrics"] = {"host": LOOPBACK, "port": options.metrics_ports[i]}
         address = with_port(options.client_host, health_port)
@@ -238,12 +263,14 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 
 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
-    roots = [options.lora_directory] if options.lora_directory else []  # from below the directory more may be loaded
+    roots = (
+        [options.lora_directory] if options.lora_directory else []
+    )  # More adapters may be loaded from inside the directory.
     return {
-        # What frontends alone are told of the model: engines know it by its first name.
+        # Only frontends get the aliases and the chat template. Engines know the model by its first name.
         "model": _model_config(options) | given(aliases=options.aliases, chat_template=_chat_template(options)),
         "coordinator": {"address": coordinator_address},
-        # There is no other frontend to go to when all stop.
+        # Connections need no maximum age: all frontends stop together, so clients have no other frontend to move to.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
         "admin": {"host": LOOPBACK, "port": admin_port},
         "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
@@ -264,12 +291,12 @@ def _model_config(options: ServeOptions) -> dict[str, Any]:
 
 
 def _chat_template(options: ServeOptions) -> str:
-    """The file of the chat template; empty: the model's own templates are used."""
+    """Return the path of the chat template file. Empty if the model's own template is used."""
     return str(Path(options.chat_template).expanduser().absolute()) if options.chat_template else ""
 
 
 def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
-    """What is kept beside the KV cache; engines do not share a directory."""
+    """Return the settings of the host and disk caches. Each engine has a disk directory of its own."""
     directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
     return given(host_memory=options.host_cache, disk=directory, disk_size=options.disk_cache_size)
 

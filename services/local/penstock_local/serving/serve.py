@@ -1,4 +1,4 @@
-"""``penstock serve``: coordinator, engines and frontend for one model on this machine."""
+"""Implementation of ``penstock serve``: starts the coordinator, engines and frontends of one model on this machine."""
 
 import asyncio
 import os
@@ -30,9 +30,9 @@ _SECRET_BYTES = 32
 
 @contextmanager
 def secret_file(wanted: bool) -> Iterator[str]:
-    """Write a new secret into a file that only this user can read, and remove it at the end.
+    """Write a new secret into a file that only this user can read, and remove the file at the end.
 
-    Yields the file's path, or an empty string unless ``wanted``.
+    Yields the file's path, or an empty string if ``wanted`` is False.
     """
     if not wanted:
         yield ""
@@ -46,13 +46,15 @@ def secret_file(wanted: bool) -> Iterator[str]:
 
 _POLL_SECONDS = 0.02
 _MOST_NAMES = 8
-"""Adapters that the first words name."""
+"""Maximum number of adapters that the ready message names."""
 
 Work = Callable[[AsyncClient, Model, JoinedLog], Coroutine[Any, Any, None]]
 
 
 async def serve(options: ServeOptions) -> int:
-    """Serve until asked to stop. Returns the exit code. Raises ConfigError before the start, ServiceDiedError after it."""
+    """Serve until asked to stop, and return the exit code. Raises ConfigError before the start, and ServiceDiedError
+    after it.
+    """
     started = time.monotonic()
 
     async def until_stopped(_client: AsyncClient, model: Model, _log: JoinedLog) -> None:
@@ -64,7 +66,7 @@ async def serve(options: ServeOptions) -> int:
 
 
 async def serve_while(options: ServeOptions, work: Work) -> int:
-    """Start the services, run ``work`` against them, stop them. Returns and raises what ``supervisor.run`` does."""
+    """Start the services, run ``work`` against them, and stop them. Returns and raises the same as ``supervisor.run``."""
     gpus = visible_gpus(os.environ)
     check(options, gpus=gpus, memory=host_memory(), environ=os.environ)
     with secret_file(needs_secret(options)) as secret:
@@ -72,7 +74,7 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
 
 
 async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], secret: str) -> int:
-    """``secret``: the file of the one that engines share, empty where they need none."""
+    """Run the services. ``secret`` is the path of the engines' shared secret, or empty if they need none."""
     request = StopRequest()
     given = {port for _, port in options.all_ports}
     internal_ports = free_ports(num_internal_ports(options), but=given)
@@ -101,7 +103,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
 
 
 async def _with_all_engines(client: AsyncClient, options: ServeOptions) -> Model:
-    """The served model, as soon as the frontend reaches all its engines: ready engines become known one by one."""
+    """Return the served model once the frontend is connected to all engines. Engines become known one by one."""
     while True:
         models = {model.name: model for model in await client.models()}
         if options.model_name not in models:
@@ -112,15 +114,15 @@ async def _with_all_engines(client: AsyncClient, options: ServeOptions) -> Model
 
 
 def ready_block(options: ServeOptions, model: Model, *, seconds: float) -> str:
-    """What a user needs to know when everything is up."""
+    """Return the message that tells the user how to reach the services."""
     host = "localhost" if options.client_host == LOOPBACK else options.client_host
     address = with_port(host, options.grpc_port)
     elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
     engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
     if options.data_parallel_size > 1:
-        engines += " that compute together"
+        engines += " in one data-parallel group"
     if options.prefill_engines:
-        engines += f", {options.prefill_engines} of them for prompts"
+        engines += f", {options.prefill_engines} of them for prefill"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
     calls = [*_first_calls(options, model, host, elsewhere), _status_call(options)]
     first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in calls)
@@ -148,7 +150,9 @@ def _status_call(options: ServeOptions) -> str:
 
 
 def _operators_lines(options: ServeOptions) -> str:
-    """Where the operators' API is, and the metrics where several frontends have their own."""
+    """Return the lines with the address of the admin API, and of each frontend's metrics if there are several
+    frontends.
+    """
     service = "penstock.admin.v1.AdminService"
     if options.frontends == 1:
         return f"    admin   localhost:{options.admin_port}   {service}"
@@ -161,7 +165,7 @@ def _operators_lines(options: ServeOptions) -> str:
 
 
 def _adapters_line(options: ServeOptions) -> str:
-    """The names that requests can have in the place of the model's; empty where there are none."""
+    """Return the line with the adapter names that requests can use as the model. Empty if there are none."""
     names = [*sorted(options.lora)[:_MOST_NAMES], *(["..."] if len(options.lora) > _MOST_NAMES else [])]
     if options.lora_directory:
         names.append(f"those in {options.lora_directory}")
@@ -169,7 +173,7 @@ def _adapters_line(options: ServeOptions) -> str:
 
 
 def _first_calls(options: ServeOptions, model: Model, host: str, elsewhere: str) -> list[str]:
-    """Commands that show what the model does. ``elsewhere``: the flag for an address that is not the default."""
+    """Return example commands for this model. ``elsewhere`` is the flag for an address other than the default."""
     if not pools(model):
         return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
     if "embed" in model.capabilities:

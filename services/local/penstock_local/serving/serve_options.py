@@ -1,4 +1,4 @@
-"""The flags of ``penstock serve``: what they mean, and which values they may have."""
+"""Flags of ``penstock serve``: their meaning and allowed values."""
 
 import json
 import socket
@@ -22,78 +22,112 @@ LIMIT_FLAG = "--limit-mm-per-prompt"
 
 
 def parse_limits(text: str) -> dict[str, int]:
-    """Items by modality, of a JSON object such as ``{"image": 4}``, as vLLM has it; empty for none. Raises ConfigError."""
+    """Parse the maximum number of items per modality from a JSON object such as ``{"image": 4}``, as in vLLM.
+
+    Returns an empty dict for an empty text. Raises ConfigError for invalid text.
+    """
     if not text:
         return {}
     try:
         given: Any = json.loads(text)
     except ValueError as e:
-        raise ConfigError(f'{LIMIT_FLAG} {text}: no JSON ({e}); write e.g. {{"image": 4}}') from None
+        raise ConfigError(f'{LIMIT_FLAG} {text}: not valid JSON ({e}); write e.g. {{"image": 4}}') from None
     if not isinstance(given, dict):
-        raise ConfigError(f'{LIMIT_FLAG} {text}: no JSON object; write e.g. {{"image": 4}}')
+        raise ConfigError(f'{LIMIT_FLAG} {text}: not a JSON object; write e.g. {{"image": 4}}')
     for modality, count in given.items():
         if modality not in MODALITIES:
-            raise ConfigError(f"{LIMIT_FLAG} {text}: {modality!r} is no modality; known: {', '.join(MODALITIES)}")
+            raise ConfigError(f"{LIMIT_FLAG} {text}: {modality!r} is not a modality; known: {', '.join(MODALITIES)}")
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ConfigError(f"{LIMIT_FLAG} {text}: {modality} is {count!r}; it must be a number of items, 0 for none")
     return given
 
 
 def given(**settings: Any) -> dict[str, Any]:
-    """The settings that are not empty."""
+    """Return the settings that are not empty."""
     return {name: value for name, value in settings.items() if value}
 
 
 Settings = Mapping[str, Mapping[str, Any]]
-"""Values by key, by service: coordinator, engine or frontend."""
+"""Setting values by key, for each service: coordinator, engine or frontend."""
 
 _EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
-"""Settings that the command sets differently for each of several frontends."""
+"""Settings that the command sets to a different value for each frontend."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve and where: the flags of ``penstock serve``."""
+    """Flags of ``penstock serve``: the model and how to serve it."""
 
-    model: Annotated[str, Meta(description="Directory of a Hugging Face checkpoint, or its id on the hub.")]
+    model: Annotated[
+        str, Meta(description=("Model to serve: directory of a Hugging Face checkpoint, or its id on the hub."))
+    ]
     served_model_name: Annotated[
         tuple[str, ...],
         Meta(
-            description="Name that clients use, unset: the end of MODEL; may be repeated: the others are aliases of the first."
+            description=(
+                "Name of the model for clients; unset: the last part of MODEL. May be repeated: further names are "
+                "aliases of the first."
+            )
         ),
     ] = ()
     chat_template: Annotated[
         str,
-        Meta(description="File with a chat template in jinja2, instead of the model's own; empty: the model's own."),
+        Meta(description="File with a Jinja chat template that replaces the model's own; empty: the model's own."),
     ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "float", "half"],
-        Meta(description="Type of weights and activations; auto: the checkpoint's own; float: float32; half: float16."),
+        Meta(
+            description=(
+                "Data type of weights and activations; auto: as in the checkpoint; float: float32; half: float16."
+            )
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "int8"],
-        Meta(description="How weights are kept; auto: as the checkpoint has them; int8: rounded to 8 bits, on CPUs."),
+        Meta(
+            description=(
+                "Quantization of the weights; auto: as in the checkpoint; int8: round to 8 bits, on CPUs only."
+            )
+        ),
     ] = "auto"
     max_model_len: (
-        Annotated[int, Meta(ge=1, description="Tokens of the longest sequence; unset: what fits.")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description=(
+                    "Maximum length of a sequence in tokens; unset: as long as the model and the KV cache allow."
+                ),
+            ),
+        ]
+        | None
     ) = None
-    engines: Annotated[int, Meta(ge=1, le=64, description="Engine processes, each with the model.")] = 1
+    engines: Annotated[int, Meta(ge=1, le=64, description="Number of engine processes. Each loads the model.")] = 1
     prefill_engines: Annotated[
         int,
         Meta(
             ge=0,
             le=64,
-            description="Engine processes for long prompts, whose requests go on on those of --decode-engines; for --engines.",
+            description=(
+                "Number of engines for long prompts. They hand requests over to --decode-engines. Replaces "
+                "--engines; 0: off."
+            ),
         ),
     ] = 0
     decode_engines: Annotated[
         int,
-        Meta(ge=0, le=64, description="Engine processes for outputs, and for short prompts; with --prefill-engines."),
+        Meta(
+            ge=0,
+            le=64,
+            description="Number of engines for decoding and for short prompts. Requires --prefill-engines; 0: off.",
+        ),
     ] = 0
     kv_transfer: Annotated[
         Literal["", "auto", "grpc", "shared_memory", "nixl", "off"],
         Meta(
-            description="Way on which keys and values of requests go from engine to engine, where others would compute them "
-            "again; auto: the best there is; empty: auto with --prefill-engines, else off."
+            description=(
+                "Transport for KV blocks between engines, so that they need not be recomputed; auto: the fastest "
+                "available; empty: auto with --prefill-engines, else off."
+            )
         ),
     ] = ""
     data_parallel_size: Annotated[
@@ -101,124 +135,152 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="Engine processes that compute every step together, for models of experts; 1: each computes alone.",
+            description=(
+                "Number of engine processes that form one data-parallel group, for models with experts; 1: no group."
+            ),
         ),
     ] = 1
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=64, description="Workers of each engine, which share every layer of the model among them.")
+        int, Meta(ge=1, le=64, description="Number of workers per engine that split every layer of the model.")
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Stages of each engine, which have some of the layers each, of as many workers as above.",
+            description=(
+                "Number of pipeline stages per engine. Each stage has some of the layers and --tensor-parallel-size "
+                "workers."
+            ),
         ),
     ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="Where engines compute, a GPU for each worker; auto: on GPUs where there are some."),
+        Meta(description="Device of the engines, one GPU for each worker; auto: GPUs if there are any, else the CPU."),
     ] = "auto"
     kv_cache_memory: (
         Annotated[
             ByteSize,
             Meta(
                 ge=1,
-                description="Bytes of the KV cache of each engine, or of each worker of one, e.g. 512MiB, 4GiB; unset: by the "
-                "memory that is free.",
+                description=(
+                    "Size of the KV cache of each engine, or of each worker if an engine has several, such as 512MiB "
+                    "or 4GiB; unset: depends on free memory."
+                ),
             ),
         ]
         | None
     ) = None
     host_cache: Annotated[
         ByteSize,
-        Meta(
-            description="Bytes of host memory of each engine for KV blocks that lose their place in the KV cache, e.g. 8GiB; 0: "
-            "none."
-        ),
+        Meta(description="Host memory for evicted KV blocks, per engine, such as 8GiB; 0: disabled."),
     ] = 0
     disk_cache: Annotated[
         str,
         Meta(
-            description="Directory for KV blocks that leave --host-cache, in which each engine has one of its own; it is found "
-            "again at the next start. Empty: none."
+            description=(
+                "Directory for KV blocks evicted from --host-cache. Each engine uses a subdirectory, and reuses it "
+                "after a restart. Empty: disabled."
+            )
         ),
     ] = ""
     disk_cache_size: Annotated[
-        ByteSize, Meta(description="Bytes that each engine takes in --disk-cache at its start, e.g. 100GiB.")
+        ByteSize, Meta(description="Size of the disk cache of each engine, allocated at the start, such as 100GiB.")
     ] = 0
     threads_per_engine: (
         Annotated[
-            int, Meta(ge=1, le=1024, description="CPU threads of each engine; unset: the cores are shared evenly.")
+            int,
+            Meta(ge=1, le=1024, description="Number of CPU threads of each engine; unset: all cores, divided evenly."),
         ]
         | None
     ) = None
     speculative: Annotated[
         str,
         Meta(
-            description="Draft tokens ahead and verify several to a step, which changes none: prediction, ngram, suffix, "
-            "draft_model, eagle or eagle3."
+            description=(
+                "Speculative decoding method, which drafts tokens and verifies several per step without changing the "
+                "output: prediction, ngram, suffix, draft_model, eagle or eagle3; empty: off."
+            )
         ),
     ] = ""
-    speculative_model: Annotated[str, Meta(description="Directory or hub id of the draft model or head.")] = ""
+    speculative_model: Annotated[str, Meta(description="Draft model or head: its directory or hub id.")] = ""
     speculative_tokens: (
         Annotated[
-            int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS, description="Tokens drafted in a step, at most; unset: 5.")
+            int,
+            Meta(ge=1, le=MAX_SPECULATIVE_TOKENS, description="Maximum number of tokens drafted per step; unset: 5."),
         ]
         | None
     ) = None
     speculative_config: Annotated[
         str,
-        Meta(description="All of it as vLLM has it, instead of the three flags before: a JSON object."),
+        Meta(
+            description=(
+                "Speculative decoding configuration as a JSON object with vLLM's keys. Replaces the three flags above."
+            )
+        ),
     ] = ""
     lora: Mapping[str, str] = {}
     """Directories of LoRA adapters by name."""
     lora_directory: str = ""
-    """Directory whose subdirectories are LoRA adapters; empty: none."""
+    """Directory whose subdirectories are LoRA adapters; empty for none."""
     limit_mm_per_prompt: Annotated[
         str,
         Meta(
-            description='Images, sounds and videos that a request may have, of a model that takes them, as JSON: {"image": 4}; '
-            "empty: 16, 4 and 2."
+            description='Maximum number of images, audio items and videos per request, as JSON, e.g. {"image": 4}; '
+            "empty: 16 images, 4 audio items and 2 videos."
         ),
     ] = ""
     allowed_media_domains: Annotated[
         str,
         Meta(
-            description="Hosts that URLs of media may name, with commas between them; *.HOST: those below it; empty: media come "
-            "with the request."
+            description=(
+                "Hosts from which media URLs may be fetched, separated by commas. *.HOST allows subdomains; empty: "
+                "media must be part of the request."
+            )
         ),
     ] = ""
     media_workers: (
         Annotated[
             int,
-            Meta(ge=1, le=256, description="Processes that decode media; unset: half as many as there are cores."),
+            Meta(ge=1, le=256, description="Number of processes that decode media; unset: half the number of cores."),
         ]
         | None
     ) = None
     frontends: Annotated[
         int,
-        Meta(ge=1, le=64, description="Frontend processes that share the gRPC and the HTTP port, for more streams."),
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of frontend processes that share the gRPC and the HTTP port, for more streams.",
+        ),
     ] = 1
-    host: Annotated[str, Meta(description="Interface to listen on; 127.0.0.1: this machine alone.")] = LOOPBACK
+    host: Annotated[str, Meta(description="Address to listen on; 127.0.0.1: this machine only.")] = LOOPBACK
     grpc_port: Annotated[int, Meta(ge=1, le=65_535, description="Port of the public gRPC API.")] = 50051
     http_port: Annotated[
         int,
         Meta(
             ge=1,
             le=65_535,
-            description="Port of the OpenAI API, health and metrics; several frontends have metrics on the ports behind it.",
+            description=(
+                "Port of the OpenAI API, health and metrics. With several frontends, their metrics use the following "
+                "ports."
+            ),
         ),
     ] = 8000
     admin_port: Annotated[
         int,
-        Meta(ge=1, le=65_535, description="Port of the operators' gRPC API; several frontends have theirs from it on."),
+        Meta(
+            ge=1,
+            le=65_535,
+            description="Port of the admin gRPC API. Several frontends use this port and the following ones.",
+        ),
     ] = 50053
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level that the services log.")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Minimum level of the services' log messages."),
     ] = "info"
     settings: Settings = {}
-    """Settings that have no flag of their own, by service and key."""
+    """Settings without a flag of their own, by service and key."""
 
     def __post_init__(self) -> None:
         require("MODEL", self.model)
@@ -234,7 +296,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             self._check_sharing()
         ports = self.all_ports
         if (highest := max(ports, key=lambda each: each[1]))[1] > 65_535:
-            raise ConfigError(f"{highest[0]}: with --frontends {self.frontends} the last one would need {highest[1]}")
+            raise ConfigError(
+                f"{highest[0]}: with --frontends {self.frontends} the highest port would be {highest[1]}; it must be "
+                "at most 65535"
+            )
         if len({port for _, port in ports}) < len(ports):
             raise ConfigError(f"the ports must differ: {', '.join(f'{flag} {port}' for flag, port in ports)}")
 
@@ -250,22 +315,23 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if self.aliases and "model.aliases" in self.settings.get("frontend", {}):
             raise ConfigError(
-                "--served-model-name is given more than once, and --set frontend.model.aliases; name all aliases in one of them"
+                "--served-model-name is repeated and --set frontend.model.aliases is set; give all aliases in "
+                "one of them"
             )
 
     def speculation(self) -> dict[str, Any]:
-        """The section ``speculative`` of an engine's configuration; empty: nothing is drafted. Raises ConfigError."""
+        """Return the ``speculative`` section of the engine configuration. Empty if speculation is off. Raises
+        ConfigError.
+        """
         section = speculation.of_flags(self.speculative, self.speculative_model, self.speculative_tokens)
         if not self.speculative_config:
             return section
         if section:
-            raise ConfigError(
-                f"{speculation.FLAG} and {speculation.CONFIG_FLAG} are both given; one of them says it all"
-            )
+            raise ConfigError(f"{speculation.FLAG} and {speculation.CONFIG_FLAG} are both given; use only one of them")
         return speculation.parse_config(self.speculative_config)
 
     def media_sections(self) -> Mapping[str, Any]:
-        """What a frontend's configuration has of media; empty: nothing. Raises ConfigError."""
+        """Return the media settings of the frontend configuration. Raises ConfigError."""
         hosts = [host.strip() for host in self.allowed_media_domains.split(",") if host.strip()]
         media = given(allowed_domains=hosts, workers=self.media_workers)
         return given(limits=given(max_media=parse_limits(self.limit_mm_per_prompt)), media=media)
@@ -274,7 +340,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in others:
             if (value := getattr(self, name)) > 1:
                 raise ConfigError(
-                    f"{flag_of(first)} is {getattr(self, first)} and {flag_of(name)} {value}; with the first, the other must be 1"
+                    f"{flag_of(first)} is {getattr(self, first)} and {flag_of(name)} {value}; one of them must be 1"
                 )
 
     def _check_roles(self) -> None:
@@ -282,49 +348,50 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not prefill or not decode:
             given, missing = ("prefill", "decode") if prefill else ("decode", "prefill")
             raise ConfigError(
-                f"--{given}-engines is {prefill or decode} and --{missing}-engines 0; requests that begin on the one kind go on "
-                "on the other: both must be at least 1"
+                f"--{given}-engines is {prefill or decode} and --{missing}-engines 0; requests need both kinds of "
+                "engines, so both must be at least 1"
             )
         self._check_alone("prefill_engines", "engines", "data_parallel_size")
         if self.kv_transfer == "off":
             raise ConfigError(
-                f"--prefill-engines is {prefill} and --kv-transfer off; requests go on elsewhere only with their keys and values"
+                f"--prefill-engines is {prefill} and --kv-transfer off; decode engines need the KV blocks, so use "
+                "another value"
             )
 
     @property
     def num_engines(self) -> int:
-        """Engine processes, whatever they are for and whether they compute together or not."""
+        """Number of engine processes of all kinds."""
         return self.prefill_engines + self.decode_engines or max(self.engines, self.data_parallel_size)
 
     def role(self, number: int) -> str:
-        """What an engine is preferred for, by its number: those of prompts come first."""
+        """Return the preferred role of the engine with this number. Prefill engines have the lowest numbers."""
         if not self.prefill_engines:
             return "both"
         return "prefill" if number < self.prefill_engines else "decode"
 
     @property
     def transport(self) -> str:
-        """Way on which keys and values go between engines."""
+        """Transport for KV blocks between engines."""
         return self.kv_transfer or ("auto" if self.prefill_engines else "off")
 
     @property
     def workers_per_engine(self) -> int:
-        """Processes, or threads, that compute, each on a device of its own."""
+        """Number of workers per engine (processes or threads), each with its own device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def admin_ports(self) -> list[int]:
-        """The port of each frontend's operators' API."""
+        """Port of the admin API of each frontend."""
         return [self.admin_port + i for i in range(self.frontends)]
 
     @property
     def metrics_ports(self) -> list[int]:
-        """The port of each frontend's own ``/metrics``; empty for a single frontend, whose metrics are at the HTTP port."""
+        """Port of ``/metrics`` of each frontend. Empty for a single frontend, which uses the HTTP port."""
         return [self.http_port + 1 + i for i in range(self.frontends)] if self.frontends > 1 else []
 
     @property
     def all_ports(self) -> list[tuple[str, int]]:
-        """Every port that users see, each with the flag that moves it."""
+        """Ports that users see, each with the flag that changes it."""
         return [
             ("--grpc-port", self.grpc_port),
             ("--http-port", self.http_port),
@@ -337,11 +404,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--frontends is {self.frontends}; this system has no SO_REUSEPORT: it must be 1")
         for key in _EACH_FRONTENDS_OWN:
             if key in self.settings.get("frontend", {}):
-                raise ConfigError(f"--set frontend.{key}: with --frontends {self.frontends} each one has its own")
+                raise ConfigError(
+                    f"--set frontend.{key}: with --frontends {self.frontends} each frontend needs a different value, "
+                    "so the command sets it"
+                )
 
     @property
     def model_name(self) -> str:
-        """The name clients use: the given one, or the last part of the model's path or hub id."""
+        """Name of the model for clients: the given name, or the last part of the model's path or hub id."""
         if self.served_model_name:
             return self.served_model_name[0]
         path = Path(self.model).expanduser()
@@ -349,15 +419,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of the model, each with the model's."""
+        """Aliases of the model, each mapped to the model's name."""
         return dict.fromkeys(self.served_model_name[1:], self.model_name)
 
     @property
     def client_address(self) -> str:
-        """Where a client on this machine reaches the gRPC API."""
+        """Address of the gRPC API for a client on this machine."""
         return with_port(self.client_host, self.grpc_port)
 
     @property
     def client_host(self) -> str:
-        """The host that a client on this machine connects to."""
+        """Host of the gRPC API for a client on this machine."""
         return LOOPBACK if self.host in ("0.0.0.0", "::", "[::]", "localhost") else self.host

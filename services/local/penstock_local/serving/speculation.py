@@ -1,4 +1,4 @@
-"""Speculation as users ask for it: flags of ours, vLLM's ``speculative_config``, and what is wrong with either."""
+"""Speculative decoding options of users: Penstock's flags and vLLM's ``speculative_config``, with their checks."""
 
 import json
 from collections.abc import Mapping
@@ -17,20 +17,22 @@ FLAG, MODEL_FLAG, TOKENS_FLAG = "--speculative", "--speculative-model", "--specu
 CONFIG_FLAG = "--speculative-config"
 CONFIG_NAME = "speculative_config"
 _INSTEAD = {
-    "suffix_decoding_max_cached_requests": "suffix_decoding_cache_bytes bounds what is remembered",
-    "disable_by_batch_size": "drafts give way by themselves where steps are full",
-    "speculative_disable_by_batch_size": "drafts give way by themselves where steps are full",
-    "rejection_sample_method": "drafts change no token, so there is nothing to choose",
-    "draft_sample_method": "draft_sampling is greedy, coupled or auto",
-    "draft_tensor_parallel_size": "what drafts is computed by one worker",
-    "num_lookahead_slots": "num_speculative_tokens is the number of tokens",
+    "suffix_decoding_max_cached_requests": "use suffix_decoding_cache_bytes to limit the size of the cache",
+    "disable_by_batch_size": "steps that are full drop drafts automatically",
+    "speculative_disable_by_batch_size": "steps that are full drop drafts automatically",
+    "rejection_sample_method": "drafts never change the output, so there is nothing to choose",
+    "draft_sample_method": "use draft_sampling: greedy, coupled or auto",
+    "draft_tensor_parallel_size": "one worker runs the draft model",
+    "num_lookahead_slots": "use num_speculative_tokens for the number of tokens",
 }
-"""What there is in place of vLLM's keys that are not here."""
+"""Hints for keys of vLLM that Penstock does not have."""
 
 
 def section_of(given: Mapping[str, Any], *, name: str = CONFIG_NAME) -> dict[str, Any]:
-    """The section ``speculative`` of an engine's configuration, from vLLM's keys. Raises ConfigError for a key that is not taken,
-    for an unknown method, and for what does not fit together.
+    """Build the ``speculative`` section of an engine configuration from vLLM's keys.
+
+    Raises:
+        ConfigError: A key or the method is unknown, or the values do not fit together.
     """
     from penstock_enginecore.config.speculative import SpeculativeConfig
 
@@ -48,11 +50,11 @@ def section_of(given: Mapping[str, Any], *, name: str = CONFIG_NAME) -> dict[str
 
 
 def parse_config(text: str) -> dict[str, Any]:
-    """The section of a JSON object of vLLM's keys. Raises ConfigError."""
+    """Build the section from a JSON object with vLLM's keys. Raises ConfigError."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{CONFIG_FLAG} is no JSON: {e}") from None
+        raise ConfigError(f"{CONFIG_FLAG} is not valid JSON: {e}") from None
     if not isinstance(given, dict):
         raise ConfigError(
             f'{CONFIG_FLAG} must be a JSON object, e.g. \'{{"method": "ngram", "num_speculative_tokens": 5}}\''
@@ -61,17 +63,21 @@ def parse_config(text: str) -> dict[str, Any]:
 
 
 def of_flags(method: str, model: str, tokens: int | None) -> dict[str, Any]:
-    """The section of the three flags; empty where none is given. Raises ConfigError for what does not fit together."""
+    """Build the section from the three flags. Empty if none is given. Raises ConfigError if the flags do not fit
+    together.
+    """
     if not method:
         for flag, value in ((MODEL_FLAG, model), (TOKENS_FLAG, tokens)):
             if value:
-                raise ConfigError(f"{flag} is {value} without {FLAG}; give a method: {', '.join(METHODS)}")
+                raise ConfigError(f"{flag} is {value}, but {FLAG} is not given; give a method: {', '.join(METHODS)}")
         return {}
     check_method(method, FLAG)
     if method in WITH_MODEL and not model:
-        raise ConfigError(f"{FLAG} is {method}, which needs {MODEL_FLAG}: the directory or the hub id of what drafts")
+        raise ConfigError(f"{FLAG} is {method}, which needs {MODEL_FLAG}: the directory or hub id of the draft model")
     if model and method not in WITH_MODEL:
-        raise ConfigError(f"{MODEL_FLAG} is {model} with {FLAG} {method}; only {', '.join(WITH_MODEL)} have one")
+        raise ConfigError(
+            f"{MODEL_FLAG} is {model} with {FLAG} {method}; only {', '.join(WITH_MODEL)} use a draft model"
+        )
     section: dict[str, Any] = {"method": method}
     if model:
         section["model"] = str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model
@@ -81,13 +87,13 @@ def of_flags(method: str, model: str, tokens: int | None) -> dict[str, Any]:
 
 
 def check_method(method: object, name: str) -> None:
-    """Raise ConfigError for one that there is not."""
+    """Raise ConfigError if the method is unknown."""
     if method not in METHODS:
         raise ConfigError(f"{name} is {method!r}; known: {', '.join(METHODS)}{nearest(str(method), METHODS)}")
 
 
 def check_section(section: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what the engine would refuse before it loads anything: values out of range, keys that do not fit."""
+    """Raise ConfigError if the engine would refuse the section: values out of range, or keys that do not fit together."""
     if not section:
         return
     from penstock_enginecore.config.speculative import SpeculativeConfig
@@ -99,7 +105,7 @@ def check_section(section: Mapping[str, Any]) -> None:
 
 
 def check_drafting_model(section: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the files of what drafts are not there, or not all that it takes. An id on the hub is looked up."""
+    """Raise ConfigError if the files of the draft model are missing or incomplete. A hub id is looked up."""
     model = str(section.get("model") or "")
     if not model:
         return
@@ -122,5 +128,5 @@ def _check_files(path: Path) -> None:
         raise ConfigError(f"speculative.model is {path}: it has no config.json")
     if not any(path.glob("*.safetensors")):
         pickled = next((each.name for kind in ("*.bin", "*.pt", "*.pth") for each in path.glob(kind)), "")
-        why = f"; {pickled} may hold code and is not read: convert it" if pickled else ""
+        why = f"; {pickled} may contain code and is not read: convert it to safetensors" if pickled else ""
         raise ConfigError(f"speculative.model is {path}: it has no weights in safetensors{why}")

@@ -1,4 +1,4 @@
-"""Runs services as child processes: starts all, waits until they are ready, restarts those that die, stops them in order."""
+"""Supervisor of the services: starts them as child processes, restarts those that die, and stops them in order."""
 
 import asyncio
 import contextlib
@@ -30,40 +30,40 @@ _LONGEST_LINE = 16 * 1024
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A service to run as ``python -m module --config FILE``."""
+    """Describes a service to run as ``python -m module --config FILE``."""
 
     name: str
-    """Of the service among those of the command, as its log lines show it."""
+    """Name of the service within the command, shown in its log lines."""
     module: str
     config: dict[str, Any]
-    """What FILE holds."""
+    """Content of FILE."""
     address: str
-    """Where the service answers ``grpc.health.v1``, host:port."""
+    """Address at which the service answers ``grpc.health.v1``, as host:port."""
     stop_stage: int
-    """Services with a lower stage have stopped before those with a higher one are asked to."""
+    """Stage of the shutdown. Services of a lower stage stop before those of a higher one."""
     stop_timeout: float
     """Seconds after SIGTERM until the service is killed."""
     env: dict[str, str] = {}
-    """Variables that the user's environment may override."""
+    """Environment variables that the user's environment may override."""
     own_env: dict[str, str] = {}
-    """Variables that override the user's environment."""
+    """Environment variables that override the user's environment."""
     plain_health: bool = False
-    """Whether ``address`` is without TLS whatever ``config`` says."""
+    """Whether ``address`` never uses TLS, regardless of ``config``."""
 
     @property
     def secured(self) -> bool:
-        """Whether it serves ``address`` with TLS."""
+        """Whether the service uses TLS at ``address``."""
         return not self.plain_health and bool(self.config.get("server", {}).get("tls", {}).get("certificate"))
 
 
 class ServiceProcess:
-    """A running service in a session of its own, so that the terminal's Ctrl-C reaches it through its parent only."""
+    """A service process in its own session, so that the terminal's Ctrl-C reaches only its parent."""
 
     def __init__(self, spec: ProcessSpec, *, on_line: Callable[[str, str], None]) -> None:
-        """``on_line`` gets the service's name and each line of its log."""
+        """Create the process without starting it. ``on_line`` is called with the service's name and each log line."""
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines of its log."""
+        """Last lines of the service's log."""
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[int] | None = None
@@ -90,23 +90,23 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """True from the start of the process until it has ended and its log is read to the end."""
+        """True from the start of the process until it has ended and its log has been read completely."""
         return self._end is not None and not self._end.done()
 
     async def wait(self) -> int:
-        """The exit code, when the process has ended and its log is read to the end."""
+        """Wait until the process has ended and its log has been read. Returns the exit code."""
         if self._end is None:
             raise RuntimeError(f"{self.spec.name} was not started")
         return await asyncio.shield(self._end)
 
     def send(self, which: signal.Signals) -> None:
-        """Send a signal to the service; nothing happens when it has ended."""
+        """Send a signal to the service. Does nothing if the service has ended."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(which)
 
     async def stop(self) -> int:
-        """Ask the service to end; kill it when it has not by its ``stop_timeout``. Returns the exit code."""
+        """Send SIGTERM, and SIGKILL if the service has not ended after ``stop_timeout``. Returns the exit code."""
         self.send(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), self.spec.stop_timeout)
@@ -118,7 +118,7 @@ class ServiceProcess:
     async def _follow(self, process: asyncio.subprocess.Process, log: asyncio.StreamReader) -> int:
         reading = asyncio.create_task(self._read(log))
         exit_code = await process.wait()
-        # What the service started itself must not outlive it: it would hold the log's pipe and perhaps a port.
+        # Kill the service's own child processes too: they would keep the log pipe and perhaps a port open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await reading
@@ -141,9 +141,9 @@ class ServiceProcess:
 
 
 async def _open_pipe() -> tuple[asyncio.StreamReader, int]:
-    """A pipe: the end to read, and the descriptor to write to.
+    """Create a pipe. Returns the end to read, and the file descriptor to write to.
 
-    asyncio's own pipes tie the end of a process to the end of its output, which what the process started may hold open.
+    asyncio's own pipes wait for the end of the output, and children of the process may keep that open after its end.
     """
     reader = asyncio.StreamReader()
     read_end, write_end = os.pipe()
@@ -153,12 +153,12 @@ async def _open_pipe() -> tuple[asyncio.StreamReader, int]:
 
 
 def _visible(line: bytes) -> str:
-    """What a terminal would show of a line that progress bars overwrite with carriage returns."""
+    """Return the last text of a line that a progress bar overwrites with carriage returns, as a terminal shows it."""
     return line.decode("utf-8", errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     which = signal.Signals(-exit_code).name
@@ -168,12 +168,14 @@ def describe_exit(exit_code: int) -> str:
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 MAX_DEATHS = 3
-"""Deaths of one service within ``DEATHS_WINDOW`` seconds after which it is not started again."""
+"""Number of deaths of one service within ``DEATHS_WINDOW`` seconds after which it is not restarted."""
 DEATHS_WINDOW = 60.0
 
 
 class ServiceDiedError(PenstockError):
-    """A service ended on its own. The message has its name, how it ended and the end of its log."""
+    """Error for a service that ended on its own. The message has its name, its exit code or signal, and its last log
+    lines.
+    """
 
     def __init__(self, process: ServiceProcess, exit_code: int) -> None:
         log = "".join(f"\n  {line}" for line in process.tail) or " none"
@@ -182,7 +184,9 @@ class ServiceDiedError(PenstockError):
 
 
 class StopRequest:
-    """What the user wants: the first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for an immediate one."""
+    """Tracks the user's stop signals. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for a
+    kill.
+    """
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -190,10 +194,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals of this process."""
+        """Handle the stop signals of this process inside a ``with`` block."""
         loop = asyncio.get_running_loop()
         signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIGHUP to ignored.
             signals.append(signal.SIGHUP)
         for which in signals:
             loop.add_signal_handler(which, self._on_signal, which)
@@ -210,7 +214,7 @@ class StopRequest:
 
 
 class Supervisor:
-    """The services of one command, from start to end."""
+    """Runs the services of one command, from start to end."""
 
     def __init__(self, specs: Sequence[ProcessSpec], *, on_line: Callable[[str, str], None]) -> None:
         self._on_line = on_line
@@ -223,11 +227,11 @@ class Supervisor:
 
     @property
     def names(self) -> list[str]:
-        """The services that are to run, in the order in which they were started."""
+        """Names of the services that should run, in start order."""
         return [process.spec.name for process in self._processes if process.spec.name not in self._retired]
 
     async def add(self, spec: ProcessSpec) -> None:
-        """Start one more service, and keep it running as the others. Its name is new, or that of one that was retired."""
+        """Start one more service and keep it running. Its name must be new, or that of a retired service."""
         self._retired.discard(spec.name)
         self._processes = [process for process in self._processes if process.spec.name != spec.name]
         process = ServiceProcess(spec, on_line=self._on_line)
@@ -236,34 +240,34 @@ class Supervisor:
         self._added.set()
 
     async def retire(self, name: str) -> None:
-        """Stop a service for good, and wait until it has ended."""
+        """Stop a service permanently, and wait until it has ended."""
         self._retired.add(name)
         await asyncio.gather(*(process.stop() for process in self._processes if process.spec.name == name))
 
     async def start(self, folder: Path) -> None:
-        """Start every service at once; their config files go into ``folder``.
+        """Start all services at once. Their config files are written to ``folder``.
 
-        Settings in this environment are for a single service and would be read by all, so they are left out.
+        Settings in the environment are dropped, because all services would read them, even if meant for one.
         """
         environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         if ignored := sorted(os.environ.keys() - environ.keys() - VARIABLES):
             for name in ignored:
                 setting = of_environment(name)
-                instead = f"use --set {setting}=VALUE" if setting else "it is no setting that --set takes"
-                say(f"ignoring {name} of the environment, which all services would read: {instead}")
+                instead = f"use --set {setting}=VALUE" if setting else "no setting has this name"
+                say(f"ignoring the environment variable {name}, which all services would read: {instead}")
         environ["PYTHONUNBUFFERED"] = "1"
         self._folder, self._environ = folder, environ
         for process in self._processes:
             await process.start(folder, environ)
 
     async def wait_ready(self) -> None:
-        """Return when every service reports SERVING. One that dies from then on is started again."""
+        """Wait until every service reports SERVING. From then on, a service that dies is restarted."""
         specs = [process.spec for process in self._processes]
         await asyncio.gather(*(wait_until_serving(spec.address, secured=spec.secured) for spec in specs))
         self._ready = True
 
     async def keep_running(self) -> ServiceDiedError:
-        """Start services again that nobody asked to end. Returns when one has died before all were ready, or too often."""
+        """Restart services that die. Returns the error if one dies before all are ready, or dies too often."""
         kept: dict[ServiceProcess, asyncio.Task[ServiceDiedError | None]] = {}
         try:
             while True:
@@ -284,7 +288,7 @@ class Supervisor:
             await asyncio.gather(*kept.values(), return_exceptions=True)
 
     async def _keep(self, process: ServiceProcess) -> ServiceDiedError | None:
-        """None when it was retired."""
+        """Keep one service running. Returns None once it is retired."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         while True:
             died = ServiceDiedError(process, await process.wait())
@@ -293,23 +297,23 @@ class Supervisor:
             deaths.append(time.monotonic())
             if not self._ready or (len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATHS_WINDOW):
                 return died
-            say(f"{died.what}; starting it again")
+            say(f"{died.what}; restarting it")
             await process.start(self._folder, self._environ)
 
     async def stop(self) -> list[str]:
-        """Stop the services stage by stage. Returns a line for each that failed or had to be killed on the way."""
+        """Stop the services stage by stage. Returns a line for each service that failed or had to be killed."""
         unclean = []
         by_stage = sorted(self._running(), key=lambda process: process.spec.stop_stage)
         for _, group in itertools.groupby(by_stage, key=lambda process: process.spec.stop_stage):
             stage = list(group)
             for process, exit_code in zip(stage, await asyncio.gather(*(p.stop() for p in stage)), strict=True):
-                # A service that gets SIGTERM before it has installed its handler ends by the signal.
+                # A service that gets SIGTERM before it has installed its handler is ended by that signal.
                 if exit_code not in (0, -signal.SIGTERM):
                     unclean.append(f"{process.spec.name} {describe_exit(exit_code)}")
         return unclean
 
     async def kill(self) -> None:
-        """End every service at once."""
+        """Kill all services immediately."""
         running = self._running()
         for process in running:
             process.send(signal.SIGKILL)
@@ -320,9 +324,11 @@ class Supervisor:
 
 
 async def run(supervisor: Supervisor, request: StopRequest, work: Callable[[], Awaitable[None]]) -> int:
-    """Start the services, run ``work`` when they are ready, stop them when it returns or ``request`` asks for it.
+    """Start the services, run ``work`` when they are ready, and stop them when it returns or ``request`` asks for a
+    stop.
 
-    Returns the exit code of the command. Raises ServiceDiedError, or what ``work`` raises, after everything is stopped.
+    Returns the exit code of the command. Raises ServiceDiedError, or the error of ``work``, after everything has
+    stopped.
     """
     exit_code = 0
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -357,7 +363,7 @@ async def _stop(supervisor: Supervisor, request: StopRequest) -> int:
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
-    """The result of whichever ends first; the others are cancelled."""
+    """Return the result of the coroutine that ends first, and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -369,15 +375,16 @@ async def first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
     return first.result()
 
 
-# Keeps as many processes as the data-parallel group of a command is to have ranks.
+# GroupRanks: keeps as many engine processes as the data-parallel group should have ranks.
 
 _POLL_SECONDS = 0.25
 _DEADLINE = 2.0
 
 
 class GroupRanks:
-    """Starts ranks when the group is to grow, and stops those that it has let go. ``make_spec``: the process of the engine with
-    this number.
+    """Starts ranks when the data-parallel group should grow, and stops ranks that have left it.
+
+    ``make_spec`` returns the process of the engine with a given number.
     """
 
     def __init__(self, supervisor: Supervisor, coordinator: str, make_spec: Callable[[int], ProcessSpec]) -> None:
@@ -386,7 +393,7 @@ class GroupRanks:
         self._make_spec = make_spec
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             view = await cluster_view(self._coordinator, deadline=_DEADLINE)
             if view is not None and view.groups:
@@ -400,7 +407,7 @@ class GroupRanks:
         if len(names) < group.target_size:
             free = (number for number in range(len(names) + 1) if f"engine-{number}" not in names)
             spec = self._make_spec(next(free))
-            say(f"the group is to have {group.target_size} ranks: starting {spec.name}")
+            say(f"the group should have {group.target_size} ranks: starting {spec.name}")
             await self._supervisor.add(spec)
         elif len(members) == group.target_size < len(names):
             let_go = [name for name in names if name not in members]

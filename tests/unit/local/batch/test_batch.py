@@ -137,7 +137,7 @@ def test_a_batch_ends_with_its_tokens_and_says_when_nothing_was_left(
     assert " s: 15 prompt tokens, 10 output tokens, " in said
     assert " output tokens/s\n" in said
     assert batch.run(Echo()) == 0
-    assert "nothing was left to do" in capsys.readouterr().err
+    assert "nothing to do: an earlier run has done every line" in capsys.readouterr().err
 
 
 def test_lines_that_are_wrong_are_in_the_error_file_with_what_is_wrong(batch: Batch) -> None:
@@ -158,24 +158,24 @@ def test_lines_that_are_wrong_are_in_the_error_file_with_what_is_wrong(batch: Ba
     assert batch.ids() == ["c0", "c5"]
     wrong = [json.loads(text) for text in batch.errors.read_text().splitlines()]
     assert [(each["id"], each["error"]["message"][:38]) for each in wrong] == [
-        ("batch_req_2", "it is no JSON: JSON is malformed: inva"),
+        ("batch_req_2", "not valid JSON: JSON is malformed: inv"),
         ("batch_req_4", "body.input is set, as for /v1/response"),
         ("batch_req_5", "url is '/v1/completion'; known: /v1/co"),
         ("batch_req_6", "url is '/v1/responses'; known: /v1/com"),
         ("batch_req_7", "method is 'GET'; it must be 'POST'"),
-        ("batch_req_8", "body.stream is true; a batch has whole"),
+        ("batch_req_8", "body.stream is true; a batch has compl"),
         ("batch_req_9", "object missing required field `custom_"),
         ("batch_req_10", "body: expected `object`, got `int`"),
     ]
     for each in (wrong[1], wrong[3]):
-        assert "write body.messages in place of input" in each["error"]["message"]
+        assert "use body.messages instead of input" in each["error"]["message"]
         assert "did you mean" not in each["error"]["message"]
 
 
 def test_two_lines_of_one_name_are_refused_before_anything_is_asked(batch: Batch) -> None:
     batch.write(line(0), line(1), "", line(2), line(1), line(0))
     backend = Echo()
-    with pytest.raises(ConfigError, match="in.jsonl: line 5 has the custom_id 'c1', which line 2 has"):
+    with pytest.raises(ConfigError, match="in.jsonl: line 5 has the same custom_id 'c1' as line 2"):
         batch.run(backend)
     assert backend.asked == []
     assert not batch.output.exists()
@@ -198,7 +198,7 @@ def test_files_that_do_not_fit_are_refused(batch: Batch, tmp_path: Path) -> None
     batch.write(line(0), line(1))
     batch.run(Echo())
     batch.write(line(1), line(0))
-    with pytest.raises(ConfigError, match=r"has an answer to 'c0' as line 1, which .*in\.jsonl does not have there"):
+    with pytest.raises(ConfigError, match=r"has an answer to 'c0' as line 1, but .*in\.jsonl has another id there"):
         batch.run(Echo())
     batch.output.write_text("a diary\n")
     with pytest.raises(ConfigError, match="has a line that no batch wrote"):
@@ -238,11 +238,11 @@ def test_urls_are_read_and_written_when_all_is_done(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "give --model, a checkpoint to compute with here, or --server"),
+        ({}, "give --model to run a model here, or --server"),
         ({"model": "m", "server": ("http://a",)}, "not both"),
         ({"model": "m", "output": "in.jsonl"}, "the input, the output and the error file must differ"),
-        ({"server": ("http://a",), "dtype": "float32"}, "--dtype is for an engine in this process"),
-        ({"server": ("http://a",), "lora": {"a": "/a"}}, "--lora is for an engine in this process"),
+        ({"server": ("http://a",), "dtype": "float32"}, "--dtype applies to an engine in this process"),
+        ({"server": ("http://a",), "lora": {"a": "/a"}}, "--lora applies to an engine in this process"),
         ({"model": "m", "concurrency": 0}, "--concurrency is 0"),
     ],
 )

@@ -121,7 +121,7 @@ async def test_answers_of_json_are_counted_by_their_schema(
     out, err = capsys.readouterr()
     assert json.loads(out)["results"]["json_answers"] == {"answers": 3, "parse": 2, "validate": 1}
     assert "2 of 3 answers parse, 1 follow their schema" in err
-    assert "2 answers are not the JSON that was asked for; the first: $: 'n' is a required property" in err
+    assert "2 answers do not match their JSON schema; the first: $: 'n' is a required property" in err
     params = server.requests[0].sampling_params
     assert json.loads(params.structured_output.json_schema) == schema
     assert not params.ignore_eos
@@ -192,7 +192,7 @@ def test_pictures_without_matplotlib_are_refused_before_the_load(
         (["--output-len", "many"], "--output-len many: expected a number"),
         (["--output-len", "0"], "--output-len"),
         (["--prompts", "x", "--input-len", "3"], "--prompts brings its own"),
-        (["--prompts", "x", "--dataset", "sharegpt"], "--prompts brings prompts of its own"),
+        (["--prompts", "x", "--dataset", "sharegpt"], "--prompts and --dataset sharegpt both provide prompts"),
         (["--dataset", "sharegpt"], "--dataset sharegpt needs --dataset-path"),
         (["--dataset-path", "x"], "--dataset-path is for --dataset sharegpt and json-schema, not for random"),
         (["--dataset", "json-schema", "--input-len", "3"], "--input-len is for --dataset random, not for json-schema"),
@@ -222,7 +222,7 @@ async def test_a_model_that_is_not_served_is_named(server: FakeInference, capsys
 
 def test_lengths_that_the_model_cannot_take_are_refused() -> None:
     options = BenchOptions(address="x", input_len="400:500", output_len="13")
-    with pytest.raises(ConfigError, match="up to 513 tokens together; m takes 512"):
+    with pytest.raises(ConfigError, match="up to 513 tokens together, but m accepts at most 512"):
         random_dataset(options, MODEL)
 
 
@@ -298,10 +298,10 @@ async def test_a_server_that_shuts_down_is_not_sent_any_more(
     assert await bench(server, "--requests", "100000", "--warmup", "0", "--output-len", "2", *load) == 1
     sent = len(server.requests)
     assert 5 < sent < 100_000
-    assert f"the server is shutting down: nothing was sent any more after {sent} requests" in capsys.readouterr().err
+    assert f"the server is shutting down: sending stopped after {sent} requests" in capsys.readouterr().err
 
 
 async def test_a_model_that_makes_no_text_is_refused(server: FakeInference, capsys: pytest.CaptureFixture[str]) -> None:
     server.capabilities = ["embed"]
     assert await bench(server) == 2
-    assert "does not generate text, which is what is measured; it serves embed" in capsys.readouterr().err
+    assert "does not generate text, which the benchmark measures; it serves embed" in capsys.readouterr().err

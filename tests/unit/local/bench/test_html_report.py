@@ -99,7 +99,7 @@ def test_the_charts_have_the_colors_of_the_page() -> None:
 
 def test_a_load_of_which_nothing_ended_well_has_a_page() -> None:
     _, parsed = page([record(0.0, code="CANCELLED")])
-    assert "No request ended well." in parsed.texts
+    assert "No request succeeded." in parsed.texts
     assert parsed.found.count("svg") == 4
 
 

@@ -47,7 +47,7 @@ def test_a_file_says_prompts_and_lengths_or_leaves_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n", ": there is no schema in it"),
+        ("\n", ": the file has no schemas"),
         ('{"schema": {}}\n{"prompt": "x"}', ", line 2: Object missing required field `schema`"),
         ("{", ", line 1: Input data was truncated"),
         (

@@ -25,6 +25,6 @@ def test_every_prefix_comes_as_often_each_time_with_another_suffix() -> None:
 def test_lengths_that_the_model_cannot_take_are_refused() -> None:
     options = BenchOptions(address="x", dataset="prefix-repetition")
     with pytest.raises(
-        ConfigError, match="up to 640 tokens together; m takes 512: lower --prefix-repetition-prefix-len"
+        ConfigError, match="up to 640 tokens together, but m accepts at most 512; lower --prefix-repetition-prefix-len"
     ):
         prefix_repetition(options, MODEL)

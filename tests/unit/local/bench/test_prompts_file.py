@@ -15,7 +15,7 @@ from penstock_local.bench.options import BenchOptions
         ('{"prompt": 3}', "line 1: Expected"),
         ("not json", "line 1: JSON is malformed"),
         ('{"prompt": ""}', "line 1: the prompt is empty"),
-        ("\n", "there is no prompt in it"),
+        ("\n", "the file has no prompts"),
     ],
 )
 def test_a_wrong_line_of_a_jsonl_file_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_answers_are_counted_by_whether_they_parse_and_follow_their_schema() -> 
     good, large, cut, empty, failed = (record.problem for record in records)
     assert (good, failed) == ("", "")
     assert large == "$.n: 30 is greater than the maximum of 9"
-    assert cut.startswith("it is no JSON: ")
+    assert cut.startswith("not valid JSON: ")
     assert empty == "$: 'n' is a required property"
 
 

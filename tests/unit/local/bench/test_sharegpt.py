@@ -67,14 +67,14 @@ async def test_an_output_length_that_is_given_stands_for_the_answers(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[\n{},\n", ", line 3: it is no list of conversations: Input data was truncated"),
-        ({"a": 1}, ": it is no list of conversations: Expected `array`, got `object`"),
+        ("[\n{},\n", ", line 3: not a list of conversations: Input data was truncated"),
+        ({"a": 1}, ": not a list of conversations: Expected `array`, got `object`"),
         (
             [conversation(5, 5), {"conversations": [{"from": "human"}]}],
             ", entry 2: Object missing required field `value` - at `\\$.conversations\\[0\\]`",
         ),
-        ([], ": none of its 0 entries is a conversation of two turns"),
-        ([conversation(5)], ": none of its 1 entries is a conversation of two turns"),
+        ([], ": none of its 0 entries has two turns"),
+        ([conversation(5)], ": none of its 1 entries has two turns"),
         ([conversation(3, 9)], ": none of its 1 conversations fits: prompts have 4 to 1024 tokens, .* at most 1500"),
     ],
 )

@@ -98,7 +98,7 @@ async def test_quit_leaves_before_the_end_of_the_input(server: FakeInference) ->
 
 
 async def test_a_misspelt_command_is_named_with_the_nearest(server: FakeInference) -> None:
-    assert "there is no /regenrate; did you mean '/regenerate'?" in (await piped(server.address, "/regenrate"))[2]
+    assert "unknown command /regenrate; did you mean '/regenerate'?" in (await piped(server.address, "/regenrate"))[2]
 
 
 async def test_verbose_tells_tokens_and_speed_on_standard_error(server: FakeInference) -> None:

@@ -140,7 +140,7 @@ async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
 ) -> None:
     admin.error = AlreadyExists("name is taken; set load_inplace", field="name", reason="LORA_NAME_TAKEN")
     assert await admin.run("load", "pirate", "/a/other") == 1
-    assert "set load_inplace; --inplace sets it" in capsys.readouterr().err
+    assert "set load_inplace; --inplace replaces it" in capsys.readouterr().err
 
 
 async def test_a_port_of_another_api_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,10 +177,10 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
         (["pirate"], "write NAME=PATH"),
         (["=x"], "write NAME=PATH"),
         (["x="], "write NAME=PATH"),
-        (["x=/none"], "--lora x=/none: there is no directory /none"),
-        (["x={}/.."], "/.. has no adapter_config.json: it is no directory of a LoRA adapter"),
+        (["x=/none"], "--lora x=/none: directory /none does not exist"),
+        (["x={}/.."], "/.. has no adapter_config.json: it is not the directory of a LoRA adapter"),
         (["a\tb={}"], r"the name 'a\\tb' must be printable"),
-        (["x={}", "x={}"], "'x' was given before, for "),
+        (["x={}", "x={}"], "'x' is already given, for "),
     ],
 )
 def test_flags_that_name_none_are_refused(adapter: Path, texts: list[str], message: str) -> None:
@@ -191,14 +191,14 @@ def test_flags_that_name_none_are_refused(adapter: Path, texts: list[str], messa
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match=f"{tmp_path} has no adapter_config.json: it holds a model, which is served by itself"
+        ConfigError, match=f"{tmp_path} has no adapter_config.json: it holds a model; serve it as MODEL"
     ):
         parse_adapters([f"x={tmp_path}"])
 
 
 def test_an_adapter_is_no_directory_of_adapters(adapter: Path) -> None:
     with pytest.raises(
-        ConfigError, match="it is an adapter itself; give the directory that it lies in, or --lora NAME="
+        ConfigError, match="this is the directory of one adapter; give its parent directory, or use --lora NAME="
     ):
         parse_directory(str(adapter))
     (adapter / "checkpoint-500").mkdir()
@@ -217,7 +217,7 @@ def test_a_further_name_of_the_model_is_no_adapters(adapter: Path) -> None:
 
 
 def test_a_directory_must_be_there() -> None:
-    with pytest.raises(ConfigError, match="--lora-directory /none: there is no such directory"):
+    with pytest.raises(ConfigError, match="--lora-directory /none: this directory does not exist"):
         parse_directory("/none")
 
 

@@ -61,7 +61,7 @@ def test_models_as_json(tmp_path: Path) -> None:
 def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
     done = command(tmp_path, "models")
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "no models are cached; penstock pull MODEL downloads one\n"
+    assert done.stderr == "no models are cached; download one with penstock pull MODEL\n"
 
 
 @pytest.mark.parametrize(
@@ -194,4 +194,4 @@ def test_offline_nothing_is_downloaded(tmp_path: Path) -> None:
 def test_a_directory_needs_no_download(tmp_path: Path) -> None:
     done = command(tmp_path, "pull", str(tmp_path))
     assert done.returncode == 2
-    assert "it is a directory, which penstock serve takes as it is" in done.stderr
+    assert "this is a local directory; penstock serve can use it directly" in done.stderr

@@ -66,7 +66,7 @@ async def test_zero_is_a_number_and_comes_with_how_to_get_back(
     assert admin.asked == [("spot", 0)]
     told = capsys.readouterr()
     assert told.out == "pool spot: 2 engines wanted before, 0 now\n"
-    assert "requests wake nobody: `penstock scale --pool spot 1` brings an engine back" in told.err
+    assert "new requests do not start an engine: `penstock scale --pool spot 1` starts one again" in told.err
 
 
 async def test_a_key_of_the_environment_is_shown(admin: FakeAdmin, monkeypatch: pytest.MonkeyPatch) -> None:

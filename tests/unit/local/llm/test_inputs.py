@@ -68,11 +68,11 @@ def test_whatever_can_be_gone_through_is_several_prompts(given: Any, prompts: li
         ([[5, -6]], "prompts[0][1] is -6; token ids are integers from 0 on"),
         ([[5, True]], "prompts[0][1] is True; token ids are integers from 0 on"),
         ([5, "a"], "prompts[1] is 'a'; token ids are integers from 0 on"),
-        ({"text": "a"}, "prompts is a mapping with 'text'; it must have prompt or prompt_token_ids alone"),
-        ([{}], "prompts[0] is a mapping with nothing; it must have prompt or prompt_token_ids alone"),
+        ({"text": "a"}, "prompts is a mapping with 'text'; it must have only prompt or prompt_token_ids"),
+        ([{}], "prompts[0] is a mapping with nothing; it must have only prompt or prompt_token_ids"),
         (
             {"prompt": "a", "cache_salt": 1},
-            "prompts is a mapping with 'prompt', 'cache_salt'; it must have prompt or prompt_token_ids alone",
+            "prompts is a mapping with 'prompt', 'cache_salt'; it must have only prompt or prompt_token_ids",
         ),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_prompt_may_have_a_prediction_as_text_or_token_ids() -> None:
         ({"prompt": "a", "prediction": 3}, "prompts[0].prediction is of type int"),
         ({"prompt": "a", "prediction": {"prompt": "b"}}, "prompts[0].prediction is a mapping; it must be text"),
         ({"prompt": "a", "prediction": [-1]}, "prompts[0].prediction[0] is -1"),
-        ({"prediction": "a"}, "prompts[0] is a mapping with nothing; it must have prompt"),
+        ({"prediction": "a"}, "prompts[0] is a mapping with nothing; it must have only prompt"),
     ],
 )
 def test_what_is_no_prediction_is_refused_by_its_place(given: Any, said: str) -> None:

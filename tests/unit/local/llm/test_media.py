@@ -187,8 +187,8 @@ def test_media_keep_their_order_and_their_arguments() -> None:
         ({"prompt": "a", "multi_modal_data": {"video": b"mp4"}}, "is a video file, which is not read"),
         ({"prompt": "a", "multi_modal_data": {"video": [1]}}, "it must be pictures"),
         ({"prompt": "a", "multi_modal_data": {"image": URL}, "mm_processor_kwargs": 3}, "is not a mapping"),
-        ({"multi_modal_data": {"image": URL}}, "it must have prompt or prompt_token_ids"),
-        ({"prompt": "a", "mm_processor_kwargs": {}}, "it must have prompt or prompt_token_ids alone"),
+        ({"multi_modal_data": {"image": URL}}, "it must have only prompt or prompt_token_ids"),
+        ({"prompt": "a", "mm_processor_kwargs": {}}, "it must have only prompt or prompt_token_ids"),
     ],
 )
 def test_what_is_wrong_with_media_is_said(prompt: Any, said: str) -> None:

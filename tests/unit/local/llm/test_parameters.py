@@ -29,7 +29,7 @@ FOREIGN = [
     (SamplingParams, "temprature", "did you mean 'temperature'?"),
     (StructuredOutput, "json", "use json_schema, as a dict or as JSON"),
     (StructuredOutput, "disable_any_whitespace", "use json_whitespace=JsonWhitespace.COMPACT"),
-    (BeamSearchParams, "temperature", "leave it out: beams are ordered by the model's own log-probabilities"),
+    (BeamSearchParams, "temperature", "leave it out: beams are ordered by the model's log-probabilities"),
     (BeamSearchParams, "num_beams", "use beam_width"),
 ]
 

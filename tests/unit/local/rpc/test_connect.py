@@ -73,7 +73,9 @@ async def test_a_client_without_tls_is_told_to_set_the_authority(encrypted: Serv
     server = RpcServer(encrypted, service_names=[])
     address = f"127.0.0.1:{await server.start()}"
     try:
-        assert f"{address} wants TLS: set PENSTOCK_TLS_CA" in await mismatch(address, prefix="PENSTOCK_TLS", environ={})
+        assert f"{address} requires TLS: set PENSTOCK_TLS_CA" in await mismatch(
+            address, prefix="PENSTOCK_TLS", environ={}
+        )
         assert await mismatch(address, prefix="PENSTOCK_TLS", environ=WITH_TLS) == ""
         with pytest.raises(TlsMismatchError, match="set PENSTOCK_TLS_CA"):
             async with client_of(address) as client:
@@ -90,7 +92,7 @@ async def test_a_client_with_tls_is_told_that_the_server_has_none() -> None:
     address = f"127.0.0.1:{await server.start()}"
     try:
         said = await mismatch(address, prefix="PENSTOCK_TLS", environ=WITH_TLS)
-        assert said == f"the server at {address} does not speak TLS: unset PENSTOCK_TLS_CA"
+        assert said == f"the server at {address} does not use TLS: unset PENSTOCK_TLS_CA"
         assert await mismatch(address, prefix="PENSTOCK_TLS", environ={}) == ""
     finally:
         await server.stop(0)
@@ -118,16 +120,16 @@ async def test_an_http_port_is_told_apart_with_the_address_to_give() -> None:
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         with pytest.raises(
-            WrongAddressError, match="is an HTTP port; --address is the gRPC API, 127.0.0.1:50051 unless"
+            WrongAddressError, match="is an HTTP port; --address takes the gRPC API, 127.0.0.1:50051 unless"
         ):
             async with client_of(address) as client:
                 await client.models()
         async with AdminClient(address) as admin:
             with pytest.raises(
-                WrongAddressError, match="--admin-address is the operators' gRPC API, 127.0.0.1:50053 unless"
+                WrongAddressError, match="--admin-address takes the admin gRPC API, 127.0.0.1:50053 unless"
             ):
                 await admin.cluster(deadline=30)
-    with pytest.raises(WrongAddressError, match="is a URL; --address is the gRPC API, 127.0.0.1:50051 unless"):
+    with pytest.raises(WrongAddressError, match="is a URL; --address takes the gRPC API, 127.0.0.1:50051 unless"):
         async with client_of(f"http://{address}") as client:
             await client.models()
 

@@ -74,9 +74,9 @@ def test_offline_is_said_by_the_variable_that_makes_it_so(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (404, "RepoNotFound", "the hub has no such model, or a private one: set HF_TOKEN"),
-        (403, "GatedRepo", "its owner asks for consent"),
-        (404, "RevisionNotFound", "the hub has no revision 'v9' of it"),
+        (404, "RepoNotFound", "no public model of this name on the hub; set HF_TOKEN"),
+        (403, "GatedRepo", "this model is gated"),
+        (404, "RevisionNotFound", "the hub has no revision 'v9' of this model"),
     ],
 )
 def test_what_the_hub_says_is_told_with_what_to_do(tmp_path: Path, status: int, code: str, message: str) -> None:

@@ -51,7 +51,7 @@ def test_engines_of_several_workers_get_as_many_gpus_one_behind_the_other() -> N
             2,
             2,
             3,
-            "--engines is 2, of 2 workers each; each worker takes a GPU of its own, and this machine shows 3 GPUs (0, 1, 2)",
+            "--engines is 2, with 2 workers each; each worker needs a GPU of its own, and this machine shows 3 GPUs (0, 1, 2)",
         ),
         (2, 2, 3, "use --engines 1, set CUDA_VISIBLE_DEVICES, or --device cpu"),
         (1, 4, 2, "use fewer workers, set"),
@@ -79,7 +79,7 @@ def test_a_single_engine_chooses_itself(gpus: list[str]) -> None:
         (
             "cuda",
             ["0"],
-            "--engines is 2; each takes a GPU of its own, and this machine shows 1 GPU (0); use --engines 1",
+            "--engines is 2; each engine needs a GPU of its own, and this machine shows 1 GPU (0); use --engines 1",
         ),
         ("auto", ["0"], "or --device cpu"),
         ("cuda", [], "this machine shows 0 GPUs (none)"),

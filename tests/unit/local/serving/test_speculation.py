@@ -52,11 +52,11 @@ def test_vllms_object_is_taken_as_it_is() -> None:
         ({"speculative": "draft_model"}, "--speculative is draft_model, which needs --speculative-model"),
         ({"speculative": "eagle3"}, "--speculative is eagle3, which needs --speculative-model"),
         ({"speculative": "ngram", "speculative_model": "x"}, "--speculative-model is x with --speculative ngram"),
-        ({"speculative_model": "x"}, "--speculative-model is x without --speculative"),
-        ({"speculative_tokens": 4}, "--speculative-tokens is 4 without --speculative"),
+        ({"speculative_model": "x"}, "--speculative-model is x, but --speculative is not given"),
+        ({"speculative_tokens": 4}, "--speculative-tokens is 4, but --speculative is not given"),
         ({"speculative": "ngram", "speculative_tokens": 0}, "--speculative-tokens.*0.*1 to 32"),
         ({"speculative": "ngram", "speculative_tokens": 1000}, "--speculative-tokens.*1000.*1 to 32"),
-        ({"speculative_config": "{"}, "--speculative-config is no JSON"),
+        ({"speculative_config": "{"}, "--speculative-config is not valid JSON"),
         ({"speculative_config": "[]"}, "--speculative-config must be a JSON object"),
         ({"speculative_config": "{}"}, "--speculative-config.method is not set; it must be one of prediction, ngram"),
         ({"speculative_config": '{"method": "ngarm"}'}, r"method is 'ngarm'; known: .*did you mean 'ngram'"),
@@ -66,7 +66,7 @@ def test_vllms_object_is_taken_as_it_is() -> None:
         ),
         (
             {"speculative_config": '{"method": "suffix", "suffix_decoding_max_cached_requests": 4}'},
-            "'suffix_decoding_max_cached_requests': suffix_decoding_cache_bytes bounds",
+            "'suffix_decoding_max_cached_requests': use suffix_decoding_cache_bytes to limit",
         ),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 0}'},
@@ -102,7 +102,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="no weights in safetensors; pytorch_model.bin may hold code"):
+    with pytest.raises(ConfigError, match="no weights in safetensors; pytorch_model.bin may contain code"):
         speculation.check_drafting_model({"model": str(tmp_path)})
 
 
