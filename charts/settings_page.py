@@ -18,19 +18,24 @@ _HEAD = """\
 
 <!-- Written by `make settings` from the structs in the services' `config`; change those. -->
 
-A service takes its settings from a YAML file (`--config FILE`), then from the environment, then from flags; what comes later
-wins. The dots of a name are sections: `scheduler.max_num_seqs` is the key `max_num_seqs` under `scheduler` in the file,
-`PENSTOCK_SCHEDULER__MAX_NUM_SEQS` in the environment and `--scheduler.max-num-seqs` on the command line. A name that does not
-exist is refused with the nearest one that does, a value out of its range with the range, and a value that has no effect, because
-a setting that it needs is off, with the name of that setting. `--help` of a service's module
-prints what stands here.
+This page lists every setting of the three services. `--help` of a service's module prints the same.
 
-`penstock serve` takes all but those that it decides itself, as `--set engine.scheduler.max_num_seqs=64` ([cli.md](cli.md)); the
-chart takes them as values of `frontend.config`, `enginecore.config` and `coordinator.config`
-([its README](../../charts/penstock/README.md)).
+**Where settings come from.** A service reads a YAML file (`--config FILE`), then environment variables, then flags. A later
+source overrides an earlier one. The dots of a name are sections. For example, `scheduler.max_num_seqs` is:
 
-Sizes are numbers of bytes, or `512MiB`, `4GiB` and the like: K, M, G, T and KiB and so on count in 1024s, KB and so on in
-1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in the environment and in flags too. `unset` is `null` in a file.
+- `max_num_seqs` under `scheduler` in the file,
+- `PENSTOCK_SCHEDULER__MAX_NUM_SEQS` in the environment,
+- `--scheduler.max-num-seqs` on the command line.
+
+**Errors.** A service refuses an unknown name and suggests the nearest one. It refuses a value out of range and names the range.
+It refuses a value without effect and names the setting that is missing.
+
+**Other programs.** `penstock serve` takes these settings as `--set engine.scheduler.max_num_seqs=64`
+([command line](cli.md)). Settings that the command chooses itself are refused. The chart takes them in `frontend.config`,
+`enginecore.config` and `coordinator.config` ([chart](../../charts/penstock/README.md)).
+
+**Values.** A size is a number of bytes, or `512MiB`, `4GiB` and so on. K, M, G, T and KiB, MiB, ... count in 1024s; KB, MB, ...
+count in 1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in variables and flags too. `unset` is `null` in a file.
 """
 
 
@@ -41,7 +46,7 @@ def page() -> str:
 
 def _service(component: str) -> Iterator[str]:
     heading, module = _ABOUT[component]
-    yield f"## {heading}\n\nOf `python -m {module}`.\n"
+    yield f"## {heading}\n\nSettings of `python -m {module}`.\n"
     needs = needs_of(STRUCTS[component])
     for section in sections_of(STRUCTS[component]):
         yield from _section(section, needs)
@@ -50,7 +55,7 @@ def _service(component: str) -> Iterator[str]:
 def _section(section: Section, needs: Mapping[str, tuple[Need, ...]]) -> Iterator[str]:
     if section.key:
         yield f"**`{section.key}`**: {section.description.replace('``', '`')}\n"
-    yield "| setting | default | values | meaning |\n|---|---|---|---|"
+    yield "| Setting | Default | Values | Meaning |\n|---|---|---|---|"
     for setting in section.settings:
         yield _row(setting, needs.get(setting.key, ()))
     yield ""

@@ -643,9 +643,7 @@ async def test_a_wrong_key_is_told_as_such_and_can_be_replaced(guarded: tuple[Ta
 async def test_a_request_that_needs_a_key_asks_for_it(tab: Tab, server: PageServer, status: int) -> None:
     server.refusal = (status, {"message": "no credentials", "type": "error", "param": None, "code": "word"}, {})
     await ask(tab, "Once")
-    assert "The server denied access. This server requires an API key." in " ".join(
-        (await error(tab)).split()
-    )
+    assert "The server denied access. This server requires an API key." in " ".join((await error(tab)).split())
     assert await tab.text("#keyProblem") == "This server requires an API key."
 
 

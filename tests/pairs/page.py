@@ -8,33 +8,32 @@ from tests.pairs.features import Feature
 from tests.pairs.table import Refused, SameAs, Tested, Verdict, pairs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/feature-pairs.md"
-_HEAD = """# Pairs of engine features
+_HEAD = """# Feature pairs
 
-This page says which features an engine has together. Look here before you turn a second feature on.
+This page lists which engine features work together. Look here before you enable a second feature.
 
-A tested pair gives the tokens of one plain engine, greedy and with seeds, and again with cached prefixes. The plain engine has
-one worker, takes one request at a time and reuses nothing. It has those of the two features that change tokens.
+For a tested pair, an engine with both features produces the tokens of a plain engine: greedy and with seeds, and again with
+cached prefixes. The plain engine has one worker, runs one request at a time and reuses no blocks. If a feature changes tokens by
+design, the plain engine has that feature too. The tests use tiny models in float32 on a CPU; the [GPU guide](../guides/gpu.md)
+lists the checks on GPUs.
 
-Models are tiny, in float32, on a CPU; [gpu.md](../guides/gpu.md) has the
-checks of GPUs.
-
-| mark | meaning |
+| Mark | Meaning |
 |---|---|
 | + | tested |
-| k | tested, also with a part killed in the middle of requests, which go on at another engine |
+| k | tested, also while a part is killed during requests, which resume on another engine |
 | - | refused by name: the engine does not start, or it refuses the request |
-| . | nothing to test, see below |
+| . | nothing to test, for the reason below |
 """
 _KILLED = """
-## What is killed
+## Killed parts
 
 - Several nodes: the second node.
 - Data-parallel group, shared experts: a rank.
-- KV transfer without these: the engine that gives the blocks does not answer any more.
-- Other pairs: the engine. Its process is not killed, but nothing runs it any more, and another engine goes on with the tokens.
+- KV transfer without these: the engine that gives the blocks stops answering.
+- Other pairs: the engine. The test stops running it, and another engine continues with the tokens so far.
 
-Kills at each point of a transfer are in [KV cache offloading](../guides/kv-offloading.md#what-fails), kills of each kind in
-[failure-matrix.md](failure-matrix.md).
+[KV cache offloading](../guides/kv-offloading.md#what-fails) covers kills at each point of a transfer, and the
+[failure matrix](failure-matrix.md) covers all kinds of failures.
 
 ## Run the tests
 
