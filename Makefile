@@ -199,6 +199,7 @@ settings: setup ## Write docs/reference/settings.md, docs/reference/feature-pair
 	@$(BIN)/python -m charts.settings
 	@$(BIN)/python -m tests.pairs.page
 	@$(BIN)/python -m tests.documents.field_tables
+	@$(BIN)/python -m tests.documents.flags
 	@$(BIN)/python -m tests.documents.code_map
 
 .PHONY: docs
