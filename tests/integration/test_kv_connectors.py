@@ -108,7 +108,7 @@ def test_engines_without_one_refuse_parameters_by_name(model: Path) -> None:
     plain = engine_of(model)
     tiers = build_engine(model, cache={"block_size": BLOCK, "num_blocks": 200, "host_memory": 1 << 20})
     for engine in (plain, tiers):
-        with pytest.raises(Unimplemented, match=r"kv_transfer_params is set; .*kv_transfer\.connector") as refused:
+        with pytest.raises(Unimplemented, match=r"kv_transfer_params is set, .*kv_transfer\.connector") as refused:
             run(engine, "{}")
         assert refused.value.field == "kv_transfer_params"
         engine.shutdown()

@@ -114,7 +114,7 @@ async def test_an_output_that_no_message_holds_ends_its_request_alone(serve: Ser
         error = wide.error
         assert error is not None, wide
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE")
-        assert "this frontend takes" in error.message
+        assert "this frontend accepts" in error.message
         await pair.until(lambda: not server.engine.has_requests)  # long before its 50 000 tokens
     assert pair.tokens("neighbour") == oracle_tokens(3, 100, 20_000)
 

@@ -88,7 +88,7 @@ def test_a_plugin_can_add_each_kind_of_thing(monkeypatch: pytest.MonkeyPatch) ->
     assert attention.create_backend("mine", attention.torch.device("cpu")) is made
     assert factory.make_executor(make_config(kind="mine")) == "an executor"
     assert registry._KNOWN == {"mine": "tests.fakes.engines.shared_store:StoreConnector"}
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         utility.register_utility("num_blocks", num_blocks)
 
 

@@ -32,11 +32,11 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         Unimplemented: The request uses a feature that does not work with embeddings.
     """
     if hidden_size == 0 or request.pooling_params is not None:
-        raise Unimplemented("prompt_embeds is not served by engines that pool", field="prompt_embeds")
+        raise Unimplemented("prompt_embeds is not supported by pooling engines", field="prompt_embeds")
     length = len(request.prompt_token_ids)
     if embeds.num_tokens != length:
         raise InvalidArgument(
-            f"prompt_embeds has {embeds.num_tokens} positions and prompt_token_ids {length}; they must be as many",
+            f"prompt_embeds has {embeds.num_tokens} positions and prompt_token_ids {length}; both must have the same length",
             field="prompt_embeds",
         )
     if embeds.hidden_size != hidden_size:
@@ -46,7 +46,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         )
     if request.sampling_params.prompt_logprobs is not None:
         raise Unimplemented(
-            "sampling_params.prompt_logprobs is not served with prompt_embeds: a vector has no probability",
+            "sampling_params.prompt_logprobs is not supported with prompt_embeds: embeddings have no probability",
             field="sampling_params.prompt_logprobs",
         )
     name = f"{_FINITE} as {dtype}"

@@ -75,7 +75,7 @@ def _check_params(params: PoolingParams, embedding_size: int) -> None:
     if params.task in _EMBEDS:
         if not params.use_activation:
             raise InvalidArgument(
-                f"pooling_params.use_activation is false; it means nothing to {params.task.name.lower()}",
+                f"pooling_params.use_activation is false; it does not apply to {params.task.name.lower()}",
                 field="pooling_params.use_activation",
             )
         if params.dimensions is not None and not 1 <= params.dimensions <= embedding_size:
@@ -87,6 +87,6 @@ def _check_params(params: PoolingParams, embedding_size: int) -> None:
     for name in ("dimensions", "normalize"):
         if (value := getattr(params, name)) is not None:
             raise InvalidArgument(
-                f"pooling_params.{name} is {value}; it means nothing to {params.task.name.lower()}",
+                f"pooling_params.{name} is {value}; it does not apply to {params.task.name.lower()}",
                 field=f"pooling_params.{name}",
             )

@@ -46,7 +46,7 @@ class UtilityRegistry:
         Raises ValueError for a name in use or a parameter without a type.
         """
         if name in self._methods:
-            raise ValueError(f"utility {name!r} is registered already")
+            raise ValueError(f"utility {name!r} is already registered")
         hints = typing.get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         untyped = [p.name for p in parameters if p.name not in hints]
@@ -125,7 +125,7 @@ def register_utility(name: str, function: Callable[..., Any], *, where: Where = 
     name.
     """
     if name in _ADDED[where]:
-        raise ValueError(f"{where} utility {name!r} is registered already")
+        raise ValueError(f"{where} utility {name!r} is already registered")
     _ADDED[where][name] = function
 
 

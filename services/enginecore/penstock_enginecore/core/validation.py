@@ -149,7 +149,8 @@ def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     check_values(params)
     if params.seed is None and not params.greedy:
         raise InvalidArgument(
-            f"sampling_params.seed is unset; at temperature {params.temperature} engines need one", field=_path("seed")
+            f"sampling_params.seed is unset; engines need a seed at temperature {params.temperature}",
+            field=_path("seed"),
         )
     _check_rules(params, limits.model.vocab_size)
     _check_logprobs("logprobs", params.logprobs, limits)
@@ -168,7 +169,7 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     name, words = "bad_word_token_ids", params.bad_word_token_ids
     if params.bad_words and not words:
         raise InvalidArgument(
-            f"sampling_params.bad_words has {len(params.bad_words)} words and {name} is empty; engines ban token ids",
+            f"sampling_params.bad_words has {len(params.bad_words)} words, but {name} is empty; engines need their token ids",
             field=_path("bad_words"),
         )
     _check_count(name, len(words), "sequences")
@@ -186,7 +187,7 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     banned = {word[0] for word in words if len(word) == 1}
     if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
         raise InvalidArgument(
-            f"sampling_params.allowed_token_ids holds nothing but tokens that {name} bans; it must leave at least one",
+            f"sampling_params.allowed_token_ids has only tokens that {name} bans; at least one must remain",
             field=_path("allowed_token_ids"),
         )
 

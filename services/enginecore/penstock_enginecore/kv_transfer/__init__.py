@@ -1,1 +1,1 @@
-"""KV blocks that leave an engine and come back: to host memory, to disk, and to other engines."""
+"""KV block transfer to host memory, to disk, and between engines."""

@@ -327,7 +327,7 @@ def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
 
 
 def _error(what: str, limit: int) -> RequestFailed:
-    return ResourceExhausted(f"{what}; this frontend takes {limit}", reason="MESSAGE_TOO_LARGE")
+    return ResourceExhausted(f"{what}; this frontend accepts at most {limit}", reason="MESSAGE_TOO_LARGE")
 
 
 class _Packed:

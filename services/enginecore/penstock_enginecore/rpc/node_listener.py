@@ -212,7 +212,7 @@ class NodeListener:
             raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
         if attach.version != service_version():
             raise FailedPrecondition(
-                f"node {attach.index} is version {attach.version} and the engine {service_version()}; give them one image",
+                f"node {attach.index} is version {attach.version} and the engine {service_version()}; use one image for both",
                 reason="VERSIONS_DIFFER",
             )
         if differs := config_difference(self._shared, attach.config):
@@ -228,7 +228,7 @@ class NodeListener:
             )
         if attach.index in self._nodes:
             raise AlreadyExists(
-                f"node {attach.index} has attached already; two processes have this executor.nodes.index"
+                f"node {attach.index} is already attached; two processes have this executor.nodes.index"
             )
         return attach.index
 

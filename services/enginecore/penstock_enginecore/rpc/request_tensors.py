@@ -74,7 +74,7 @@ class FeatureReader:
 
     def _shared(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
         if self._segments is None:
-            raise Unimplemented(f"{field} is set; this engine takes no shared memory", field=field)
+            raise Unimplemented(f"{field} is set; this engine does not accept shared memory", field=field)
         self._shared_bytes += reference.size
         if self._shared_bytes > MAX_TENSOR_BYTES:
             raise ResourceExhausted(
@@ -133,7 +133,7 @@ class PromptReader:
 
     def _in_memory(self, reference: tensor_pb2.SharedMemoryReference, field: str) -> Buffer:
         if self.segments is None:
-            raise Unimplemented(f"{field} is set; this session takes no shared memory", field=field)
+            raise Unimplemented(f"{field} is set; this session does not accept shared memory", field=field)
         return self.segments.read(reference.name, reference.offset, reference.size, field=field)
 
     def _shared_one(self, transfer_id: int, embeds: PromptEmbeds) -> PromptEmbeds:

@@ -106,7 +106,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             case "start_dp_wave":
                 busy_loop.group_changed(wave_from_proto(message.start_dp_wave, StartDpWave, ""))
             case "hello":
-                raise InvalidArgument("hello was sent twice; it is the first message only", field="hello")
+                raise InvalidArgument("hello was sent twice; it must be only the first message", field="hello")
             case _:
                 raise InvalidArgument(
                     "the message is empty: set one of add, abort, utility, tensor_chunk", field="message"
@@ -158,7 +158,7 @@ def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[M
     if session.features is not None:
         return session.features.read(message)
     if message.mm_features:
-        raise Unimplemented("mm_features is set; this engine takes no media", field="mm_features")
+        raise Unimplemented("mm_features is set; this engine accepts no media", field="mm_features")
     return []
 
 
@@ -170,7 +170,7 @@ async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
     if hello.protocol_revision < OLDEST_REVISION:
         raise InvalidArgument(
             f"hello.protocol_revision is {hello.protocol_revision}; "
-            f"this engine speaks {OLDEST_REVISION} to {PROTOCOL_REVISION}",
+            f"this engine supports {OLDEST_REVISION} to {PROTOCOL_REVISION}",
             field="hello.protocol_revision",
         )
     if not hello.frontend_id:

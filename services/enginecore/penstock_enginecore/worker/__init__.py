@@ -1,1 +1,1 @@
-"""Basics that workers share with features: messages between processes, failures, the device thread, results that come later."""
+"""Shared basics of workers: messages between processes, failures, the device thread, and late results."""

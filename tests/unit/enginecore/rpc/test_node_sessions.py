@@ -182,7 +182,7 @@ async def test_a_node_of_another_version_is_refused(listener: NodeListener, monk
 
 @pytest.mark.asyncio
 async def test_an_index_that_is_taken_is_refused(listener: NodeListener, node: Orders) -> None:
-    with pytest.raises(RequestFailed, match="node 1 has attached already"):
+    with pytest.raises(RequestFailed, match="node 1 is already attached"):
         await NodeClient(of_node(listener)).attach()
 
 

@@ -210,7 +210,7 @@ class BlockPool:
             if block is null:
                 continue
             if block.ref_count < 1:
-                raise RuntimeError(f"{block!r} is freed more often than it was taken")
+                raise RuntimeError(f"{block!r} is freed more often than it was allocated")
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.block_hash is None:

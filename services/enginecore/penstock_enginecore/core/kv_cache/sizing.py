@@ -89,7 +89,7 @@ def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
         raise ConfigError("the model has no attention layer with a KV cache; such models are not supported")
     sizes = {spec.block_size for spec in specs.values()}
     if len(sizes) > 1:
-        raise ConfigError(f"layers ask for different block sizes: {sorted(sizes)}; one is supported")
+        raise ConfigError(f"layers need different block sizes: {sorted(sizes)}; only one block size is supported")
     return sizes.pop()
 
 

@@ -1,1 +1,1 @@
-"""State machine of a rank whose group computes every step together."""
+"""Logic of a data-parallel rank: its state machine, driver and links."""

@@ -1,1 +1,1 @@
-"""Blocks of keys and values that come from elsewhere, and go there."""
+"""Logic of KV block transfer: connectors, tiers, leases and pulls."""

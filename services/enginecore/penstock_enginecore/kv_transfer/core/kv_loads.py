@@ -70,9 +70,9 @@ class Loads:
     def begin(self, number: int, places: Sequence[Place], owner: str) -> None:
         """Add a load. Raises ValueError if a block is already in flight, or if the owner has or awaits a load."""
         if owner in self._of_owner or owner in self._of_waiting:
-            raise ValueError(f"{owner} has a load already")
+            raise ValueError(f"{owner} already has or awaits a load")
         if any(place.name in self._bringing for place in places):
-            raise ValueError(f"load {number} brings what is on its way already")
+            raise ValueError(f"load {number} has a block that is already being loaded")
         self._loads[number] = Load(number, tuple(places), owner)
         self._of_owner[owner] = number
         for place in places:
@@ -81,7 +81,7 @@ class Loads:
     def wait(self, number: int, key: str) -> None:
         """Let a request wait for the end of a load. Raises ValueError if it already waits."""
         if key in self._of_owner or key in self._of_waiting:
-            raise ValueError(f"{key} waits already")
+            raise ValueError(f"{key} already has or awaits a load")
         self._loads[number].waiting[key] = None
         self._of_waiting[key] = number
 

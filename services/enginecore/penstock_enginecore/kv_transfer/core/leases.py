@@ -169,7 +169,7 @@ class Leases:
         references then. Raises ValueError if the id is in use.
         """
         if lease_id in self._leases or lease_id in self._read_on:
-            raise ValueError(f"lease {lease_id.hex()} is there already")
+            raise ValueError(f"lease {lease_id.hex()} already exists")
         ids = _ids(tables)
         if len(ids | self._holders.keys()) > self._max_blocks:
             self.num_refused += 1

@@ -153,7 +153,7 @@ class Pull:
     def opened(self, now: float) -> list[Effect]:
         """Handle the source's answer that the lease exists. Raises Broken if it answers twice."""
         if self.state is not PullState.OPENING:
-            raise Broken("opened was said twice")
+            raise Broken("opened was sent twice")
         self.state, self._heard = PullState.OPEN, now
         return self._ask()
 
@@ -168,7 +168,7 @@ class Pull:
         """
         fetch_id, index = self._answered(number, name, now)
         if self.num_waiting_bytes and self.num_waiting_bytes + size > self._window:
-            raise Broken(f"more than {self._window} bytes came unacknowledged")
+            raise Broken(f"more than {self._window} unacknowledged bytes arrived")
         sequence = self._next_sequence
         self._next_sequence += 1
         self._sizes[sequence] = size
@@ -185,7 +185,7 @@ class Pull:
         """Handle the end of a request. Raises Broken for a request that is not open."""
         self._heard = now
         if number not in self._of:
-            raise Broken(f"done with fetch {number}, which is not open")
+            raise Broken(f"done for fetch {number}, which is not open")
         fetch_id = self._of.pop(number)
         effects: list[Effect] = []
         if fetch_id is not None:

@@ -1,1 +1,1 @@
-"""Blocks of keys and values from engine to engine."""
+"""Transfer of KV blocks between engines: gRPC service, client and transports."""

@@ -184,7 +184,7 @@ class _Stream:
                 if self._leases.released(self._lease_id):
                     self._source.wake()
             case "open":
-                raise InvalidArgument("open was sent twice; it is the first message only", field="open")
+                raise InvalidArgument("open was sent twice; it must be only the first message", field="open")
             case _:
                 raise InvalidArgument("the message is empty: set one of fetch, ack, release", field="message")
 
