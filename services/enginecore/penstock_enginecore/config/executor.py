@@ -160,7 +160,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description=(
                 "Bind a worker's threads to the cores of one NUMA node: with a GPU, the GPU's node; with several CPU "
-                "workers, one node each. It has no effect if the process is already bound to one node."
+                "workers, one node each. This has no effect if the process is already bound to one node."
             )
         ),
     ] = True
@@ -333,7 +333,7 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description=(
                 "Make the results of a request bit-identical regardless of the other requests in its batch. "
                 "Supported only for models with a fused decoder, on GPUs or with the CPU kernels; others are "
-                "refused. It is slower on GPUs, and costs nothing on CPUs."
+                "refused. This is slower on GPUs, and costs nothing on CPUs."
             )
         ),
     ] = False

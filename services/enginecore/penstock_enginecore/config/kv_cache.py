@@ -205,7 +205,7 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ge=1024 * 1024,
             description=(
                 "Bytes of shared memory (/dev/shm), or of memory registered with NIXL, through which the engine "
-                "sends blocks. It is allocated at start."
+                "sends blocks. The memory is allocated at start."
             ),
         ),
     ] = 64 * 1024 * 1024
@@ -214,8 +214,8 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             description=(
                 "Connector that loads blocks instead of kv_transfer.transport and cache.host_memory: a name that a "
-                "plugin registered, or package.module:Class. It gets the kv_transfer_params of requests. Empty: no "
-                "connector."
+                "plugin registered, or package.module:Class. The connector gets the kv_transfer_params of "
+                "requests. Empty: no connector."
             )
         ),
     ] = ""

@@ -165,8 +165,8 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             ge=1,
             le=1000,
             description=(
-                "Interval, in steps, between steps in which new requests may start. It is the same on all ranks. The "
-                "steps in between are short."
+                "Interval, in steps, between steps in which new requests may start. The interval is the same on all "
+                "ranks. The steps in between are short."
             ),
         ),
     ] = 1

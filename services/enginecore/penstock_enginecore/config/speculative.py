@@ -14,8 +14,8 @@ _WITH_MODEL = ("draft_model", "eagle", "eagle3")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding: tokens are drafted, and a step verifies several of them at once. It does not change the
-    tokens of greedy or seeded requests. Names follow vLLM where it has them.
+    """Speculative decoding: tokens are drafted, and a step verifies several of them at once. Speculative decoding does
+    not change the tokens of greedy or seeded requests. Names follow vLLM where it has them.
     """
 
     method: Annotated[

@@ -32,7 +32,7 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             ge=64 * 1024 * 1024,
             description=(
                 "Maximum bytes of memory to compile a constraint, in addition to the compiling process's own needs. "
-                "It counts towards the engine's memory."
+                "The memory is part of the engine's."
             ),
         ),
     ] = 1024 * 1024 * 1024

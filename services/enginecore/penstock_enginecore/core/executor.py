@@ -30,8 +30,8 @@ class Executor(Protocol):
         """Experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Register a callback for a fatal failure of the executor, also while no step runs. It is called on any thread.
-        Pending calls raise the same error.
+        """Register a callback for a fatal failure of the executor, also while no step runs. The executor calls it on
+        any thread. Pending calls raise the same error.
         """
 
     def load_model(self, progress: Progress) -> ModelInfo:

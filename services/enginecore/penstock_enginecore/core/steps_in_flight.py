@@ -260,7 +260,7 @@ class StepCounts:
 class IterationLog:
     """Logs step statistics, one line per interval with steps. ``interval`` is in seconds; 0 disables the log.
 
-    A line averages from the first step after the previous line to the last step. Its preemptions are those since the
+    A line averages from the first step after the previous line to the last step. Preemptions are counted since the
     previous line. After the last step of a burst, the caller waits ``seconds_to_line`` and then calls ``tick_idle``. So
     the line appears soon after the burst, and not when the next one begins.
     """

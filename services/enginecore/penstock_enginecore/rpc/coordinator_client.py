@@ -149,7 +149,7 @@ class CoordinatorClient:
         self._wake.set()
 
     def tell(self, message: ToCoordinator) -> None:
-        """Send a message from a rank. It is lost without a connection, because the registration includes the rank's
+        """Send a message from a rank. Without a connection it is dropped; the next registration includes the rank's
         state.
         """
         if self.connected:

@@ -1,10 +1,10 @@
 """Messages between the engine and its workers, encoded with msgpack, one per ring entry. No message is pickled.
 
-All workers get the same calls in the same order. They answer each numbered call in that order. A step is two messages:
+All workers get the same calls in the same order. Each numbered call is answered, in that order. A step is two messages:
 ``Execute``, which has no answer of its own, and ``Sample``.
 
-Messages hold the structs that the engine and its workers use. They do not copy structs field by field, because a copy
-would lose fields that are added later.
+Messages hold the structs that the engine and its workers use. A copy of a struct field by field would lose fields that
+are added to the struct later.
 """
 
 import hashlib

@@ -301,8 +301,8 @@ def find_computed_blocks(
 def first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:
     """Return the index of the first block that the first query after ``length`` cached blocks sees.
 
-    If everything is cached, that query is the last token, which is computed again. Its keys and values are written to
-    the last block again, so that block is always needed.
+    If everything is cached, that query is the last token, which is computed again. The token's keys and values are
+    written to the last block again, so that block is always needed.
     """
     return group.first_key(min(length * block_size, num_tokens - 1)) // block_size
 

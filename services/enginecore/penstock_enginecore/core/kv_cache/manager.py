@@ -111,8 +111,8 @@ class KVCacheManager:
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
-        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. They replace the
-        blocks that it held.
+        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. The blocks that it
+        held before are freed.
 
         Return False, and do nothing, unless ``reserve`` blocks stay free.
         """
@@ -132,7 +132,7 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
-        """Hold cached blocks for a request that has not started. They replace the blocks that it held."""
+        """Hold cached blocks for a request that has not started. The blocks that it held before are freed."""
         for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):

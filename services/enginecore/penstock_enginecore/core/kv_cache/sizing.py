@@ -25,8 +25,8 @@ def size_kv_cache(
 ) -> KVCacheConfig:
     """Compute the pool size that fits into memory, and the longest sequence.
 
-    If no length is requested, ``max_model_len`` is the model's own length, lowered to what one sequence alone in the
-    pool can use.
+    If no length is requested, ``max_model_len`` is the model's own length, lowered to the capacity of the pool for a
+    single sequence.
 
     Args:
         specs: Needs of each attention layer, by name.

@@ -15,7 +15,9 @@ DRAFT_PREFIX = "draft."
 
 
 def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
-    """Return the first position that a query at ``position`` sees. It never decreases as ``position`` increases."""
+    """Return the first position that a query at ``position`` sees. The result never decreases as ``position``
+    increases.
+    """
     first = 0
     if sliding_window is not None:
         first = max(position - sliding_window + 1, 0)
@@ -149,8 +151,8 @@ def group_layers(
 
     Layers are grouped by kind, which is their window. A kind with many more layers than another is split into groups of
     similar size: four full layers and twenty windowed layers become one group and five. A single group without a window
-    is the fallback. It is chosen where windows save nothing, or where layer sizes differ so much that sharing tensors
-    costs more than windows save.
+    is the fallback. The fallback is chosen where windows save nothing, or where layer sizes differ so much that sharing
+    tensors costs more than windows save.
     """
     block_size = max(spec.block_size for spec in specs.values())
     kinds: dict[tuple[int | None, int | None], list[str]] = {}

@@ -191,8 +191,8 @@ class Scheduler(Protocol):
     output that has a finish reason. The exception is a disconnected client, whose requests end without outputs.
 
     Attributes:
-        kv_cache: Maps requests to KV blocks, and finds cached blocks. It must hash a request's prompt before the
-            request is added.
+        kv_cache: Maps requests to KV blocks, and finds cached blocks. Prompts must be hashed by it before their
+            requests are added.
     """
 
     kv_cache: KVCacheManager
@@ -261,7 +261,7 @@ class Scheduler(Protocol):
         return ""
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
-        """Undo a step that was not computed. It must be the only step in flight.
+        """Undo a step that was not computed. The step must be the only one in flight.
 
         Its tokens are scheduled again. The workers have already applied the step's changes to requests and blocks.
         """

@@ -19,7 +19,8 @@ MAX_SMALL_BYTES = 1024
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
-    """All data of a request that the workers do not know. It is new, or the workers dropped it when it was preempted.
+    """All data of a request that the workers do not know. The request is new, or the workers dropped it at its
+    preemption.
 
     Attributes:
         token_ids: The prompt and all output tokens known so far.

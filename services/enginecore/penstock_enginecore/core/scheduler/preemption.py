@@ -77,8 +77,8 @@ class Preemption:
         return keys
 
     def _preempt(self, request: Request) -> None:
-        """Free the blocks of a request that was removed from the running requests, and queue it. It ignores the results
-        of steps in flight.
+        """Free the blocks of a request that was removed from the running requests, and queue it. Results of steps in
+        flight are ignored for this request.
         """
         state = self._state
         self._kv_cache.free(request)

@@ -283,7 +283,7 @@ class RequestTable:
 
 
 class RunningRequests:
-    """Running requests, in the order in which they started. Each has KV blocks.
+    """Running requests, in the order in which they started. All of them have KV blocks.
 
     ``rank`` returns a request's urgency, the lowest being the most urgent. If it is None, the request that started
     first is the most urgent.

@@ -129,8 +129,8 @@ def budget_of(context: SchedulerContext) -> StepBudget:
 
 
 def num_tokens_due(request: Request) -> int:
-    """Return the number of tokens of a running request that can be computed now, without drafts. It is 0 while its next
-    token is pending, or while its grammar is behind.
+    """Return the number of tokens of a running request that can be computed now, without drafts. The result is 0 while
+    the request's next token is pending, or while its grammar is behind.
     """
     if request.unsettled:
         return 0

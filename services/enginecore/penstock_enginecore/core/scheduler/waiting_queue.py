@@ -140,10 +140,10 @@ class FairShares:
     waiting requests, they get tokens in proportion to their weights. The error is at most one request of each tenant,
     plus the outputs still to come. A resumed request goes before all requests that have not begun.
 
-    The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. It is never less than
-    the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time, so it gets no credit
-    for idle time. A tenant that leaves ahead of the global virtual time is remembered until the others have caught up.
-    If it returns before that, it starts at its old virtual time.
+    The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. The global virtual
+    time is never less than the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time,
+    so it gets no credit for idle time. A tenant that leaves ahead of the global virtual time is remembered until the
+    others have caught up. If it returns before that, it starts at its old virtual time.
     """
 
     def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
@@ -431,9 +431,9 @@ class WaitingRequests:
 class QueueAdmission:
     """Refuses requests that would overfill the queue, and measures how fast requests leave it.
 
-    Held requests count. An empty queue accepts any request. A full queue refuses tenants above their fair share. It
-    accepts requests of other tenants into a reserve beyond the limits, see ``TenantRoom``. A request from a lost engine
-    was admitted there, so it is never refused.
+    Held requests count. An empty queue accepts any request. A full queue refuses tenants above their fair share.
+    Requests of other tenants go into a reserve beyond the limits, see ``TenantRoom``. A request from a lost engine was
+    admitted there, so it is never refused.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingRequests) -> None:

@@ -73,7 +73,7 @@ class PeerLoads:
     def load(self, request: Request, places: Sequence[Place], over: Over) -> int:
         """Begin to load blocks. Return the number of the load, for ``abandon``."""
         missing = self._missing.setdefault(request.key, set())
-        # Blocks that arrive are removed from the set, because they are in the pool.
+        # Not requested again, unless they arrive.
         missing.update(place.name for place in places)
 
         def all_over(arrived: list[Place]) -> None:
