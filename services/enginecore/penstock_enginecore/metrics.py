@@ -32,14 +32,14 @@ _UP = (
     Reading(_G, "penstock:device_memory_bytes", "Memory by kind", _memory, ("device", "kind")),
 )
 _GRAPHS = (
-    Reading(_G, "penstock:cuda_graphs", "Steps that the device can replay", "captured"),
+    Reading(_G, "penstock:cuda_graphs", "Captured CUDA graphs", "captured"),
     Reading(_C, "penstock:cuda_graph_replays", "Steps replayed", "replays"),
-    Reading(_C, "penstock:launched_steps", "Steps launched piece by piece by a device that replays others", "launched"),
-    Reading(_C, "penstock:replayed_tokens", "Tokens computed by replayed steps", "tokens"),
-    Reading(_C, "penstock:padding_tokens", "Tokens computed because of the shapes of replayed steps", "padding_tokens"),
     Reading(
-        _C, "penstock:padding_rows", "Rows of logits computed because of the shapes of replayed steps", "padding_rows"
+        _C, "penstock:launched_steps", "Steps launched kernel by kernel on a device that replays graphs", "launched"
     ),
+    Reading(_C, "penstock:replayed_tokens", "Tokens computed by replayed steps", "tokens"),
+    Reading(_C, "penstock:padding_tokens", "Padding tokens computed by replayed steps", "padding_tokens"),
+    Reading(_C, "penstock:padding_rows", "Padding rows of logits computed by replayed steps", "padding_rows"),
 )
 _TIMES = (
     Reading(
@@ -56,7 +56,11 @@ _TIMES = (
         lambda w: {} if w.step_broadcast is None else w.step_broadcast,
     ),
     Reading(
-        _H, "penstock:collective_seconds", "Exchanges between workers, by operation", "collectives", ("operation",)
+        _H,
+        "penstock:collective_seconds",
+        "Seconds of collectives between workers, by operation",
+        "collectives",
+        ("operation",),
     ),
 )
 
@@ -80,7 +84,7 @@ _STATE = (
         lambda s: {name: level == s.sleep_level for level, name in enumerate(_SLEEP_STATES)},
         ("sleep_state",),
     ),
-    Reading(_C, "penstock:nan_logits", "Logits of sampled rows that were NaN or infinity", "num_nan_logits"),
+    Reading(_C, "penstock:nan_logits", "Logits of sampled rows that were NaN or infinite", "num_nan_logits"),
     Reading(
         _G,
         "penstock:spec_decode_drafter_up",
@@ -129,18 +133,18 @@ class EngineCollector(Collector):
 # Metrics of the data-parallel group.
 
 _GROUP = (
-    Reading(_G, "penstock:group_epoch", "Memberships of the group so far", "epoch"),
+    Reading(_G, "penstock:group_epoch", "Epoch of the group, which increases with each change of its members", "epoch"),
     Reading(_G, "penstock:group_ranks", "Ranks of the group", "num_ranks"),
 )
 _GROUP_STATE = (
-    Reading(_G, "penstock:group_suspended", "1 while the group stands still for want of ranks", "suspended"),
+    Reading(_G, "penstock:group_suspended", "1 while the rank is in no group that can run", "suspended"),
     Reading(
         _G,
         "penstock:expert_balance",
         "Mean number of expert tokens per rank divided by the maximum, in the last window",
         "expert_balance",
     ),
-    Reading(_C, "penstock:dummy_steps", "Steps for the other ranks' sake", "num_dummy_steps"),
+    Reading(_C, "penstock:dummy_steps", "Steps without own requests, run for the other ranks", "num_dummy_steps"),
     Reading(
         _C,
         "penstock:experts_moved",

@@ -21,9 +21,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "fp8"],
         Meta(
             description=(
-                "Data type of the KV cache. auto: the model's type. fp8: 8-bit floats (e4m3), which take half the "
-                "memory of bfloat16 and use the checkpoint's scales. fp8 needs a GPU of compute capability 8.9 or "
-                "more, or on a CPU model.attention_backend reference."
+                "Data type of the KV cache. auto: the model's type. fp8: 8-bit floats (e4m3), which take half "
+                "the memory of bfloat16 and use the checkpoint's scales. On GPUs, fp8 needs compute capability "
+                "8.9 or more. On CPUs, it needs model.attention_backend reference."
             )
         ),
     ] = "auto"
@@ -32,9 +32,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ByteSize,
             Meta(
                 description=(
-                    "Bytes of the KV cache. Unset: on a GPU, the rest of memory_utilization after the model is "
-                    "loaded; on a CPU, a quarter of the machine's free memory, at most 4 GiB. Container memory "
-                    "limits are not considered."
+                    "Bytes of the KV cache. Unset: on a GPU, the part of memory_utilization that the model "
+                    "leaves free. On a CPU, a quarter of the machine's free memory, at most 4 GiB. Container "
+                    "memory limits are not considered."
                 )
             ),
         ]

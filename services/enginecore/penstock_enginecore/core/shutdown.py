@@ -22,7 +22,7 @@ class ShutdownEffect(enum.Enum):
     """Action for the busy loop."""
 
     ANNOUNCE_DRAINING = "tell the frontends that new requests are refused"
-    ABORT_REQUESTS = "end the requests that are left, and the leases"
+    ABORT_REQUESTS = "end the remaining requests and the leases"
 
 
 class ShutdownState:
