@@ -119,7 +119,7 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
         await followed.until("config: read anew", 2)
         assert followed.service.pid == pid
         assert await followed.service.stop() == 0
-        ended = {"coordinator": "coordinator has stopped", "enginecore": "stopped", "frontend": "frontend stopped"}
+        ended = {"coordinator": "coordinator stopped", "enginecore": "stopped", "frontend": "frontend stopped"}
         assert followed.lines(ended[component]), "at info, by a logger that has been used before"
 
 

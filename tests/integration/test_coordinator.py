@@ -314,7 +314,7 @@ async def test_a_frontend_that_stops_leaves_and_one_that_vanishes_is_lost():
     assert (lost["log_level"], lost["frontend"], lost["why"]) == (
         "warning",
         "f",
-        "its stream ended without a goodbye",
+        "stream ended without a goodbye",
     )
     assert lost["peer"].startswith("ipv4:127.0.0.1:")
     assert [line["log_level"] for line in lines if line["event"] == "frontend left"] == ["info"]
@@ -328,7 +328,7 @@ async def test_a_frontend_whose_report_is_refused_is_lost_for_that_reason():
             await session.write(HELLO)
             await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
     [lost] = [line for line in lines if line["event"] == "frontend lost"]
-    assert lost["why"] == "its report was refused: hello was sent before on this stream"
+    assert lost["why"] == "report refused: hello was sent before on this stream"
 
 
 async def test_a_coordinator_that_stops_has_lost_no_frontend():

@@ -118,7 +118,7 @@ async def test_a_restarted_coordinator_tells_nothing_until_it_knows_the_cluster(
         await eventually(lambda: gauge(coordinator, "engines", state="serving") == 1)
         async with scaler(address_of(coordinator)) as keda:
             for call in (keda.metric("load"), keda.metric("kv_cache_usage"), keda.active()):
-                with pytest.raises(grpc.aio.AioRpcError, match="cannot tell how loaded they are") as e:
+                with pytest.raises(grpc.aio.AioRpcError, match="the load of the engines is unknown") as e:
                     await call
                 assert e.value.code() is grpc.StatusCode.UNAVAILABLE
             assert gauge(coordinator, "pool_load", pool="default") is None

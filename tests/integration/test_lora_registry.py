@@ -155,7 +155,7 @@ def registration(**fields: Any) -> pb.LoraRegistration:
         ([registration(path="")], True, "path has 0 characters"),
         ([registration(digest=b"1")], True, "digest has 1 bytes; it must have 16"),
         ([registration()] * 257, True, "loras.registrations has 257 entries; it must have at most 256"),
-        ([registration()], False, "hello.views.loras was not set, and loras is"),
+        ([registration()], False, "loras is set, but hello.views.loras was not"),
     ],
 )
 async def test_registrations_that_no_frontend_may_send_end_its_stream(
@@ -190,7 +190,7 @@ async def test_a_frontend_is_told_which_names_the_coordinator_has_no_room_for() 
             pass
         (refused,) = message.loras.refused
         assert refused.name == "y"
-        assert refused.reason == "1 adapters of the model have names; lora.max_registered is 1"
+        assert refused.reason == "the model has 1 adapter names; lora.max_registered is 1"
 
 
 async def test_names_of_a_model_without_frontends_are_forgotten_in_time() -> None:

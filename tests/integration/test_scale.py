@@ -262,4 +262,4 @@ async def test_the_command_scales_the_cluster(
     assert await command("--pool", "sport", "5") == 1
     assert "pools: auto, default, spot, steady; did you mean 'spot'?" in capsys.readouterr().err
     assert await command("--pool", "spot", "5") == 1
-    assert "belongs to ScaledObject engines-spot: change its bounds instead" in capsys.readouterr().err
+    assert "belongs to ScaledObject engines-spot; change its limits instead" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""A client of Penstock's public API: ``Client``, and ``AsyncClient`` for asyncio.
+"""Client of Penstock's public API: ``Client`` for threads, and ``AsyncClient`` for asyncio.
 
-SamplingParams, ChatMessage, Tool and the like are the contract's own messages; ``image``, ``audio``, ``video`` and ``message``
-make some.
+SamplingParams, ChatMessage, Tool and similar classes are messages of the API contract. ``image``, ``audio``, ``video``
+and ``message`` create some of them.
 """
 
 from penstock.common.v1.media_pb2 import Media

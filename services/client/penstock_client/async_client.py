@@ -1,4 +1,4 @@
-"""The client for asyncio. ``build_sync_client.py`` makes ``sync_client.py`` of it, the same for threads."""
+"""Client for asyncio. ``build_sync_client.py`` generates ``sync_client.py``, the client for threads, from this file."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
@@ -45,9 +45,10 @@ Piece = TypeVar("Piece")
 
 
 class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
-    """Pieces of an answer. Leaving the loop, or the ``with``, cancels the call; so does letting go of the stream.
+    """Stream of the pieces of an answer. Raises PenstockError if the call fails.
 
-    Cancelling the task that waits for a piece cancels the call as well. Raises PenstockError where the call fails.
+    Leaving the loop or the ``with`` block cancels the call. Deleting the stream, or cancelling the task that waits for
+    a piece, cancels it too.
     """
 
     def __init__(self, call: Any, read: Callable[[Response], Piece]) -> None:
@@ -67,7 +68,7 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
         return self._read(response)
 
     def close(self) -> None:
-        """Cancel the call, unless it has ended. Does nothing the second time."""
+        """Cancel the call, unless it has ended. Idempotent."""
         self._closed = True
         self._call.cancel()
 
@@ -84,18 +85,18 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
 
 
 class AsyncClient(BaseClient):
-    """Calls a Penstock server, many calls at once. Use as a context manager, or ``close`` it.
+    """Client of a Penstock server, for many concurrent calls. Use it as a context manager, or ``close`` it.
 
-    ``Client`` is for threads. ``AsyncClient`` has the same methods for asyncio: make it inside the event loop that its calls
-    run in; cancelling the task that waits for a call ends the work in the engine.
+    ``Client`` is for threads. ``AsyncClient`` has the same methods for asyncio: create it in the event loop that its
+    calls run in. Cancelling the task that waits for a call also aborts the request in the engine.
 
-    ``timeout`` of a call is its deadline, in seconds from its start: it covers the queue, every retry and the whole stream.
-    Calls that fail as UNAVAILABLE before anything of their answer came are tried again by the channel, up to four times in all.
-    Every call raises PenstockError when it has failed, and ValueError for a timeout that is none.
+    ``timeout`` is a call's deadline in seconds from its start. It includes queueing, all retries, and the whole stream.
+    Calls that fail with UNAVAILABLE before the first part of their answer are retried by the channel, up to four
+    attempts in total. Every method raises PenstockError if the call fails, and ValueError for an invalid timeout.
     """
 
     stub: "InferenceServiceAsyncStub"
-    """For what has no method here, such as GenerateSession; give it ``metadata``."""
+    """gRPC stub for methods that have no wrapper here, such as GenerateSession. Pass it ``metadata``."""
 
     def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
         if channel is None and tls is None:
@@ -106,7 +107,7 @@ class AsyncClient(BaseClient):
         self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
-        """End the connections, and the calls that still run."""
+        """Close the connections, and cancel running calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -124,7 +125,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
-        """Continue a text, token ids, or texts and media. Returns the ``n`` sequences, each whole."""
+        """Continue a text, token ids, or a mix of texts and media. Returns the ``n`` complete sequences."""
         stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
@@ -137,7 +138,9 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[pb.GenerateResponse, Output]:
-        """The same, piece by piece; the n sequences interleaved. Leaving the iterator ends the work in the engine."""
+        """Continue a prompt and stream the pieces, interleaved for n sequences. Leaving the iterator aborts the
+        request.
+        """
         request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._deadline(timeout), metadata=self.metadata)
         return AsyncStream(call, read_output)
@@ -151,7 +154,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
-        """Answer a conversation through the model's chat template. Returns the ``n`` answers, each whole."""
+        """Answer a conversation with the model's chat template. Returns the ``n`` complete answers."""
         stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
@@ -164,7 +167,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
-        """The same, piece by piece. Leaving the iterator ends the work in the engine."""
+        """Answer a conversation and stream the pieces. Leaving the iterator aborts the request."""
         request = pb.ChatRequest(
             messages=messages, sampling_params=sampling, prediction=prediction_of(prediction), **options
         )
@@ -180,7 +183,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Embeddings:
-        """One vector for each text, or list of token ids."""
+        """Return one embedding for each input."""
         params = PoolingParams(dimensions=dimensions, normalize=normalize)
         request = pb.EmbedRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
         response = await self._call(self.stub.Embed, request, timeout)
@@ -194,7 +197,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[CallOptions],
     ) -> list[Classes]:
-        """The classes of each input."""
+        """Return the class probabilities of each input."""
         params = PoolingParams(use_activation=use_activation)
         request = pb.ClassifyRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
         response = await self._call(self.stub.Classify, request, timeout)
@@ -208,23 +211,23 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Scores:
-        """How like the query each document is."""
+        """Return the similarity of each document to the query."""
         request = pb.ScoreRequest(query=pooling_input(query), documents=map(pooling_input, documents), **options)
         response = await self._call(self.stub.Score, request, timeout)
         return Scores(list(response.scores), read_usage(response.usage))
 
     async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
-        """The token ids of a text, special tokens among them."""
+        """Return the token ids of a text, including special tokens."""
         request = pb.TokenizeRequest(model=model, text=text)
         return list((await self._call(self.stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
-        """The text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return str((await self._call(self.stub.Detokenize, request, timeout)).text)
 
     async def models(self, *, timeout: float | None = None) -> list[pb.Model]:
-        """The models that are served."""
+        """Return the served models."""
         return list((await self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout)).models)
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:

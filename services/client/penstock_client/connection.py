@@ -1,4 +1,4 @@
-"""Connection to a Penstock server: channel, load balancing, health, retries, keepalive, TLS, and a key in the metadata."""
+"""Connection to a Penstock server: channel, load balancing, health checks, retries, keepalive, TLS, and authentication."""
 
 import os
 from abc import ABC, abstractmethod
@@ -11,37 +11,41 @@ from typing import Any
 import grpc
 
 SERVICE_CONFIG = resources.files("penstock").joinpath("service_config.json").read_text()
-"""Calls go in turn to all addresses that the name has, but not to a frontend that leaves. One that failed as UNAVAILABLE before
-anything of its answer came is tried again, on the next address."""
+"""gRPC service config. Calls go to all addresses of the name in turn, but not to a frontend that is shutting down.
+
+A call that fails with UNAVAILABLE before the first part of its answer is retried on the next address.
+"""
 MIN_KEEPALIVE = 5.0
-"""Seconds; servers end connections that are pinged more often."""
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's 4 MiB are too few for long log-probabilities
+"""Minimum keepalive interval in seconds. Servers close connections with more frequent pings."""
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's default of 4 MiB is too small for long log-probabilities
 
 Options = list[tuple[str, str | int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """An encrypted connection. All are paths of PEM files but ``server_name``; they are read when a client is made."""
+    """TLS settings of a connection. All fields except ``server_name`` are paths of PEM files, read when a client is
+    created.
+    """
 
     ca: str | os.PathLike[str] = ""
-    """The certificates to trust. Empty: those that gRPC brings along."""
+    """CA certificates to trust. Empty: those that come with gRPC."""
     certificate: str | os.PathLike[str] = ""
-    """The client's own, for servers that ask for one; with ``key``."""
+    """Client certificate, for servers that require one. Needs ``key``."""
     key: str | os.PathLike[str] = ""
-    """Its private key."""
+    """Private key of the client certificate."""
     server_name: str = ""
-    """What the server's certificate must be for. Empty: the host of the address."""
+    """Expected name in the server's certificate. Empty: the host of the address."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
             given, missing = ("certificate", "key") if self.certificate else ("key", "certificate")
             raise ValueError(
-                f"tls.{given} is {os.fspath(getattr(self, given))!r} and tls.{missing} is empty; give both"
+                f"tls.{given} is {os.fspath(getattr(self, given))!r}, but tls.{missing} is empty; set both"
             )
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Of a channel. Raises OSError for a file that cannot be read."""
+        """Return the credentials of a channel. Raises OSError if a file cannot be read."""
         ca, key, certificate = (
             Path(path).read_bytes() if path else None for path in (self.ca, self.key, self.certificate)
         )
@@ -50,7 +54,10 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """When a silent server is pinged, and how long it has to answer, in seconds. Else the calls on it fail as Unavailable."""
+    """Keepalive pings: a silent server is pinged after ``interval`` seconds and has ``timeout`` seconds to answer.
+
+    If there is no answer in time, calls on the connection fail with Unavailable.
+    """
 
     interval: float = 30.0
     timeout: float = 10.0
@@ -63,7 +70,7 @@ class Keepalive:
 
 
 class BaseClient(ABC):
-    """The connection of a client, before it is known whether threads or an event loop use it."""
+    """Base class of both clients, which holds the connection settings."""
 
     def __init__(
         self,
@@ -76,29 +83,31 @@ class BaseClient(ABC):
         options: Sequence[tuple[str, str | int]] = (),
         channel: grpc.Channel | grpc.aio.Channel | None = None,
     ) -> None:
-        """Raises ValueError, naming what is wrong, and OSError for files that cannot be read.
+        """Create the client. Raises ValueError for a wrong argument, and OSError for unreadable files.
 
         Args:
-            address: host:port, or ``dns:///host:port`` for all addresses of the name in turn.
-            key: An API key or a token.
-            tls: None for a connection that is not encrypted.
-            timeout: Deadline of calls that name none, in seconds.
-            keepalive: When a silent server is pinged.
-            options: gRPC's own, which win.
-            channel: One of yours, which the client closes; ``tls``, ``keepalive`` and ``options`` are then not used.
+            address: host:port, or ``dns:///host:port`` to use all addresses of the name in turn.
+            key: API key or token.
+            tls: TLS settings; None for a connection without encryption.
+            timeout: Default timeout of calls, in seconds.
+            keepalive: Keepalive settings.
+            options: gRPC channel options, which override the client's.
+            channel: Channel to use and close. ``tls``, ``keepalive`` and ``options`` are then ignored.
         """
         if not address:
             raise ValueError("address is empty; it must be host:port")
         if not (key.isascii() and key.isprintable()):
-            raise ValueError("key has characters that are no printable ASCII; metadata cannot carry it")
+            raise ValueError("key has characters that are not printable ASCII; gRPC metadata cannot contain them")
         self._timeout = timeout
         self._deadline(timeout)
         self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
-        """The gRPC metadata that is sent with every call."""
+        """gRPC metadata sent with every call."""
         self._open(channel, address, tls, _channel_options(tls, keepalive or Keepalive(), options))
 
     def _deadline(self, timeout: float | None) -> float | None:
-        """Seconds that a call may take: ``timeout``, or the client's; None for as long as it takes. Raises ValueError."""
+        """Return the timeout of a call in seconds: ``timeout``, or the client's default; None for no limit. Raises
+        ValueError.
+        """
         wanted = self._timeout if timeout is None else timeout
         if wanted is not None and not wanted > 0:
             raise ValueError(f"timeout is {wanted:g}; it must be above 0 s")
@@ -106,7 +115,7 @@ class BaseClient(ABC):
 
     @abstractmethod
     def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
-        """Make the stub, and the channel unless there is one."""
+        """Create the stub, and the channel unless one is given."""
 
 
 def _channel_options(tls: Tls | None, keepalive: Keepalive, own: Sequence[tuple[str, str | int]]) -> Options:
@@ -115,9 +124,9 @@ def _channel_options(tls: Tls | None, keepalive: Keepalive, own: Sequence[tuple[
         ("grpc.service_config", SERVICE_CONFIG),
         ("grpc.keepalive_time_ms", int(keepalive.interval * 1000)),
         ("grpc.keepalive_timeout_ms", timeout),
-        ("grpc.http2.ping_timeout_ms", timeout),  # a minute unless it is set, whatever the one above says
-        ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent however long
-        ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # new addresses are found sooner than after 30 s
+        ("grpc.http2.ping_timeout_ms", timeout),  # one minute by default, regardless of keepalive_timeout_ms
+        ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent for any time
+        ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # finds new addresses sooner than the default of 30 s
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ]
     if tls is not None and tls.server_name:

@@ -1,4 +1,4 @@
-"""Errors of calls, a class for each status code that a program may want to tell apart, with their ``google.rpc`` details."""
+"""Errors of calls: one class per gRPC status code, with the ``google.rpc`` details."""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from google.protobuf.message import Message
 
 from penstock.common.v1.finish_pb2 import RequestError
 
-# The ``google.rpc`` details of a failed call.
+# Decoding of the ``google.rpc`` details of a failed call.
 #
-# Their messages are declared here, in a pool of their own: the package that has them generated is not needed, and may be there.
+# The messages are declared here, in a separate descriptor pool. The generated package is not needed, and does not
+# conflict if it is installed.
 
 _STRING = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BYTES = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
@@ -30,8 +31,9 @@ _MESSAGES: dict[str, list[tuple[str, int, int | str, bool]]] = {
     "Duration": [("seconds", 1, _INT64, False), ("nanos", 2, _INT32, False)],
     "RetryInfo": [("retry_delay", 1, "Duration", False)],
 }
-"""Of each its fields: name, number, type, whether it is repeated. Names of messages that stand in others are only ours: what
-is on the wire has none.
+"""Fields of each message: name, number, type, and whether it is repeated.
+
+Names of nested messages are chosen freely, because names are not part of the wire format.
 """
 
 
@@ -66,7 +68,7 @@ _DETAIL_CLASSES = _classes()
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What they say; empty or None where they do not."""
+    """Details of a failed call. Missing details are empty or None."""
 
     reason: str = ""
     field: str = ""
@@ -75,7 +77,7 @@ class Details:
 
 
 def read_details(status: bytes) -> Details:
-    """Those of a serialized ``google.rpc.Status``. Kinds that are not known here are passed over."""
+    """Decode the details of a serialized ``google.rpc.Status``. Unknown kinds of details are ignored."""
     reason = field = quota_subject = ""
     retry_after = None
     whole: Any = _DETAIL_CLASSES["Status"].FromString(status)
@@ -96,13 +98,17 @@ def read_details(status: bytes) -> Details:
 
 
 class PenstockError(Exception):
-    """A call has failed.
+    """Error of a failed call.
 
-    ``code`` is the name of its gRPC status code and ``message`` what went wrong, for people: with a field at fault it has the
-    value and the limit. ``field`` is that field's path in the request (``sampling_params.top_p``), ``reason`` a stable
-    UPPER_SNAKE_CASE word for programs, ``retry_after`` the seconds after which trying again may succeed, None where the server
-    names none, ``quota_subject`` whose quota is used up (``tenant:NAME``). Strings are empty where the server said nothing, as
-    all but ``code`` and ``message`` are where no server was reached.
+    If no server was reached, only ``code`` and ``message`` are set.
+
+    Attributes:
+        code: Name of the gRPC status code.
+        message: Description for people. If a field is wrong, the description has its value and the limit.
+        field: Path of the wrong field in the request, such as ``sampling_params.top_p``; empty if there is none.
+        reason: Stable UPPER_SNAKE_CASE word for programs; empty if there is none.
+        retry_after: Seconds after which a retry may succeed; None if the server gives none.
+        quota_subject: Owner of the exhausted quota, such as ``tenant:NAME``; empty if there is none.
     """
 
     def __init__(
@@ -125,57 +131,57 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):  # noqa: N818 - the names are those of the status codes
-    """A field of the request is wrong."""
+    """Error for a wrong field of the request."""
 
 
 class Unauthenticated(PenstockError):  # noqa: N818
-    """The key or token is missing, wrong or over."""
+    """Error for a missing, wrong or expired key or token."""
 
 
 class PermissionDenied(PenstockError):  # noqa: N818
-    """The caller is known and may not do that."""
+    """Error for a caller that is not allowed to make the call."""
 
 
 class Unimplemented(PenstockError):  # noqa: N818
-    """A field or method that the server does not serve."""
+    """Error for a field or method that the server does not support."""
 
 
 class NotFound(PenstockError):  # noqa: N818
-    """The server has no model of that name."""
+    """Error for a name that the server does not know, such as a model name."""
 
 
 class FailedPrecondition(PenstockError):  # noqa: N818
-    """The request is right and cannot be served as things are."""
+    """Error for a valid request that cannot be served in the current state."""
 
 
 class ResourceExhausted(PenstockError):  # noqa: N818
-    """A queue is full, a quota used up, or a message too large."""
+    """Error for a full queue, an exhausted quota, or a message that is too large."""
 
 
 class Unavailable(PenstockError):  # noqa: N818
-    """Nothing serves the request now."""
+    """Error if no server can serve the request now."""
 
 
 class DeadlineExceeded(PenstockError):  # noqa: N818
-    """The deadline passed before the answer was whole."""
+    """Error if the deadline passed before the answer was complete."""
 
 
 class Cancelled(PenstockError):  # noqa: N818
-    """The call was ended before its answer was whole."""
+    """Error if the call was cancelled before the answer was complete."""
 
 
 class Internal(PenstockError):  # noqa: N818
-    """A defect of the server; the message has a number that its log explains."""
+    """Error for an internal failure of the server. The message has an incident number; the server log has details."""
 
 
 _CLASSES = {re.sub(r"\B(?=[A-Z])", "_", each.__name__).upper(): each for each in PenstockError.__subclasses__()}
-"""By the status code of the same name: INVALID_ARGUMENT, ..."""
+"""Error classes by status code, such as INVALID_ARGUMENT."""
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
 def of_call(error: grpc.RpcError) -> PenstockError:
-    """The error of a call of the stub, sync or async, with the details that the server gave."""
-    call: Any = error  # every one of a call has a status, which the class does not say
+    """Convert the error of a sync or async stub call, including the server's details."""
+    call: Any = error  # Every error of a call has a status, but the class does not declare it.
     code, message = call.code().name, call.details() or ""
     details = read_details(next((value for key, value in call.trailing_metadata() or () if key == _DETAILS_KEY), b""))
     return _CLASSES.get(code, PenstockError)(
@@ -189,7 +195,7 @@ def of_call(error: grpc.RpcError) -> PenstockError:
 
 
 def of_session(error: RequestError) -> PenstockError:
-    """The error of one request of a GenerateSession, where the others go on."""
+    """Convert the error of one request of a GenerateSession. Other requests of the session continue."""
     return _CLASSES.get(error.code, PenstockError)(
         error.code,
         error.message,

@@ -1,4 +1,4 @@
-"""Requests: the contract's messages from what callers give, with images, sound and video."""
+"""Request messages, built from Python values with images, audio and video."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1.messages_pb2 import ChatMessage, ContentPart
 
 Prompt = str | Sequence[int]
-"""A text, or token ids that are used as they are."""
+"""Prompt as text, or as token ids that are used unchanged."""
 MixedPrompt = Prompt | Sequence[str | Sequence[int] | Media]
-"""The same, or texts, token ids and media one after the other."""
+"""Prompt, or a sequence of texts, token ids and media."""
 
 
 class CallOptions(TypedDict, total=False):
-    """Fields of every request; what is left out the server decides."""
+    """Fields of every request. The server chooses missing fields."""
 
     model: str
     lora: str
@@ -43,7 +43,7 @@ class ChatOptions(CallOptions, total=False):
 
 
 def whole(sampling: SamplingParams | None) -> SamplingParams:
-    """The same parameters, with one message at the end."""
+    """Return the same parameters, with a single message at the end."""
     final = SamplingParams()
     if sampling is not None:
         final.CopyFrom(sampling)
@@ -54,7 +54,7 @@ def whole(sampling: SamplingParams | None) -> SamplingParams:
 def generate_request(
     prompt: MixedPrompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
 ) -> pb.GenerateRequest:
-    """A prompt to continue. ``prediction``: what the output may turn out to be."""
+    """Build a request to continue a prompt. ``prediction`` is the expected output."""
     request = pb.GenerateRequest(sampling_params=sampling, prediction=prediction_of(prediction), **options)
     if isinstance(prompt, str):
         request.text = prompt
@@ -62,19 +62,19 @@ def generate_request(
         request.mixed.CopyFrom(mixed)
     else:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _mixed has looked
-        request.token_ids.SetInParent()  # an empty list is the server's to refuse, as token_ids
+        request.token_ids.SetInParent()  # The server refuses an empty list with the field name token_ids.
     return request
 
 
 def prediction_of(given: Prompt | None) -> pb.Prediction | None:
-    """What the output may turn out to be."""
+    """Build the message for an expected output."""
     if given is None or isinstance(given, str):
         return None if given is None else pb.Prediction(text=given)
     return pb.Prediction(token_ids=pb.TokenIds(ids=given))
 
 
 def pooling_input(given: MixedPrompt) -> pb.PoolingInput:
-    """An input to embed, classify or score."""
+    """Build an input to embed, classify or score."""
     if isinstance(given, str):
         return pb.PoolingInput(text=given)
     if (mixed := _mixed(given)) is not None:
@@ -83,7 +83,7 @@ def pooling_input(given: MixedPrompt) -> pb.PoolingInput:
 
 
 def _mixed(given: Sequence[int] | Sequence[str | Sequence[int] | Media]) -> pb.MixedPrompt | None:
-    """Texts, token ids and media as a prompt; None for token ids alone."""
+    """Return a prompt of texts, token ids and media, or None if the value is only token ids."""
     if not given or isinstance(given[0], int):
         return None
     return pb.MixedPrompt(parts=map(_part, given))
@@ -95,19 +95,22 @@ def _part(given: Any) -> pb.PromptPart:
     return pb.PromptPart(text=given) if isinstance(given, str) else pb.PromptPart(token_ids=pb.TokenIds(ids=given))
 
 
-# Images, sound and video of prompts and messages.
+# Images, audio and video of prompts and messages.
 
 Source = bytes | Path | str
-"""An encoded file's bytes, a file to read, or a URL: ``data:``, ``https:`` or ``http:``."""
+"""Bytes of an encoded file, a file to read, or a URL: ``data:``, ``https:`` or ``http:``."""
 
 
 def image(source: Source, *, processor_kwargs: str = "") -> Media:
-    """An image: JPEG, PNG, WebP or GIF. ``processor_kwargs``: more arguments of the model's processor, as a JSON object."""
+    """Return an image in JPEG, PNG, WebP or GIF format.
+
+    ``processor_kwargs`` has extra arguments for the model's processor, as a JSON object.
+    """
     return _media("image", source, processor_kwargs)
 
 
 def audio(source: Source, *, processor_kwargs: str = "") -> Media:
-    """A sound: WAV, FLAC, Ogg or MP3."""
+    """Return an audio item in WAV, FLAC, Ogg or MP3 format."""
     return _media("audio", source, processor_kwargs)
 
 
@@ -118,8 +121,9 @@ def video(
     timestamps: Iterable[float] | None = None,
     processor_kwargs: str = "",
 ) -> Media:
-    """A video as its pictures, files of one size: ``fps`` a second, or seen at ``timestamps``, in seconds. Raises ValueError
-    where there are not as many of these as pictures.
+    """Return a video from its frames, image files of equal size, shown at ``fps`` or at ``timestamps`` in seconds.
+
+    Raises ValueError if the numbers of timestamps and frames differ.
     """
     pictures = [_read(frame) for frame in frames]
     times = [index / fps for index in range(len(pictures))] if timestamps is None else list(timestamps)
@@ -130,7 +134,7 @@ def video(
 
 
 def message(role: str, *parts: str | Media) -> ChatMessage:
-    """A turn of texts and media, in order."""
+    """Return a chat message of texts and media, in order."""
     return ChatMessage(
         role=role,
         parts=[ContentPart(text=part) if isinstance(part, str) else ContentPart(media=part) for part in parts],

@@ -1,4 +1,4 @@
-"""Results: answers as plain Python."""
+"""Results of calls, as plain Python objects."""
 
 import sys
 from array import array
@@ -17,9 +17,15 @@ _FINISH_PREFIX = "FINISH_REASON_"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. ``cached_tokens`` are those of the prompt that were cached, ``accepted_draft_tokens`` those of the
-    output that were guessed ahead, ``rejected_draft_tokens`` wrong guesses, which are none of it, ``media_tokens`` those of the
-    prompt at which media stand, by modality.
+    """Token counts of a request.
+
+    Attributes:
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens found in the cache.
+        completion_tokens: Number of output tokens.
+        accepted_draft_tokens: Number of output tokens that were drafted.
+        rejected_draft_tokens: Number of rejected draft tokens, which are not part of the output.
+        media_tokens: Number of prompt tokens for media, by modality.
     """
 
     prompt_tokens: int
@@ -32,7 +38,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token at a position: its natural log-probability, its rank from 1, its text (empty without ``detokenize``)."""
+    """Token at a position, with its natural log-probability, its rank from 1, and its text (empty without
+    ``detokenize``).
+    """
 
     token_id: int
     logprob: float
@@ -42,34 +50,37 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A piece of one sequence, or all of it; ``index`` is which of the n."""
+    """A piece of one sequence, or all of it. ``index`` is the number of the sequence, from 0 to n - 1."""
 
     request_id: str
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """``stop``, ``length``, ``abort`` or ``repetition``; None before the last piece."""
+    """Finish reason: ``stop``, ``length``, ``abort`` or ``repetition``; None before the last piece."""
     stop_reason: str | int | None
-    """The stop string or token id that was met; None at the model's own end of text."""
+    """Stop string or stop token id that was found; None for the model's end-of-sequence token."""
     logprobs: list[list[Logprob]] | None
-    """One list for each of ``token_ids``, the token first, then the likeliest; None unless they were asked for."""
+    """Log-probabilities: for each of ``token_ids`` a list with that token first, then the most likely tokens.
+
+    None unless requested.
+    """
     prompt_logprobs: list[list[Logprob]] | None
-    """The same of the prompt from its second token on, on the first piece."""
+    """Log-probabilities of the prompt from its second token, on the first piece."""
     usage: Usage | None
-    """None before the last piece."""
+    """Token counts; None before the last piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOutput:
-    """A piece of one answer, or all of it; fields of Output mean the same here."""
+    """A piece of one chat answer, or all of it. Fields with the same names as in Output have the same meaning."""
 
     request_id: str
     index: int
     content: str
     reasoning: str
     tool_calls: list[pb.ToolCall]
-    """In a stream a call may come in pieces with the same ``id``, of which the first has the name."""
+    """Tool calls. In a stream, a call may be split into pieces with the same ``id``; the first piece has the name."""
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None
@@ -79,7 +90,7 @@ class ChatOutput:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """``vectors``: one for each input, in order, of as many floats as the model has dimensions, or were asked for."""
+    """Embeddings of the inputs: ``vectors`` has one vector per input, in order."""
 
     vectors: list[list[float]]
     usage: Usage
@@ -87,7 +98,9 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """``probabilities`` in the order of the model's labels; ``label`` is the likeliest, empty where the model names none."""
+    """Class probabilities, in the order of the model's labels. ``label`` is the most likely one, or empty if labels
+    have no names.
+    """
 
     probabilities: list[float]
     label: str
@@ -95,14 +108,14 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``scores``: one for each document, in order: the model's score of the pair, or the cosine, in [-1, 1]."""
+    """Scores of documents, in order: the model's score of query and document, or a cosine similarity in [-1, 1]."""
 
     scores: list[float]
     usage: Usage
 
 
 def read_output(message: pb.GenerateResponse) -> Output:
-    """A message of Generate."""
+    """Convert a message of Generate."""
     return Output(
         request_id=message.request_id,
         index=message.index,
@@ -117,7 +130,7 @@ def read_output(message: pb.GenerateResponse) -> Output:
 
 
 def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
-    """A message of Chat."""
+    """Convert a message of Chat."""
     return ChatOutput(
         request_id=message.request_id,
         index=message.index,
@@ -133,7 +146,7 @@ def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
 
 
 def read_usage(message: UsageMessage) -> Usage:
-    """Token counts."""
+    """Convert the token counts."""
     return Usage(
         message.prompt_tokens,
         message.cached_tokens,
@@ -145,7 +158,7 @@ def read_usage(message: UsageMessage) -> Usage:
 
 
 def _finish(reason: FinishReason.ValueType) -> str | None:
-    """A reason that a later contract has is its number."""
+    """Convert a finish reason. A reason that this version does not know becomes its number as text."""
     if reason == FINISH_REASON_UNSPECIFIED:
         return None
     known = reason in FinishReason.values()
@@ -172,7 +185,7 @@ def _logprobs(message: Logprobs) -> list[list[Logprob]]:
 
 
 def floats(tensor: Tensor) -> list[float]:
-    """The elements of a float32 vector; the bytes are little-endian."""
+    """Return the elements of a float32 tensor. Its bytes are little-endian."""
     elements = array("f", tensor.inline)
     if sys.byteorder == "big":
         elements.byteswap()

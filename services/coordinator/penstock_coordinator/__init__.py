@@ -1,1 +1,1 @@
-"""The coordinator: membership, load, and the waves of data-parallel groups."""
+"""The coordinator service: membership and load of engines, and the waves of data-parallel groups."""

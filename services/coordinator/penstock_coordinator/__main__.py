@@ -1,4 +1,4 @@
-"""``python -m penstock_coordinator --config FILE``."""
+"""Entry point of ``python -m penstock_coordinator --config FILE``."""
 
 import asyncio
 import sys
@@ -14,12 +14,12 @@ from penstock_coordinator.config import CoordinatorConfig
 
 
 def main() -> int:
-    """Exit code: 0 after a clean stop, 2 when the configuration is wrong."""
+    """Run the coordinator. Returns the exit code: 0 after a clean stop, 2 if the configuration is wrong."""
     try:
         source = from_command_line(
             CoordinatorConfig,
             prog="penstock-coordinator",
-            description="Penstock's coordinator: which engines there are, and their load.",
+            description="Penstock's coordinator, which tracks the engines of a cluster and their load.",
         )
         config_file = ConfigFile(source)
         configure(config_file.running.log, service="coordinator")

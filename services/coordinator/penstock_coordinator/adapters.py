@@ -1,4 +1,6 @@
-"""Names of LoRA adapters, of which frontends tell each other through the coordinator. Soft state: frontends bring them back."""
+"""Registry of LoRA adapter names that frontends share through the coordinator. Soft state: frontends send it again
+after a restart.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +14,13 @@ from penstock_coordinator.config import LoraNamesConfig
 
 
 class _Model(msgspec.Struct, eq=False):
-    """What is known of one model, and how many streams of its frontends are open; ``left_at``: when the last one ended."""
+    """Adapters of one model.
+
+    Attributes:
+        registry: Registered names.
+        num_links: Number of open streams of the model's frontends.
+        left_at: Time at which the last stream ended.
+    """
 
     registry: LoraRegistry
     num_links: int = 0
@@ -20,7 +28,7 @@ class _Model(msgspec.Struct, eq=False):
 
 
 class AdapterLink:
-    """A frontend's stream, as ``Adapters`` knows it. ``wake``: called when there may be something to ``tell``."""
+    """Stream of a frontend, as seen by ``Adapters``. ``wake`` is called when there may be something to send."""
 
     def __init__(self, adapters: "Adapters", model: str, registry: LoraRegistry, wake: Callable[[], None]) -> None:
         self.model = model
@@ -30,7 +38,7 @@ class AdapterLink:
         self._refused: list[LoraRefusal] = []
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> None:
-        """The frontend says this of names."""
+        """Process registrations that the frontend has sent."""
         changed, refused = self._adapters.take(self.model, self._gossip, registrations)
         self._refused = (self._refused + refused)[:MAX_REGISTRATIONS]
         if changed:
@@ -39,22 +47,22 @@ class AdapterLink:
             self.wake()
 
     def tell(self) -> list[LoraRegistration]:
-        """What the frontend is to be told next; empty: it knows everything."""
+        """Return the next registrations to send to the frontend. Empty if it has everything."""
         return self._gossip.tell()
 
     def take_refused(self) -> list[LoraRefusal]:
-        """Return the registrations of this frontend that were not taken and that it was not told of yet, at most 256."""
+        """Return the refused registrations of this frontend that it has not been sent yet, at most 256."""
         refused, self._refused = self._refused, []
         return refused
 
 
 class Adapters:
-    """By model, what its frontends have said.
+    """Registered adapter names by model.
 
-    The names of a model whose last frontend has gone are kept for ``forget_after`` seconds, since its frontends may have started
-    again. Each limit of the configuration holds at any time: when the names of another model need room, the models without
-    frontends are forgotten first, that which has been without them the longest before others. What finds no room then is
-    refused, and the frontend that said it is told why.
+    The names of a model without frontends are kept for ``forget_after`` seconds, because its frontends may be
+    restarting. The configured limits hold at any time. If the names of a model need space, models without frontends are
+    dropped first, starting with the one that lost its frontends first. If there is still not enough space, the
+    registration is refused and the frontend gets the reason.
     """
 
     def __init__(
@@ -69,16 +77,16 @@ class Adapters:
         self._refusals: list[LoraRefusal] = []
 
     def __len__(self) -> int:
-        """Models of which something is known, or which have a frontend."""
+        """Return the number of models that have names or a frontend."""
         return len(self._models)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of memory that the registrations of all models take."""
+        """Memory of the registrations of all models, in bytes."""
         return sum(model.registry.num_bytes for model in self._models.values())
 
     def connect(self, model: str, wake: Callable[[], None]) -> AdapterLink:
-        """A frontend's stream has begun; to be ended with ``disconnect``."""
+        """Register a frontend's stream. End it with ``disconnect``."""
         if model not in self._models:
             self._models[model] = _Model(LoraRegistry(admit=partial(self._admit, model)))
         known = self._models[model]
@@ -88,7 +96,7 @@ class Adapters:
         return link
 
     def disconnect(self, link: AdapterLink) -> None:
-        """The stream is over. Idempotent."""
+        """Unregister a stream. Idempotent."""
         if link not in self._links:
             return
         self._links.discard(link)
@@ -99,7 +107,7 @@ class Adapters:
             del self._models[link.model]
 
     def tick(self) -> None:
-        """Forget models that have been without frontends for too long."""
+        """Drop models that have had no frontend for too long."""
         oldest = self._clock() - self._limits.forget_after
         for name, model in list(self._models.items()):
             if not model.num_links and model.left_at <= oldest:
@@ -108,7 +116,7 @@ class Adapters:
     def take(
         self, model: str, gossip: Gossip, registrations: Iterable[LoraRegistration]
     ) -> tuple[list[LoraRegistration], list[LoraRefusal]]:
-        """Merge what a frontend says. Return what counts from now on, and what was refused."""
+        """Merge registrations from a frontend. Returns the registrations that took effect, and the refused ones."""
         self._refusals = []
         changed = gossip.hear(registrations)
         refused, self._refusals = self._refusals, []
@@ -125,7 +133,7 @@ class Adapters:
                 link.wake()
 
     def _admit(self, model: str, new: LoraRegistration, old: LoraRegistration | None) -> bool:
-        """Whether there is room for a registration in place of ``old``."""
+        """Return whether there is space for a registration that replaces ``old``."""
         why = self._why_not(model, new, old)
         if why:
             self._refusals.append(LoraRefusal(new.name, why))
@@ -137,7 +145,7 @@ class Adapters:
         if growth <= 0 and old is not None and (new.unloaded or not old.unloaded):
             return ""
         if not new.unloaded and (old is None or old.unloaded) and len(registry) >= limits.max_registered:
-            return f"{len(registry)} adapters of the model have names; lora.max_registered is {limits.max_registered}"
+            return f"the model has {len(registry)} adapter names; lora.max_registered is {limits.max_registered}"
         if registry.num_bytes + growth > limits.max_model_bytes:
             registry.forget_unloads()
         if (size := registry.num_bytes + growth) > limits.max_model_bytes:
@@ -147,14 +155,14 @@ class Adapters:
         if not registry.num_bytes:
             named = [each for each in self._models.values() if each.registry.num_bytes]
             if len(named) >= limits.max_models and not self._forget_one():
-                return f"{len(named)} models have adapters with names; lora.max_models is {limits.max_models}"
+                return f"{len(named)} models have adapter names; lora.max_models is {limits.max_models}"
         while (size := self.num_bytes + growth) > limits.max_bytes:
             if not self._forget_one():
                 return f"the adapters of all models would take {size} bytes; lora.max_bytes is {limits.max_bytes}"
         return ""
 
     def _forget_one(self) -> bool:
-        """Forget the model that has been without frontends the longest. Return False if all have frontends."""
+        """Drop the model that has had no frontend for the longest time. Returns False if all models have frontends."""
         gone = [(model.left_at, name) for name, model in self._models.items() if not model.num_links]
         if gone:
             del self._models[min(gone)[1]]

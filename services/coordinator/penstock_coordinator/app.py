@@ -1,4 +1,4 @@
-"""The coordinator as a process: start, serve, stop."""
+"""Process of the coordinator: start, serve, stop."""
 
 import asyncio
 import os
@@ -28,16 +28,16 @@ from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, ProtoEncoder, allowed
 
 STREAMS_TIMEOUT = 2.0
-"""Seconds in which the streams end by themselves, with a status, before the server stops."""
+"""Seconds that streams have to end by themselves with a status before the server stops."""
 STOP_GRACE = 0.2
-"""Seconds after which the calls that are left are cancelled."""
+"""Seconds after which the remaining calls are cancelled."""
 
 
 class Coordinator:
-    """The service. It runs from ``start`` to ``stop``, on the event loop that it was started on."""
+    """The coordinator service. It runs from ``start`` to ``stop``, on the event loop on which it was started."""
 
     def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
-        """``clock`` gives monotonic seconds."""
+        """Create the service. ``clock`` returns monotonic seconds."""
         self._config = config
         self._clock = clock
         self.registry = service_registry("coordinator")
@@ -49,7 +49,7 @@ class Coordinator:
         self._metrics = CoordinatorMetrics(self.registry)
 
     async def start(self) -> int:
-        """Serve. Returns the port. Raises ConfigError when a port is taken."""
+        """Start serving. Returns the port. Raises ConfigError if a port is in use."""
         count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock, ProtoEncoder())
         self._metrics_server = MetricsServer(self._config.metrics, self.registry, self._certificates)
@@ -100,7 +100,7 @@ class Coordinator:
         self._metrics_server.stop()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)
-        get_logger().info("coordinator has stopped")
+        get_logger().info("coordinator stopped")
 
     async def _tick(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Autoscaling signals: how loaded the pools are, which are in use, and how many engines each wants."""
+"""Autoscaling signals: the load of each pool, whether it is in use, and the number of engines that it needs."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,32 +10,32 @@ from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.view_channel import Broadcast
 
-# How loaded the engines of each pool are together.
+# Total load of the engines of each pool.
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a pool together, draining ones among them: what they still have is work that somebody has to do."""
+    """Load of a pool, summed over its engines. Draining engines count, because their remaining requests are work too."""
 
     num_engines: int = 0
     load: float | None = 0.0
-    """Sum of the engines' loads; None where one of them does not say how many requests it runs at once."""
+    """Sum of the engines' loads; None if an engine does not report how many requests it can run at once."""
     kv_cache_usage: float = 0.0
-    """Sum of the used fractions of the engines' KV caches."""
+    """Sum of the KV cache usage of the engines, as fractions."""
     num_reqs: int = 0
-    """Requests that run and wait in the engines."""
+    """Number of requests that run or wait in the engines."""
     num_held_reqs: int = 0
-    """Requests that frontends hold. They are for whichever engine comes first, so that every pool counts all of them."""
+    """Number of requests that frontends hold. Any pool may serve them, so every pool counts all of them."""
     slots: float = 0.0
-    """Requests that an engine runs at once, on average; 0 without an engine that says so."""
+    """Average number of requests that an engine can run at once; 0 if no engine reports it."""
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs, waits or is held."""
+        """Whether any request runs, waits or is held."""
         return self.num_reqs > 0 or self.num_held_reqs > 0
 
 
 def pool_loads(view: ClusterView, num_held_reqs: int, names: Iterable[str]) -> dict[str, PoolLoad]:
-    """The load of every pool that is named or has an engine, by name. ``num_held_reqs``: of all frontends."""
+    """Return the load of every pool that is named or has an engine. ``num_held_reqs`` is the total of all frontends."""
     engines: dict[str, list[EngineStatus]] = {name: [] for name in names}
     for engine in view.engines:
         engines.setdefault(engine.pool, []).append(engine)
@@ -55,32 +55,33 @@ def _pool_load(engines: list[EngineStatus], num_held_reqs: int) -> PoolLoad:
     )
 
 
-# How many engines a pool wants.
+# Number of engines that a pool needs.
 
 _ROUNDING = 1e-6
-"""Of an engine: sums of fractions come out a little above what they stand for."""
+"""Tolerance in engines, because sums of floating-point fractions may be slightly too large."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """How loaded the engines of a pool shall be on average."""
+    """Target load of the engines of a pool, on average."""
 
     load: float
-    """Requests that run and wait, over those that run at once."""
+    """Requests that run or wait, divided by the number that can run at once."""
     kv_cache_usage: float
-    """Used fraction of the KV cache."""
+    """Fraction of the KV cache in use."""
     slots: int
-    """Requests that an engine runs at once, for a pool that has no engine to ask."""
+    """Number of requests that an engine can run at once, for a pool without engines."""
 
 
 def load_with_held(pool: PoolLoad, targets: Targets) -> float | None:
-    """The load of a pool in engines, as if the held requests were in them; None where it is not known."""
+    """Return the load of a pool in engines, counting held requests as if they were in engines. None if it is unknown."""
     return None if pool.load is None else pool.load + pool.num_held_reqs / (pool.slots or targets.slots)
 
 
 def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
-    """Engines with which a pool is as loaded as it shall be; None where the load is not known.
+    """Return the number of engines at which a pool has its target load. None if the load is unknown.
 
-    However many there are now: engines that start slowly do not make it grow. Autoscalers bound it.
+    The result does not depend on the current number of engines, so engines that start slowly do not increase it.
+    Autoscalers limit it.
     """
     load = load_with_held(pool, targets)
     if load is None:
@@ -88,14 +89,15 @@ def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
     return math.ceil(max(load / targets.load, pool.kv_cache_usage / targets.kv_cache_usage) - _ROUNDING)
 
 
-# Which pools are in use, or were a short time ago.
+# Pools that are in use, or were until recently.
 
 
 class Activity:
-    """Remembers when each pool last had something to do. Times are seconds of one monotonic clock that the caller passes in.
+    """Tracks when each pool last had work. Times are seconds of a monotonic clock that the caller passes in.
 
-    It forgets with the coordinator: of engines that are there at its first look nobody knows how long they have been idle, so
-    that they count as in use until then. A pool without engines and requests does not: it would be woken for nothing.
+    The record is lost when the coordinator restarts. Pools with engines therefore count as in use at the first update,
+    because their idle time is unknown. A pool without engines and requests does not count, since waking it would be
+    pointless.
     """
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class Activity:
         self._busy_at: dict[str, float] = {}
 
     def take(self, pools: Mapping[str, PoolLoad], now: float) -> bool:
-        """Note who has something to do now. Returns whether that, or the pools, have changed."""
+        """Record which pools have work now. Returns whether that, or the set of pools, has changed."""
         first = not self._busy_at and not self._busy
         busy = {name: pool.busy for name, pool in pools.items()}
         for name, pool in pools.items():
@@ -114,9 +116,10 @@ class Activity:
         return changed
 
     def active_for(self, pool: str, idle_seconds: float, now: float) -> float:
-        """Seconds for which a pool stays in use if nothing comes: infinite while it has something to do, 0 when it is not in use.
+        """Return the seconds for which a pool stays in use if no request arrives. Infinite while it has work, 0 if it
+        is not in use.
 
-        ``idle_seconds``: how long it counts as in use behind its last request.
+        ``idle_seconds`` is the time after its last request in which it still counts as in use.
         """
         if self._busy.get(pool):
             return math.inf
@@ -125,13 +128,14 @@ class Activity:
         return max(self._busy_at[pool] + idle_seconds - now, 0.0)
 
 
-# What autoscalers are told, as soon as it is the truth.
+# Signals for autoscalers, published as soon as they are known.
 
 
 class ScalingSignals:
-    """The pools' load and activity. There is none before the cluster is known: a zero would remove engines that are busy.
+    """Load and activity of the pools. Empty until the cluster is known, because a load of zero would remove busy
+    engines.
 
-    Belongs to one event loop. Times are seconds of one monotonic clock that the caller passes in.
+    Used from one event loop. Times are seconds of a monotonic clock that the caller passes in.
     """
 
     def __init__(self, config: ScalingConfig) -> None:
@@ -140,11 +144,11 @@ class ScalingSignals:
         self._pools: dict[str, PoolLoad] = {}
         self._known = False
         self.changes: Broadcast[float] = Broadcast()
-        """When a pool began or ceased to have something to do, and when the cluster first was known."""
+        """Times at which a pool started or stopped having work, and at which the cluster first became known."""
 
     @property
     def pools(self) -> Mapping[str, PoolLoad]:
-        """The pools by name; none before the cluster is known."""
+        """Loads of the pools by name; empty until the cluster is known."""
         return self._pools
 
     @property
@@ -153,8 +157,8 @@ class ScalingSignals:
         return self._known
 
     def take(self, view: ClusterView, num_held_reqs: int, now: float) -> None:
-        """The cluster is known, and this is how it is now. ``num_held_reqs``: of all frontends."""
-        # A pool that was there once stays: it may have gone to zero.
+        """Update the signals with the current cluster. ``num_held_reqs`` is the total of all frontends."""
+        # Keep pools that have existed before: they may be scaled to zero.
         self._pools = pool_loads(view, num_held_reqs, (*self._config.pools, *self._pools))
         changed = self._activity.take(self._pools, now)
         if changed or not self._known:
@@ -162,19 +166,22 @@ class ScalingSignals:
             self.changes.publish(now)
 
     def pool(self, name: str) -> PoolLoad:
-        """The load of a pool. Raises Unavailable while the cluster is not known, InvalidArgument for a pool that there is not."""
+        """Return the load of a pool. Raises Unavailable until the cluster is known, and InvalidArgument for an unknown
+        pool.
+        """
         self._check(name)
         return self._pools[name]
 
     def active_for(self, name: str, idle_seconds: float, now: float) -> float:
-        """``Activity.active_for``. Raises as ``pool`` does."""
+        """Return ``Activity.active_for``. Raises like ``pool``."""
         self._check(name)
         return self._activity.active_for(name, idle_seconds, now)
 
     def _check(self, name: str) -> None:
         if not self._known:
             raise Unavailable(
-                "the coordinator waits for engines and frontends to come back: it cannot tell how loaded they are",
+                "the coordinator is waiting for engines and frontends to reconnect, so the load of the engines "
+                "is unknown; try again later",
                 reason="CLUSTER_NOT_KNOWN",
                 retry_after=1.0,
             )

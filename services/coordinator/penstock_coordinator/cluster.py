@@ -1,4 +1,4 @@
-"""The coordinator's state in one place: members, connected frontends, and the views that frontends are sent."""
+"""State of the coordinator: members, connected frontends, and the views that are sent to frontends."""
 
 import asyncio
 import itertools
@@ -18,20 +18,20 @@ from penstock_coordinator.groups import Groups
 from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded, Statuses
 from penstock_coordinator.view_channel import Broadcast, Encoder, Pace, Subscription, ViewReader, Views
 
-# Which frontends are connected and how many requests they hold.
+# Connected frontends and the number of requests that they hold.
 
 
 class Frontend(msgspec.Struct):
-    """One frontend."""
+    """A connected frontend."""
 
     session: int
     """Number of its latest stream."""
     num_held_requests: int = 0
-    """Requests that wait in it because no engine is up."""
+    """Number of requests that wait in the frontend because no engine is up."""
 
 
 class Frontends:
-    """The connected frontends by id. Only the latest stream of a frontend counts; reports on older ones are ignored."""
+    """Connected frontends by id. Only the latest stream of a frontend counts; reports on older streams are ignored."""
 
     def __init__(self) -> None:
         self._frontends: dict[str, Frontend] = {}
@@ -41,21 +41,21 @@ class Frontends:
 
     @property
     def num_held_requests(self) -> int:
-        """Requests that wait in all frontends because no engine is up."""
+        """Number of requests that wait in all frontends because no engine is up."""
         return sum(frontend.num_held_requests for frontend in self._frontends.values())
 
     def connect(self, session: int, frontend_id: str) -> None:
-        """A frontend has sent its hello on a new stream."""
+        """Record a frontend that has sent its hello on a new stream."""
         self._frontends[frontend_id] = Frontend(session)
 
     def demand(self, session: int, frontend_id: str, num_held_requests: int) -> None:
-        """A frontend has reported how many requests it holds."""
+        """Record how many requests a frontend holds."""
         frontend = self._frontends.get(frontend_id)
         if frontend is not None and frontend.session == session:
             frontend.num_held_requests = num_held_requests
 
     def disconnect(self, session: int, frontend_id: str) -> None:
-        """A stream is over."""
+        """Remove a frontend whose stream has ended."""
         frontend = self._frontends.get(frontend_id)
         if frontend is not None and frontend.session == session:
             del self._frontends[frontend_id]
@@ -67,7 +67,7 @@ PoolKey = tuple[str, str]
 
 
 class Cluster:
-    """Gives the state machines the time and carries out their effects. Belongs to one event loop."""
+    """Passes the time to the state machines and applies their effects. Used from one event loop."""
 
     def __init__(self, config: CoordinatorConfig, clock: Clock, encoder: Encoder) -> None:
         now = clock()
@@ -80,7 +80,7 @@ class Cluster:
             recovered_at=now + config.lease_seconds, floor=time.time_ns() // 1_000_000, on_change=self._groups_changed
         )
         self.look = asyncio.Event()
-        """Set when ``tick`` is wanted sooner than ``sleep`` said."""
+        """Event that is set when ``tick`` should run earlier than ``sleep`` says."""
         self._known_at = now + config.first_view_after
         self._pace = Pace(config.view_interval, config.max_reports_per_second)
         self._views = Views(self._pace, encoder, first_at=self._known_at)
@@ -91,7 +91,7 @@ class Cluster:
 
     @property
     def known(self) -> bool:
-        """Whether engines and frontends that knew a coordinator before this one have had the time to come back."""
+        """Whether engines and frontends of an earlier coordinator have had time to reconnect."""
         return self.now() >= self._known_at
 
     @property
@@ -102,35 +102,41 @@ class Cluster:
         return regular if waits is None else min(waits, regular)
 
     def new_session(self) -> int:
-        """A number that no other stream has."""
+        """Return a number that no other stream has."""
         return next(self._sessions)
 
     def view(self) -> ClusterView:
-        """The cluster now."""
+        """Return the current cluster."""
         return ClusterView(engines=self._statuses.of(self.membership.members), groups=self._told_groups)
 
     def group_epoch(self, registration: EngineRegistration) -> int:
-        """That of the data-parallel group of an engine's pool; 0 where there is none."""
+        """Return the epoch of the data-parallel group of an engine's pool, or 0 if there is none."""
         group = self.groups.of(registration.model, registration.pool)
         return 0 if group is None else group.machine.group.epoch
 
     def subscribe(self, subscription: Subscription, *, deltas: bool) -> ViewReader:
-        """The views of a frontend's stream, until ``unsubscribe``. ``deltas``: whether the frontend understands them."""
+        """Subscribe a frontend's stream to views, until ``unsubscribe``. ``deltas`` is whether the frontend understands
+        deltas.
+        """
         return self._views.subscribe(subscription, self.view(), self.now(), deltas=deltas)
 
     def unsubscribe(self, reader: ViewReader) -> None:
-        """A frontend's stream is over."""
+        """End the subscription of a frontend's stream."""
         self._views.unsubscribe(reader)
 
     def report_interval(self, pool: PoolKey) -> Broadcast[float]:
-        """How often engines of a pool shall report, in seconds, whenever that changes; 0: as they like."""
+        """Return the report interval of a pool's engines in seconds, with its later changes; 0 leaves it to the
+        engines.
+        """
         if pool not in self._report_intervals:
             self._report_intervals[pool] = Broadcast()
             self._report_intervals[pool].publish(0.0)
         return self._report_intervals[pool]
 
     def apply(self, effects: Sequence[Effect]) -> None:
-        """Log the changes and publish a view. Raises Unavailable or AlreadyExists when the session that caused them must end."""
+        """Log the changes and publish a view. Raises Unavailable or AlreadyExists if the session that caused them must
+        end.
+        """
         for effect in effects:
             if isinstance(effect, SessionEnded):
                 raise Unavailable(effect.reason, reason="NOT_A_MEMBER")
@@ -150,7 +156,7 @@ class Cluster:
             self._tell_report_intervals()
 
     def tick(self) -> None:
-        """Let leases expire, and publish what is due."""
+        """Expire leases, and publish views that are due."""
         self.look.clear()
         self.apply(self.membership.tick(self.now()))
         self.groups.tick(self.now())
@@ -164,7 +170,7 @@ class Cluster:
             self.groups.forget(effect.engine_id)
 
     def _groups_changed(self) -> None:
-        """Frontends are told soon when there is anything to tell."""
+        """Schedule a view for frontends soon if the groups have changed."""
         groups = self.groups.views()
         if groups != self._told_groups:
             self._told_groups = groups
@@ -182,4 +188,4 @@ class Cluster:
 
 
 _OF_SIZE = (Change.JOINED, Change.REPLACED, Change.RECONNECTED, Change.LEFT, Change.EXPIRED)
-"""Changes behind which a pool may have another size."""
+"""Changes that may change the size of a pool."""

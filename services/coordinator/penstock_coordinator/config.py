@@ -1,7 +1,7 @@
 """Configuration of the coordinator.
 
-Every value is validated when the struct is built; unknown keys are refused by ``penstock_common.config.loader``. What a setting
-means and which values it may have stands at its field, and from there in ``--help``, docs/reference/settings.md and the chart.
+Every value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. The
+description of each field is also used for ``--help``, docs/reference/settings.md and the chart.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from penstock_common.config.settings import REREAD, ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
 
-# Settings of a coordinator that have an effect only together with another one.
+# Settings that have an effect only together with another setting.
 
 NEEDS: Needs = (
     *OF_ALL,
@@ -32,34 +32,42 @@ NEEDS: Needs = (
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What autoscalers are told of the pools of engines. Targets and times are those of ScaledObjects that name none."""
+    """Signals for autoscalers about the pools of engines. Targets and times are defaults for ScaledObjects that set
+    none.
+    """
 
     pools: Annotated[
-        tuple[str, ...], Meta(description="Names of the pools that there are, also while they have no engine.")
+        tuple[str, ...], Meta(description="Names of the pools, including pools that have no engine now.")
     ] = (DEFAULT_POOL,)
     target_load: Annotated[
         float,
         Meta(
             ge=0.01,
             le=100,
-            description="Requests running and waiting that an engine shall have on average, over those that it runs at once.",
+            description=(
+                "Target load of an engine, on average: its running and waiting requests, divided by the number that "
+                "it can run at once."
+            ),
         ),
     ] = 0.8
     target_kv_usage: Annotated[
         float,
-        Meta(ge=0.01, le=1, description="Fraction of its KV cache that an engine shall use on average."),
+        Meta(ge=0.01, le=1, description="Target KV cache usage of an engine, on average, as a fraction."),
     ] = 0.8
     slots: Annotated[
         int,
         Meta(
             ge=1,
             le=65_536,
-            description="Requests that an engine runs at once, for pools that have none to ask and engines that do not say.",
+            description=(
+                "Number of requests that an engine can run at once, for pools without engines and for engines that "
+                "do not report it."
+            ),
         ),
     ] = 256
     idle_seconds: Annotated[
         float,
-        Meta(ge=0, le=86_400, description="Seconds behind its last request in which a pool still counts as in use."),
+        Meta(ge=0, le=86_400, description="Seconds after its last request for which a pool still counts as in use."),
     ] = 300.0
 
     def __post_init__(self) -> None:
@@ -67,45 +75,58 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the coordinator changes in the Kubernetes namespace that it runs in, with the account of its pod; nothing as it is."""
+    """Objects that the coordinator changes in its Kubernetes namespace, with its pod's service account. By default
+    none.
+    """
 
     deletion_costs: Annotated[
         bool,
         Meta(
-            description="Write into the annotation controller.kubernetes.io/pod-deletion-cost of engines' pods, whose names "
-            "are their engine_id, what they have to do, so that the idlest go first."
+            description=(
+                "Set the annotation controller.kubernetes.io/pod-deletion-cost of engine pods by their load, so that "
+                "Kubernetes removes idle engines first. Pod names must equal the engine_id."
+            )
         ),
     ] = False
     deployments: Annotated[
-        dict[str, str], Meta(description="By pool, the Deployment whose number of pods Scale may change.")
+        dict[str, str], Meta(description="Deployment of each pool, for the RPC Scale to change its number of pods.")
     ] = {}
     leader_worker_sets: Annotated[
         dict[str, str],
         Meta(
-            description="By pool of engines of several pods each, the LeaderWorkerSet whose number of groups Scale may change."
+            description=(
+                "LeaderWorkerSet of each pool with several pods per engine, for the RPC Scale to change its number "
+                "of groups."
+            )
         ),
     ] = {}
     stateful_sets: Annotated[
         dict[str, str],
         Meta(
-            description="By pool of a data-parallel group, the StatefulSet whose number of pods follows the number of ranks that "
-            "Scale asks for."
+            description=(
+                "StatefulSet of each pool with a data-parallel group. Its number of pods follows the number of ranks "
+                "set by the RPC Scale."
+            )
         ),
     ] = {}
     ranks_per_pod: Annotated[
         dict[str, Annotated[int, Meta(ge=1, le=64)]],
-        Meta(description="By pool of stateful_sets, ranks of the group in each pod; 1 for those it does not name."),
+        Meta(description="Number of ranks per pod, for pools of stateful_sets; default: 1."),
     ] = {}
     owners: Annotated[
         dict[str, str],
-        Meta(description="By pool, what the number of its engines belongs to, so that Scale is refused."),
+        Meta(
+            description=(
+                "Controller that owns the number of engines, by pool. The RPC Scale is refused for these pools."
+            )
+        ),
     ] = {}
     min_replicas: Annotated[
         dict[str, Annotated[int, Meta(ge=0, le=10_000)]],
-        Meta(description="By pool, the fewest engines that Scale may ask for; 0 for those it does not name."),
+        Meta(description="Minimum number of engines for the RPC Scale, by pool; default: 0."),
     ] = {}
     max_replicas: Annotated[
-        int, Meta(ge=1, le=10_000, description="Most engines of a pool that Scale may ask for.")
+        int, Meta(ge=1, le=10_000, description="Maximum number of engines of a pool for the RPC Scale.")
     ] = 100
 
     def __post_init__(self) -> None:
@@ -113,9 +134,15 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         workloads = [(name, getattr(self, name)) for name in ("deployments", "leader_worker_sets", "stateful_sets")]
         for (name, pools), (other, others) in itertools.combinations(workloads, 2):
             if twice := pools.keys() & others.keys():
-                raise ConfigError(f"kubernetes.{name} and kubernetes.{other} both have pool {min(twice)!r}; it has one")
+                raise ConfigError(
+                    f"kubernetes.{name} and kubernetes.{other} both have pool {min(twice)!r}; remove it from one of "
+                    "them"
+                )
         if unknown := self.ranks_per_pod.keys() - self.stateful_sets.keys():
-            raise ConfigError(f"kubernetes.ranks_per_pod has pool {min(unknown)!r}, which stateful_sets does not have")
+            raise ConfigError(
+                f"kubernetes.ranks_per_pod has pool {min(unknown)!r}, but stateful_sets does not; add it there or "
+                "remove it here"
+            )
         for pool, fewest in self.min_replicas.items():
             if any(pools for _, pools in workloads) and pool not in self.pools:
                 known = ", ".join(sorted(self.pools))
@@ -129,42 +156,48 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to change."""
+        """Whether the coordinator changes anything in Kubernetes."""
         return self.deletion_costs or bool(self.deployments or self.leader_worker_sets or self.stateful_sets)
 
     @property
     def pools(self) -> Set[str]:
-        """Those whose number of engines belongs to anybody."""
+        """Pools for which the settings name a workload or an owner."""
         owned = self.deployments, self.leader_worker_sets, self.stateful_sets, self.owners
         return {pool for pools in owned for pool in pools}
 
 
 class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names of LoRA adapters that frontends tell each other through the coordinator."""
+    """Limits for LoRA adapter names that frontends share through the coordinator."""
 
     max_registered: Annotated[
         int,
-        Meta(ge=1, le=1_000_000, description="Adapters of a model that have names; more are refused."),
+        Meta(ge=1, le=1_000_000, description="Maximum number of adapter names per model. More are refused."),
     ] = 4096
     max_model_bytes: Annotated[
         ByteSize,
-        Meta(ge=64 * 1024, description="Bytes of memory for the names and paths of a model's adapters."),
+        Meta(ge=64 * 1024, description="Maximum memory for the names and paths of a model's adapters, in bytes."),
     ] = 8 * 1024 * 1024
     max_models: Annotated[
         int,
-        Meta(ge=1, le=100_000, description="Models whose adapters have names; adapters of more models are refused."),
+        Meta(
+            ge=1,
+            le=100_000,
+            description=("Maximum number of models with adapter names. Adapters of more models are refused."),
+        ),
     ] = 256
     max_bytes: Annotated[
         ByteSize,
-        Meta(ge=64 * 1024, description="Bytes of memory for the names and paths of all models' adapters."),
+        Meta(ge=64 * 1024, description="Maximum memory for the names and paths of all models' adapters, in bytes."),
     ] = 64 * 1024 * 1024
     forget_after: Annotated[
         float,
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds after which the names of a model that has no frontend any more are forgotten; earlier where "
-            "other models need the room.",
+            description=(
+                "Seconds after which the names of a model without frontends are dropped. They are dropped earlier if "
+                "other models need the memory."
+            ),
         ),
     ] = 600.0
 
@@ -173,22 +206,28 @@ class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the coordinator needs to know."""
+    """Settings of the coordinator."""
 
     NEEDS: ClassVar[Needs] = NEEDS
     REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
     lease_seconds: Annotated[
         float,
-        Meta(ge=0.1, le=3600, description="Seconds without a message from an engine after which it is gone."),
+        Meta(
+            ge=0.1,
+            le=3600,
+            description=("Seconds without a message from an engine after which the engine counts as gone."),
+        ),
     ] = 5.0
     view_interval: Annotated[
         float,
         Meta(
             ge=0.01,
             le=60,
-            description="Seconds between two views of the engines that frontends are sent, where nothing but counts has changed; "
-            "more where max_reports_per_second makes engines report less often.",
+            description=(
+                "Seconds between two views sent to frontends if only loads have changed. Longer if "
+                "max_reports_per_second makes engines report less often."
+            ),
         ),
     ] = 0.1
     max_reports_per_second: Annotated[
@@ -196,20 +235,23 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=1,
             le=1_000_000,
-            description="Load reports per second that all engines of a pool may send; in larger pools each reports less often, "
-            "and views of them come less often.",
+            description=(
+                "Maximum number of load reports per second from all engines of a pool. In larger pools, engines "
+                "report less often, and views of them are sent less often."
+            ),
         ),
     ] = 2000.0
-    # Engines that served under the coordinator's predecessor may still be on their way back: a view without them would end
-    # their requests.
+    # After a restart, engines may still be reconnecting. A view without them would end their requests.
     restart_grace: (
         Annotated[
             float,
             Meta(
                 ge=0,
                 le=3600,
-                description="Seconds after a start in which engines may come back before frontends are sent a view; unset: "
-                "one lease.",
+                description=(
+                    "Seconds after a start in which engines may reconnect before the first view is sent to "
+                    "frontends; unset: one lease."
+                ),
             ),
         ]
         | None

@@ -1,4 +1,4 @@
-"""Data-parallel group as a state machine: its members epoch by epoch, and its waves."""
+"""State machines of a data-parallel group: its waves, and its membership by epoch."""
 
 import re
 from typing import Self
@@ -19,55 +19,57 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 
-# In which wave a data-parallel group is, as a state machine.
+# State machine of the waves.
 
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
-    """What the coordinator has seen of a group's waves. Every method is a message, and returns the next state and what is sent.
+    """Waves of a group as the coordinator has observed them. Every method handles a message, and returns the next state
+    and messages.
 
-    It never predicts: the group runs once a rank says that it is in the wave, and not because somebody was told to. Whatever
-    names another epoch is dropped, and an older wave changes nothing. Whoever reported a start is in it; everybody else is told,
-    also the rank that a first request went to: it may have refused it.
+    The machine never predicts. The group counts as running once a rank reports that it is in the wave. Messages of
+    another epoch are ignored, and an older wave changes nothing. A rank that reports a start is in the wave. All other
+    ranks are sent a start, including the rank of the first request, because that rank may have refused it.
     """
 
     group: RankGroup = RankGroup()
     wave: int = 0
     running: bool = False
     pauses: Pauses = Pauses()
-    """The newest that any rank has told."""
+    """Newest pause state that any rank has reported."""
 
     @property
     def view(self) -> GroupView:
-        """For the frontends."""
+        """View of the group for frontends."""
         return GroupView(self.group, self.wave, self.running, self.pauses)
 
     def regroup(self, group: RankGroup) -> Self:
-        """Another epoch begins, whose ranks have yet to say whether they run."""
+        """Begin another epoch. Its ranks have not reported yet whether they run."""
         return msgspec.structs.replace(self, group=group, running=False)
 
     def first_request(self, message: FirstRequest) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """A request went to a rank of a group that its frontend believes idle."""
+        """Handle a request that went to a rank of a group that its frontend considers idle."""
         if message.epoch != self.group.epoch or message.wave < self.wave or self.running:
             return self, ()
         after = msgspec.structs.replace(self, wave=message.wave)
         return after, after._start(excluded="")
 
     def start_wave(self, message: StartWave) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """A rank is in the first exchange of a wave."""
+        """Handle a rank in the first exchange of a wave."""
         if message.epoch != self.group.epoch or message.wave < self.wave:
             return self, ()
         after = self._seen(message.wave, message.pauses, running=True)
         return after, after._start(excluded=message.engine)
 
     def wave_complete(self, message: WaveComplete) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """A wave is over."""
+        """Handle the end of a wave."""
         if message.epoch != self.group.epoch or message.wave < self.wave:
             return self, ()
         return self._seen(message.wave + 1, message.pauses, running=False), ()
 
     def report(self, message: RankReport) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """Where a rank is. An idle one shows that the wave before its own is over; who is outside may know of none, or of more
-        than there were.
+        """Handle a rank's report of its position. An idle rank shows that the wave before its own is over.
+
+        A rank outside the group is ignored: it may have missed waves, or have counted too many.
         """
         wave, outside = message.place.wave, message.engine not in self.group.members
         if message.place.epoch != self.group.epoch or outside or message.opening or wave < self.wave:
@@ -91,7 +93,7 @@ _NO_GROUP = RankGroup()
 
 
 class ScaleRefused(msgspec.Struct, frozen=True):
-    """The group does not change its size now."""
+    """Refusal to change the size of the group now."""
 
     reason: str
 
@@ -100,49 +102,51 @@ Sent = tuple[StartDpWave | Reconfigure, ...]
 
 
 class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
-    """A group as its coordinator knows it. Every method is an event, and returns the next state and what is sent.
+    """State machine of a group's membership. Every method handles an event, and returns the next state and messages.
 
-    A group changes when its size is changed, which all its ranks prepare and then do together, or when a rank is dead: then
-    whoever is left is told at once. A rank is dead when its stream broke off and a collective did too, or not all are in the
-    newest group yet; when its lease is over; or when it said goodbye. A collective that breaks off while all streams hold was the
-    network's fault, and all stay. Where a planned change fails, the group that served is named again, with an epoch of its own:
-    nobody here knows who has switched.
+    A group changes in two cases. If its size is changed, all ranks prepare the change and then switch together. If a
+    rank is dead, the remaining ranks are told at once. A rank is dead if its lease expired or it has shut down. A rank
+    whose stream broke is also dead if a collective broke too, or if not all ranks have joined the newest group yet.
 
-    An epoch is given out once. ``floor`` is a number that no earlier coordinator can have come to, such as the time of its start.
-    A coordinator that has started takes the newest group that ranks tell it of, and decides nothing before ``recovered``, which
-    comes one lease later: by then whoever is alive has told where it is.
+    If a collective breaks while all streams are intact, the network failed, and all ranks stay. If a planned change
+    fails, the previous members are named again with a new epoch, because the coordinator does not know which ranks have
+    switched.
+
+    An epoch number is used only once. ``floor`` is a number that no earlier coordinator can have reached, such as its
+    start time. After a restart, the coordinator takes the newest group that ranks report. It decides nothing before
+    ``recovered``, one lease later, when every living rank has reported.
     """
 
     size: int
-    """Ranks of the first group."""
+    """Number of ranks in the first group."""
     min_size: int = 1
-    """With fewer, the group waits for others."""
+    """Minimum number of ranks. With fewer, the group waits for others."""
     waits: bool = False
-    """Whether a group that has lost a rank waits for another one, and does not go on without."""
+    """Whether a group that has lost a rank waits for a replacement instead of continuing without it."""
     floor: int = 0
     recovering: bool = True
     waves: Waves = Waves()
-    """Those of the newest group."""
+    """Waves of the newest group."""
     standby: RankGroup = _NO_GROUP
-    """The group that is prepared."""
+    """Group that the ranks are preparing."""
     highest: int = 0
-    """The newest epoch that was given out or seen."""
+    """Highest epoch that was given out or seen."""
     known: frozenset[str] = _NOBODY
-    """Whose lease is valid."""
+    """Ranks with a valid lease."""
     broken: frozenset[str] = _NOBODY
-    """Whose stream broke off."""
+    """Ranks whose stream broke."""
     reporters: frozenset[str] = _NOBODY
-    """Who said that a collective of the newest epoch broke off."""
+    """Ranks that reported a broken collective of the newest epoch."""
     late: frozenset[str] = _NOBODY
-    """Of these, who said it of an older epoch, in which they may not have heard yet of the newest."""
+    """Subset of ``reporters`` that reported an older epoch. They may not know about the newest epoch yet."""
     opened: frozenset[str] = _NOBODY
-    """Who said that the newest epoch's first exchange is over."""
+    """Ranks that reported that the first exchange of the newest epoch is over."""
     unsettled: bool = False
     """Whether a rank is prepared for an epoch that an earlier coordinator gave out."""
 
     @property
     def group(self) -> RankGroup:
-        """The newest group."""
+        """Newest group."""
         return self.waves.group
 
     @property
@@ -152,44 +156,46 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def suspended(self) -> bool:
-        """Whether ranks are lost without which the group does not go on."""
+        """Whether the group cannot continue because it has lost ranks."""
         return self.group.epoch > 0 and bool(self._dead())
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Ranks that are in no group and could be."""
+        """Ranks that could join but are in no group."""
         return tuple(sorted(self.known - self.broken - set(self.group.members), key=_in_order))
 
     @property
     def view(self) -> GroupView:
-        """For the frontends. Ranks that are about to leave get no requests any more."""
+        """View of the group for frontends. Ranks that are about to leave get no new requests."""
         members = self.group.members
         routed = tuple(m for m in members if m in self.standby.members) if self.standby.epoch else members
         return msgspec.structs.replace(self.waves.view, routed=routed)
 
-    # Waves.
+    # Events of waves.
 
     def first_request(self, message: FirstRequest) -> tuple[Self, Sent]:
-        """A request went to a rank of a group believed idle."""
+        """Handle a request that went to a rank of a group considered idle."""
         return self._of_waves(self.waves.first_request(message))
 
     def start_wave(self, message: StartWave) -> tuple[Self, Sent]:
-        """A rank is in the first exchange of a wave."""
+        """Handle a rank in the first exchange of a wave."""
         after, sent = self._of_waves(self.waves.start_wave(message))
         return after, sent + self._catch_up(message.engine, message.epoch)
 
     def wave_complete(self, message: WaveComplete) -> tuple[Self, Sent]:
-        """A wave is over."""
+        """Handle the end of a wave."""
         return self._of_waves(self.waves.wave_complete(message))
 
-    # Members.
+    # Events of members.
 
     def founded(self, size: int, *, min_size: int, waits: bool) -> tuple[Self, Sent]:
-        """The first rank says how large the group is to be."""
+        """Set the group's size, as given by its first rank."""
         return self._with(size=size, min_size=min_size, waits=waits), ()
 
     def report(self, message: RankReport) -> tuple[Self, Sent]:
-        """A rank says where it is: it registers, keeps its lease, or has been through an epoch's first exchange."""
+        """Handle a rank's report of its position, when it registers, renews its lease, or completes the first exchange
+        of an epoch.
+        """
         epoch, engine = message.group.epoch, message.engine
         inside = engine in message.group.members
         after = self._with(
@@ -203,7 +209,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             after = after._with(waves=after.waves.regroup(message.group))
         if inside and message.group == after.group and not message.opening:
             after = after._with(opened=after.opened | {engine}, late=after.late - {engine})
-            if engine in self.late:  # it is where the others are: what broke off is over
+            if engine in self.late:  # The rank is where the others are, so its broken collective is over.
                 after = after._with(reporters=after.reporters - {engine})
         after = after._with(waves=after.waves.report(message)[0])
         stray = inside and epoch > max(after.group.epoch, after.standby.epoch)
@@ -212,10 +218,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return decided, sent + late
 
     def _goes_by(self, message: RankReport) -> bool:
-        """Whether the group that a rank says it is in is newer than the one known.
+        """Return whether the group in a rank's report is newer than the known one and counts.
 
-        A newcomer waits in the first exchange of an epoch before anybody has switched to it. Where it is counts for nothing,
-        unless an earlier coordinator has left no better report.
+        A new rank waits in the first exchange of an epoch before any rank has switched to it, so its report does not
+        count. After a restart of the coordinator it counts if there is no better report.
         """
         if self.recovering and not self.opened:
             return not message.opening or message.group.epoch > self.group.epoch
@@ -223,15 +229,15 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return message.group.epoch > self.group.epoch and switched
 
     def stream_broken(self, engine: str) -> tuple[Self, Sent]:
-        """A rank's stream broke off. It may be back before its lease is over."""
+        """Handle the end of a rank's stream. The rank may reconnect before its lease expires."""
         return self._with(broken=self.broken | {engine})._decide()
 
     def gone(self, engine: str) -> tuple[Self, Sent]:
-        """A rank's lease is over, or it has shut down."""
+        """Handle an expired lease or a shutdown of a rank."""
         return self._with(known=self.known - {engine}, broken=self.broken - {engine})._decide()
 
     def peer_lost(self, message: PeerLost) -> tuple[Self, Sent]:
-        """A collective broke off. Said again while all streams hold, it is the network's fault."""
+        """Handle a broken collective. If it is reported again while all streams are intact, the network failed."""
         engine, epoch = message.engine, message.epoch
         stale = epoch < self.group.epoch and (engine in self.opened or engine not in self.group.members)
         if stale or engine not in {*self.group.members, *self.standby.members}:
@@ -242,11 +248,13 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             return after, sent
         return after._decide(anew=True)
 
-    # Changes.
+    # Changes of the group.
 
     def scale(self, size: int) -> tuple[Self, tuple[StartDpWave | Reconfigure | ScaleRefused, ...]]:
-        """An operator wants this many ranks. They leave and come in order of their names, as pods of a StatefulSet do: the last
-        ones leave, also where one of the first was lost and is back at the end of the group.
+        """Change the number of ranks.
+
+        Ranks join and leave in the order of their names, like pods of a StatefulSet. The last names leave first, even
+        if one of the first ranks was lost and rejoined at the end of the group.
         """
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
             return self, (ScaleRefused("the group is changing"),)
@@ -261,9 +269,11 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding()
 
     def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
-        """A rank cannot be in the group that is prepared. Where the others have switched already, or are in none, they go on
-        without it, with a spare in its place if they are too few. Where there is none nobody is named: what broke off is said
-        again, and all are.
+        """Handle a rank that cannot join the group that is being prepared.
+
+        If the other ranks have already switched, or belong to no group, they continue without it. A spare replaces it
+        if they are too few. If there is no spare, no group is named: the ranks report the broken collective again, and
+        then all are named.
         """
         if message.epoch == self.standby.epoch:
             return self._decide(anew=True)
@@ -274,14 +284,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._name(members) if len(members) >= self.min_size else (self, ())
 
     def recovered(self) -> tuple[Self, Sent]:
-        """One lease went by since the coordinator started."""
+        """Handle the end of the recovery time, one lease after the start of the coordinator."""
         return self._with(recovering=False, unsettled=False)._decide(anew=self.unsettled)
 
     def repeat(self) -> tuple[Self, Sent]:
-        """Some time went by: say again what may have been lost."""
+        """Repeat messages that may have been lost. Called periodically."""
         return self, () if self.recovering else self._outstanding()
 
-    # What events have in common.
+    # Helpers of the event methods.
 
     def _with(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)
@@ -294,24 +304,26 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return max(self.highest, self.floor) + 1
 
     def _dead(self) -> set[str]:
-        """Members of either group that are not coming back."""
+        """Return members of either group that will not come back."""
         members = {*self.group.members, *self.standby.members}
         lost = self.broken if self.reporters or not self.finished else _NOBODY
         return {m for m in members if m not in self.known or m in lost}
 
     @property
     def _fewest(self) -> int:
-        """Members of the next group, at least."""
+        """Minimum number of members of the next group."""
         if not self.group.epoch:
             return self.size
         return len(self.group.members) if self.waits else self.min_size
 
     def _living(self) -> tuple[str, ...]:
-        """Members that a group has which is named now: whose stream has broken off would be dead in it until it has opened."""
+        """Return members that a new group can have. A rank with a broken stream would count as dead until it has
+        reported.
+        """
         return tuple(m for m in self.group.members if m in self.known and m not in self.broken)
 
     def _decide(self, *, anew: bool = False) -> tuple[Self, Sent]:
-        """Name a group if the one there is cannot go on, or if it has to be named ``anew``."""
+        """Name a new group if the current one cannot continue, or if ``anew`` is set."""
         if self.recovering or (self.group.epoch and not self._dead() and not anew):
             return self, ()
         living = self._living()
@@ -320,7 +332,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._name(members) if len(members) >= wanted else (self, ())
 
     def _name(self, members: tuple[str, ...]) -> tuple[Self, Sent]:
-        """The next epoch is these ranks', at once; whoever is left out is told as well."""
+        """Give the next epoch to these ranks, effective at once. Ranks that are left out are told too."""
         former = {*self.group.members, *self.standby.members} - set(members)
         group = RankGroup(self._next_epoch(), members)
         after = self._with(
@@ -335,14 +347,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding() + expelled
 
     def _outstanding(self) -> Sent:
-        """What ranks were told and have not done."""
+        """Return the messages that ranks have been sent but have not acted on."""
         if self.standby.epoch:
             everybody = dict.fromkeys(self.group.members + self.standby.members)
             return tuple(self._reconfigure(m, self.standby, base=self.group.epoch) for m in everybody)
         return tuple(self._reconfigure(m, self.group) for m in self.group.members if m not in self.opened)
 
     def _catch_up(self, engine: str, epoch: int) -> Sent:
-        """For a rank that is in an older epoch."""
+        """Return the messages for a rank that is in an older epoch."""
         behind = epoch < self.group.epoch and not self.recovering
         return (self._reconfigure(engine, self.group),) if behind else ()
 
@@ -351,5 +363,5 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """By which names with numbers are sorted as people count: "engine-10" behind "engine-9"."""
+    """Return a sort key for names with numbers, in which "engine-9" comes before "engine-10"."""
     return [(int(number or 0), text) for number, text in re.findall(r"(\d+)|(\D+)", name)]

@@ -1,4 +1,4 @@
-"""Data-parallel groups of all pools: from what ranks say to what they are told."""
+"""Data-parallel groups of all pools: events from ranks, and messages to them."""
 
 import asyncio
 from collections import deque
@@ -24,43 +24,43 @@ from penstock_common.types.data_parallel import (
 )
 from penstock_coordinator.group import GroupMachine, ScaleRefused, Sent
 
-# What is to be sent to one rank.
+# Messages to one rank.
 
 
 class Outbox:
-    """Messages in order, for the stream that reads them."""
+    """Queue of messages to one rank, read by the rank's stream."""
 
     def __init__(self) -> None:
         self._messages: deque[StartDpWave | Reconfigure] = deque()
         self._there = asyncio.Event()
 
     def put(self, message: StartDpWave | Reconfigure) -> None:
-        """Send a message."""
+        """Add a message."""
         self._messages.append(message)
         self._there.set()
 
     async def next(self) -> StartDpWave | Reconfigure:
-        """The next message, as soon as there is one."""
+        """Wait for the next message and return it."""
         while not self._messages:
             self._there.clear()
             await self._there.wait()
         return self._messages.popleft()
 
 
-# The data-parallel group of one pool, from what its ranks say to what they are told.
+# Data-parallel group of one pool.
 
 RETRY_AFTER = 10.0
-"""Seconds after a change that failed in which the group does not change its size again by itself."""
+"""Seconds after a failed change before the group changes its size again."""
 
 FromRank = StartWave | WaveComplete | RankReport | PeerLost | PrepareFailed
 Send = Callable[[StartDpWave | Reconfigure], None]
 
 
 class GroupOfPool:
-    """Gives the machine of a group its events. Names are of ranks.
+    """Runs the state machine of a group. Names are names of ranks.
 
-    ``target_size`` is where the group goes by itself: a rank that was lost is replaced as soon as there is another one. Ranks are
-    told of it, and tell a coordinator that has started again.
+    ``target_size`` is the size that the group moves to by itself: a lost rank is replaced as soon as another one is
+    available. Ranks are sent the target, and report it to a restarted coordinator.
     """
 
     def __init__(self, first: GroupRegistration, *, floor: int, send: Send) -> None:
@@ -68,18 +68,18 @@ class GroupOfPool:
         self.target_size = first.size
         self._max_size = first.max_size
         self._remembered_in: int | None = None
-        """The epoch of the rank whose word an earlier coordinator's target is."""
+        """Epoch of the rank that reported the target of an earlier coordinator."""
         self._machine = GroupMachine(first.size, first.min_size, waits=first.waits, floor=floor)
         self._send = send
         self._steer_at = 0.0
 
     @property
     def machine(self) -> GroupMachine:
-        """The group's state."""
+        """State of the group."""
         return self._machine
 
     def view(self, model: str, pool: str) -> PoolGroup:
-        """As frontends are told of it."""
+        """Return the group's entry in views for frontends."""
         machine = self._machine
         return PoolGroup(
             model=model,
@@ -90,7 +90,7 @@ class GroupOfPool:
         )
 
     def check(self, registration: GroupRegistration) -> None:
-        """Raise FailedPrecondition, naming the keys, for a rank that would compute something else than the others."""
+        """Raise FailedPrecondition, naming the keys, if a rank's configuration differs from that of the others."""
         if not self._machine.known:
             return
         differing = _differing(self.config, registration.parallel_config)
@@ -102,7 +102,7 @@ class GroupOfPool:
             )
 
     def register(self, registration: GroupRegistration, now: float) -> None:
-        """A rank is there, also one that was there before. The first one of a group says how large it is."""
+        """Register a rank, which may have been registered before. The first rank sets the group's size."""
         if not self._machine.known:
             self.config = registration.parallel_config
             self._max_size = registration.max_size
@@ -117,17 +117,17 @@ class GroupOfPool:
         self.take(registration.report, now)
         machine = self._machine
         if machine.recovering and not machine.highest and len(machine.known) >= machine.size:
-            self.recovered(now)  # nobody knows an earlier coordinator: there was none
+            self.recovered(now)  # no rank knows an earlier coordinator, so there was none
 
     def recovered(self, now: float) -> None:
-        """One lease went by since the coordinator started."""
+        """Handle the end of the recovery time, one lease after the start of the coordinator."""
         if self._machine.recovering:
-            if self._remembered_in is None:  # ranks of releases that are told no target
+            if self._remembered_in is None:  # Ranks of older releases do not report a target.
                 self.target_size = max(self.target_size, len(self._machine.group.members))
             self._then(self._machine.recovered(), now)
 
     def take(self, message: FromRank | FirstRequest, now: float) -> None:
-        """A rank, or a frontend, says something."""
+        """Handle a message from a rank or a frontend."""
         machine = self._machine
         match message:
             case StartWave():
@@ -137,10 +137,10 @@ class GroupOfPool:
             case RankReport():
                 step = machine.report(message)
             case PeerLost():
-                get_logger().warning("a collective broke off", rank=message.engine, epoch=message.epoch)
+                get_logger().warning("collective broke", rank=message.engine, epoch=message.epoch)
                 step = machine.peer_lost(message)
             case PrepareFailed():
-                get_logger().warning("a rank cannot join", rank=message.engine, epoch=message.epoch)
+                get_logger().warning("rank cannot join", rank=message.engine, epoch=message.epoch)
                 self._steer_at = now + RETRY_AFTER
                 step = machine.prepare_failed(message)
             case FirstRequest():
@@ -148,22 +148,23 @@ class GroupOfPool:
         self._then(step, now)
 
     def stream_broken(self, rank: str, now: float) -> None:
-        """A rank's stream broke off."""
+        """Handle the end of a rank's stream."""
         self._then(self._machine.stream_broken(rank), now)
 
     def gone(self, rank: str, now: float) -> None:
-        """A rank's lease is over, it has shut down, or makes no progress."""
+        """Handle a rank whose lease has expired, that has shut down, or that makes no progress."""
         self._then(self._machine.gone(rank), now)
 
     def repeat(self, now: float) -> None:
-        """Some time went by."""
+        """Repeat messages that may have been lost. Called periodically."""
         self._then(self._machine.repeat(), now)
 
     def scale(self, size: int, now: float) -> int:
-        """Have so many ranks from now on. Returns how many there were to be before.
+        """Set the target number of ranks. Returns the previous target.
 
-        Raises InvalidArgument below ``min_size`` and above what ranks can share, and FailedPrecondition while the group changes.
-        One that waits for ranks that do not come does not: another size takes it out of that.
+        Raises:
+            InvalidArgument: ``size`` is below ``min_size``, or above the number of experts that ranks can share.
+            FailedPrecondition: The group is changing. A group that only waits for missing ranks accepts another size.
         """
         machine = self._machine
         if size < machine.min_size:
@@ -174,13 +175,15 @@ class GroupOfPool:
             )
         if self._max_size and size > self._max_size:
             raise InvalidArgument(
-                f"replicas is {size}; the group's ranks share the {self._max_size} experts of their model, so it has at most "
-                f"{self._max_size}",
+                f"replicas is {size}; it must be at most {self._max_size}, because the ranks share the "
+                f"{self._max_size} experts of the model",
                 field="replicas",
                 reason="ABOVE_MAX_SIZE",
             )
         if machine.recovering or machine.standby.epoch or not machine.finished:
-            raise FailedPrecondition("the group is changing its ranks; try again when it has", reason="RECONFIGURING")
+            raise FailedPrecondition(
+                "the group is changing its ranks; try again when the change is done", reason="RECONFIGURING"
+            )
         before, self.target_size = self.target_size, size
         self._steer_at = 0.0
         self._tell_target()
@@ -188,7 +191,7 @@ class GroupOfPool:
         return before
 
     def _tell_target(self) -> None:
-        """Ranks are told at once, since those who would be named with it may come much later, or not at all."""
+        """Send the target to the ranks at once. The next group that would carry it may come much later or never."""
         machine = self._machine
         for member in machine.group.members:
             self._tell(Reconfigure(member, machine.group, machine.waves.wave, machine.waves.pauses))
@@ -199,7 +202,7 @@ class GroupOfPool:
         self._send(message)
 
     def _steer(self, now: float) -> None:
-        """Go towards the target, as far as there are ranks for it."""
+        """Move towards the target, as far as ranks are available."""
         machine = self._machine
         settled = machine.finished and not machine.recovering and not machine.standby.epoch
         size = max(min(self.target_size, len(machine.group.members) + len(machine.spares)), machine.min_size)
@@ -208,7 +211,7 @@ class GroupOfPool:
         self._machine, sent = machine.scale(size)
         for message in sent:
             if isinstance(message, ScaleRefused):
-                get_logger().info("the group keeps its size for now", reason=message.reason)
+                get_logger().info("group keeps its size for now", reason=message.reason)
             else:
                 self._tell(message)
 
@@ -217,9 +220,9 @@ class GroupOfPool:
         self._machine, sent = step
         group = self._machine.group
         if group.epoch != epoch:
-            get_logger().info("the group has another epoch", epoch=group.epoch, ranks=len(group.members))
+            get_logger().info("group has a new epoch", epoch=group.epoch, ranks=len(group.members))
         elif self._machine.finished and not finished:
-            get_logger().info("all ranks are in the group", epoch=group.epoch, ranks=len(group.members))
+            get_logger().info("all ranks joined the group", epoch=group.epoch, ranks=len(group.members))
         for message in sent:
             self._tell(message)
         self._steer(now)
@@ -233,11 +236,11 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 PoolKey = tuple[str, str]
 """Model and pool."""
 REPEAT_INTERVAL = 0.5
-"""Seconds after which what may have been lost is said again."""
+"""Seconds after which messages that may have been lost are sent again."""
 
 
 class Rank:
-    """An engine that is a rank. ``outbox``: what its newest stream has to send."""
+    """An engine that is a rank. ``outbox`` has the messages for its newest stream."""
 
     def __init__(self, registration: EngineRegistration, meeting_address: str) -> None:
         self.name = rank_name(registration.engine_id, registration.incarnation)
@@ -248,38 +251,44 @@ class Rank:
 
 
 class Groups:
-    """Which engine is which rank, and the group of each pool. Times are seconds of one monotonic clock that callers pass in."""
+    """Maps engines to ranks, and holds the group of each pool. Times are seconds of a monotonic clock that callers pass
+    in.
+    """
 
     def __init__(self, *, recovered_at: float, floor: int, on_change: Callable[[], None]) -> None:
-        """``recovered_at``: when ranks that knew an earlier coordinator have come back. ``floor``: an epoch that none of those
-        can have given out. ``on_change``: called when there may be something to tell frontends.
+        """Create the groups.
+
+        ``recovered_at`` is the time at which ranks of an earlier coordinator have reconnected. ``floor`` is an epoch
+        that no earlier coordinator can have given out. ``on_change`` is called when frontends may need a new view.
         """
         self._recovered_at = recovered_at
         self._floor = floor
         self._on_change = on_change
         self._groups: dict[PoolKey, GroupOfPool] = {}
         self._ranks: dict[str, Rank] = {}
-        """By engine id."""
+        """Ranks by engine id."""
         self._meetings: dict[str, str] = {}
-        """By rank, where it can be met; of ranks that have left as well, until their groups have."""
+        """Meeting address of each rank. Entries of ranks that have left stay until their groups are gone."""
         self._repeat_at = 0.0
 
     def views(self) -> tuple[PoolGroup, ...]:
-        """As frontends are told of them."""
+        """Return the groups' entries in views for frontends."""
         return tuple(group.view(*key) for key, group in sorted(self._groups.items()))
 
     @property
     def meetings(self) -> Mapping[str, str]:
-        """By rank, the address of its store."""
+        """Address of each rank's store."""
         return self._meetings
 
     def of(self, model: str, pool: str) -> GroupOfPool | None:
-        """The group of a pool, if its engines are ranks."""
+        """Return the group of a pool, or None if its engines are not ranks."""
         return self._groups.get((model, pool))
 
     def scale(self, pool: str, size: int, now: float) -> int | None:
-        """Have so many ranks in a pool, of whichever model. Returns how many there were to be before; None where it has no group.
-        Raises as ``GroupOfPool.scale``.
+        """Set the target number of ranks of a pool, for any model. Returns the previous target, or None if the pool has
+        no group.
+
+        Raises like ``GroupOfPool.scale``.
         """
         group = next((group for (_, name), group in self._groups.items() if name == pool), None)
         if group is None:
@@ -289,13 +298,13 @@ class Groups:
         return previous
 
     def check(self, registration: EngineRegistration) -> None:
-        """Raise FailedPrecondition for an engine that cannot be a rank of its pool's group."""
+        """Raise FailedPrecondition if an engine cannot be a rank of its pool's group."""
         group = self._groups.get((registration.model, registration.pool))
         if registration.group is not None and group is not None:
             group.check(registration.group)
 
     def register(self, registration: EngineRegistration, now: float) -> Rank | None:
-        """An engine has registered. Returns the rank that it is, if it is one."""
+        """Register an engine. Returns its rank, or None if it is not a rank."""
         before = self._ranks.get(registration.engine_id)
         if registration.group is None:
             return None
@@ -314,39 +323,39 @@ class Groups:
         return rank
 
     def take(self, rank: Rank, message: FromRank, now: float) -> None:
-        """A rank says something. A stream that another has replaced says nothing any more."""
+        """Handle a message from a rank. Messages of a replaced stream are ignored."""
         if self._ranks.get(rank.engine_id) is rank:
             self._groups[rank.key].take(message, now)
             self._on_change()
 
     def first_request(self, message: FirstRequest, now: float) -> None:
-        """A request went to a rank of a group believed idle."""
+        """Handle a request that went to a rank of a group considered idle."""
         rank = next((rank for rank in self._ranks.values() if rank.name == message.engine), None)
         if rank is not None:
             self._groups[rank.key].take(message, now)
             self._on_change()
 
     def stream_broken(self, rank: Rank, now: float) -> None:
-        """A rank's stream is over."""
+        """Handle the end of a rank's stream."""
         if self._ranks.get(rank.engine_id) is rank:
             self._groups[rank.key].stream_broken(rank.name, now)
             self._on_change()
 
     def gone(self, engine_id: str, now: float) -> None:
-        """An engine has left, its lease is over, or it makes no progress. It may come back."""
+        """Handle an engine that has left, lost its lease, or makes no progress. It may come back."""
         rank = self._ranks.get(engine_id)
         if rank is not None:
             self._groups[rank.key].gone(rank.name, now)
             self._on_change()
 
     def forget(self, engine_id: str) -> None:
-        """An engine is no member any more."""
+        """Remove an engine that is no longer a member."""
         rank = self._ranks.pop(engine_id, None)
         if rank is not None:
             del self._meetings[rank.name]
 
     def tick(self, now: float) -> None:
-        """Some time went by."""
+        """Send lost messages again when that is due."""
         if now < self._repeat_at:
             return
         self._repeat_at = now + REPEAT_INTERVAL

@@ -1,4 +1,4 @@
-"""Membership of engines, a state machine of leases, and the state and load that frontends are sent of each."""
+"""Membership of engines as a state machine of leases, and the state and load that views contain for each engine."""
 
 import enum
 import itertools
@@ -11,11 +11,11 @@ from penstock_common.types.cluster import EngineRegistration, EngineState, Engin
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_REMEMBERED_INCARNATIONS = 16
-"""Replaced incarnations of an engine that are still refused when they register again."""
+"""Number of replaced incarnations per engine that are still refused when they register again."""
 
 
 class Change(enum.Enum):
-    """What happened to a member."""
+    """Kind of change of a member."""
 
     JOINED = "joined"
     REPLACED = "restarted under a new incarnation"
@@ -32,18 +32,18 @@ class MemberChanged(msgspec.Struct, frozen=True):
 
     engine_id: str
     index: int
-    """The member's index."""
+    """Index of the member."""
     change: Change
 
 
 class SessionEnded(msgspec.Struct, frozen=True):
-    """Effect: the session that the event came from is not, or no longer, that of a member, and has to end."""
+    """Effect: the session of the event does not belong to a member, and must end."""
 
     reason: str
 
 
 class IdTaken(msgspec.Struct, frozen=True):
-    """Effect: the engine that registers is refused, because another engine with a valid lease has its id."""
+    """Effect: a registration is refused because another engine with a valid lease has the same id."""
 
     reason: str
 
@@ -52,41 +52,41 @@ Effect = MemberChanged | SessionEnded | IdTaken
 
 
 class Member(msgspec.Struct):
-    """One engine."""
+    """An engine that is a member."""
 
     registration: EngineRegistration
-    """What it said when it registered last."""
+    """Latest registration of the engine."""
     index: int
-    """The lowest free number when it joined; it stays the same over reconnects and incarnations."""
+    """Index of the engine: the lowest number that was free when it joined. It survives reconnects and restarts."""
     session: int
-    """Number of its latest stream."""
+    """Number of the latest stream."""
     expires_at: float
-    """End of its lease, in seconds of the caller's clock."""
+    """End of the lease, in seconds of the caller's clock."""
     draining: bool
-    """Whether it takes no new requests."""
+    """Whether the engine refuses new requests."""
     stats: SchedulerStats = SchedulerStats()
-    """Of the latest step that it reported."""
+    """Statistics of the latest reported step."""
     loras: LoraHeld | None = None
-    """Which LoRA adapters it holds, as it told last."""
+    """LoRA adapters that the engine holds, as reported last."""
     former_incarnations: tuple[str, ...] = ()
-    """Incarnations that were replaced, the latest last."""
+    """Replaced incarnations, the latest last."""
 
 
 class Membership:
-    """The engines by id.
+    """Members by engine id.
 
-    An engine is a member from its register until it reports SHUTDOWN_COMPLETE, or sends nothing for the length of a lease. The
-    end of its stream is not an event: a broken stream cannot be told from a closed one, the engine may be back before its lease
-    expires, and its requests keep running. Each stream is a session with its own number. Only reports on an engine's latest
-    session count; those on older ones are refused, and so is the register of an incarnation that was replaced.
+    An engine is a member from its registration until it reports SHUTDOWN_COMPLETE or sends nothing for one lease. The
+    end of its stream is not an event: the engine may reconnect before its lease expires, and its requests keep running.
+    Each stream is a session with its own number. Only reports on an engine's latest session count. Reports on older
+    sessions are refused, and so are registrations of a replaced incarnation.
 
-    An engine that has restarted has another incarnation at the same address, or registers after the lease of its predecessor has
-    expired. Another incarnation at another address is a different engine with the same id. It is refused while the first one's
-    lease is valid; otherwise the two would replace each other without end.
+    A restarted engine has a new incarnation at the same address, or registers after its old lease has expired. A new
+    incarnation at another address is a different engine with the same id. It is refused while the first engine's lease
+    is valid. Otherwise the two engines would replace each other endlessly.
 
-    Times are seconds of one monotonic clock that the caller passes in. ``tick`` is expected several times per lease. When it is
-    late by more than half a lease, the coordinator itself was stopped or got no processor time and has received nothing, so
-    every lease is renewed.
+    Times are seconds of a monotonic clock that the caller passes in. ``tick`` should run several times per lease. If it
+    is late by more than half a lease, the coordinator was suspended or starved of CPU and received nothing, so all
+    leases are renewed.
     """
 
     def __init__(self, *, lease_seconds: float, now: float) -> None:
@@ -97,19 +97,19 @@ class Membership:
 
     @property
     def members(self) -> list[Member]:
-        """All members by index."""
+        """Members in order of their index."""
         return sorted(self._members.values(), key=lambda member: member.index)
 
     def pools(self) -> Iterator[tuple[str, str]]:
-        """Model and pool of each member."""
+        """Return model and pool of each member."""
         return ((member.registration.model, member.registration.pool) for member in self._members.values())
 
     def index_of(self, engine_id: str) -> int:
-        """The index of a member."""
+        """Return the index of a member."""
         return self._members[engine_id].index
 
     def register(self, session: int, registration: EngineRegistration, now: float) -> list[Effect]:
-        """An engine registers on a new session."""
+        """Register an engine on a new session."""
         member = self._members.get(registration.engine_id)
         if member is None:
             return [self._join(session, registration, now)]
@@ -138,7 +138,7 @@ class Membership:
         return [self._changed(member, change)]
 
     def report(self, session: int, stats: SchedulerStats | None, now: float) -> list[Effect]:
-        """Renew an engine's lease and take the statistics that it sent, unless they are of an earlier step than the last."""
+        """Renew an engine's lease, and record its statistics unless they are older than the recorded ones."""
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -153,7 +153,7 @@ class Membership:
         return [self._changed(member, Change.WEDGED if stats.wedged else Change.UNWEDGED)]
 
     def drain(self, session: int, now: float) -> list[Effect]:
-        """Renew an engine's lease and note that it takes no new requests."""
+        """Renew an engine's lease, and record that it is draining."""
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -164,7 +164,7 @@ class Membership:
         return [self._changed(member, Change.DRAINING)]
 
     def leave(self, session: int) -> list[Effect]:
-        """An engine has shut down: remove it."""
+        """Remove an engine that has shut down."""
         member = self._member_of(session)
         return [_not_a_member()] if member is None else [self._remove(member, Change.LEFT)]
 
@@ -213,19 +213,17 @@ def _not_a_member() -> SessionEnded:
     return SessionEnded("the lease has expired or a later session has replaced this one; register again")
 
 
-# What the frontends are sent of each engine: its state and its load.
+# State and load of each engine in views.
 
 
 class Statuses:
-    """The entries of all engines, each made anew only when what it is made of has changed: the same engine in two views is the
-    same object in both, unless there is something to tell.
-    """
+    """Caches the view entry of each engine. An unchanged engine keeps the same object in consecutive views."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[EngineRegistration, SchedulerStats, bool, EngineStatus]] = {}
 
     def of(self, members: Sequence[Member]) -> tuple[EngineStatus, ...]:
-        """The entries of these, which are all that there are."""
+        """Return the entries of ``members``, which must be all members."""
         known = self._known
         self._known = {}
         for member in members:
@@ -244,7 +242,7 @@ class Statuses:
 
 
 def engine_status(member: Member) -> EngineStatus:
-    """The entry of one engine in the view."""
+    """Return the view entry of an engine."""
     registration, stats = member.registration, member.stats
     return EngineStatus(
         engine_id=registration.engine_id,
@@ -267,7 +265,7 @@ def engine_status(member: Member) -> EngineStatus:
 
 
 def engine_state(member: Member) -> EngineState:
-    """WEDGED where the engine reports it, whether it drains or not; else DRAINING or SERVING."""
+    """Return WEDGED if the engine reports it, even while draining. Otherwise return DRAINING or SERVING."""
     if member.stats.wedged:
         return EngineState.WEDGED
     return EngineState.DRAINING if member.draining else EngineState.SERVING

@@ -1,4 +1,4 @@
-"""What the coordinator counts for Prometheus."""
+"""Prometheus metrics of the coordinator."""
 
 import collections
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _TABLE = (
 
 
 class CoordinatorMetrics(Instruments):
-    """Gauges that follow the cluster, what views cost and how late they are."""
+    """Metrics of the cluster, and of the size and delay of views."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, _TABLE)
@@ -34,7 +34,7 @@ class CoordinatorMetrics(Instruments):
             self.series(_BYTES, kind)
 
     def update(self, view: ClusterView, frontends: Frontends) -> None:
-        """Take the values of now."""
+        """Update the gauges with the current values."""
         by_state = collections.Counter(engine.state for engine in view.engines)
         for state in EngineState:
             self.series(_ENGINES, state.name.lower()).set(by_state[state])
@@ -42,15 +42,13 @@ class CoordinatorMetrics(Instruments):
         self.series(_HELD).set(frontends.num_held_requests)
 
     def sent(self, num_bytes: int, *, whole: bool, lag: float) -> None:
-        """A frontend was sent a view, ``lag`` seconds after it was due."""
+        """Record a view that was sent to a frontend ``lag`` seconds after it was due."""
         self.series(_BYTES, "full" if whole else "delta").inc(num_bytes)
         self.series(_LAG).observe(lag)
 
 
 def pool_families(signals: ScalingSignals, config: ScalingConfig) -> Iterator[Metric]:
-    """One family per number that autoscalers are told, with a series for each pool: no series before it is known, and none where
-    it is not.
-    """
+    """Yield one metric family per autoscaling signal, with a series per pool. Unknown values have no series."""
     targets = Targets(load=config.target_load, kv_cache_usage=config.target_kv_usage, slots=config.slots)
     table = (
         ("engines", "Engines of a pool.", lambda pool: pool.num_engines),

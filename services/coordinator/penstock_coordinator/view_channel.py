@@ -1,4 +1,4 @@
-"""Views of the cluster for frontends: how often they are sent, and one channel for frontends that want the same view."""
+"""Views of the cluster for frontends: their intervals, and one channel for all frontends with the same subscription."""
 
 import asyncio
 import math
@@ -10,28 +10,30 @@ import msgspec
 
 from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta, difference
 
-# How often engines report and frontends are sent views.
+# Report intervals of engines and send intervals of views.
 
 _STEP = 1.25
-"""Between two intervals of reports that engines are told: a pool that grows by one engine tells nobody anything new."""
+"""Ratio between two steps of the report interval. With steps, most changes of a pool's size do not change the interval.
+"""
 _CHANGES_PER_VIEW = 10
 _SHORTEST = 0.01
-"""Seconds; no engine reports more often."""
+"""Minimum report interval in seconds."""
 _MOST_BETWEEN_CHANGES = 0.1
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Intervals in seconds, which grow with the number of engines: so many reports a second are taken, and no view is sent more
-    often than the engines in it report.
+    """Intervals in seconds, which grow with the number of engines.
+
+    The number of reports per second is limited. A view is sent at most as often as its engines report.
     """
 
     view_interval: float
-    """Between two views in which nothing but loads has changed, of few engines."""
+    """Seconds between two views in which only loads have changed, for few engines."""
     max_reports_per_second: float
-    """Of all engines of a pool."""
+    """Maximum number of reports per second from all engines of a pool."""
 
     def of_reports(self, num_engines: int) -> float:
-        """Between two reports of an engine of a pool of so many; 0: as the engine likes."""
+        """Return the report interval of an engine in a pool of this size. 0 leaves it to the engine."""
         interval = num_engines / self.max_reports_per_second
         if interval < _SHORTEST:
             return 0.0
@@ -39,31 +41,37 @@ class Pace(msgspec.Struct, frozen=True):
         return _SHORTEST * _STEP**steps
 
     def of_views(self, num_engines: int) -> float:
-        """Between two views of so many engines in which nothing but loads has changed."""
+        """Return the interval between two views of this many engines if only loads have changed."""
         return max(self.view_interval, num_engines / self.max_reports_per_second)
 
     def of_changes(self, num_engines: int) -> float:
-        """Between two views of so many engines whose members change: many that join at once are told of together."""
+        """Return the interval between two views of this many engines if members change. Engines that join together
+        share a view.
+        """
         return min(num_engines / self.max_reports_per_second / _CHANGES_PER_VIEW, _MOST_BETWEEN_CHANGES)
 
 
-# When the frontends are sent a view.
+# Timing of views.
 
 _NEARLY = 0.9
-"""Part of an interval that counts as all of it, for who looks once per interval and is early by a hair."""
+"""Fraction of an interval that counts as the whole interval, for a check that runs slightly early."""
 
 
 class ViewLimiter:
-    """Decides when a view is due: soon when members or their states have changed, after the interval of views when only loads
-    can have changed, and never before ``first_at``.
+    """Decides when a view is due.
 
-    The last rule makes a restart of the coordinator safe. The coordinator keeps nothing on disk and learns of the engines as they
-    register again; a view with half of them would tell the frontends that the others are gone. Until then the frontends keep
-    the view they have.
+    A view is due soon after members or their states have changed, and after the view interval if only loads may have
+    changed. It is never due before ``first_at``.
+
+    The last rule makes a restart of the coordinator safe. The coordinator stores nothing on disk and learns about
+    engines as they register again. A view with half of them would tell frontends that the others are gone. Until then,
+    frontends keep their view.
     """
 
     def __init__(self, pace: Pace, *, first_at: float) -> None:
-        """``first_at``: a time of the clock whose ``now`` is passed in, in seconds."""
+        """Create the limiter. ``first_at`` is the time of the first view, in seconds of the clock that callers pass as
+        ``now``.
+        """
         self._pace = pace
         self._first_at = first_at
         self._sent_at: float | None = None
@@ -72,16 +80,16 @@ class ViewLimiter:
 
     @property
     def interval(self) -> float:
-        """Seconds after which to look again."""
+        """Seconds after which to check again."""
         return self._pace.of_views(self._num_engines)
 
     def members_changed(self, now: float) -> None:
-        """What is not in the last view is more than loads."""
+        """Record that more than loads has changed since the last view."""
         if self._changed_at is None:
             self._changed_at = now
 
     def due(self, now: float) -> bool:
-        """Whether to send what has changed."""
+        """Return whether a view with the changes is due."""
         if now < self._first_at:
             return False
         if self._sent_at is None:
@@ -92,40 +100,40 @@ class ViewLimiter:
         return passed >= self.interval * _NEARLY
 
     def waits(self, now: float) -> float | None:
-        """Seconds until a change of the members is due that is not yet; None: there is none."""
+        """Return the seconds until a pending change of members is due, or None if there is none."""
         if self._changed_at is None or now < self._first_at or self._sent_at is None:
             return None
         return max(self._sent_at + self._pace.of_changes(self._num_engines) - now, 0.0)
 
     def sent(self, now: float, num_engines: int) -> float:
-        """A view of so many engines was sent. Returns the time since which it was due."""
+        """Record that a view of this many engines was sent. Returns the time at which it became due."""
         since = now if self._changed_at is None else max(self._changed_at, self._first_at)
         self._sent_at, self._changed_at, self._num_engines = now, None, num_engines
         return since
 
     def only_loads(self) -> None:
-        """What changed turned out to be in another view: nothing in this one has changed but loads."""
+        """Record that only loads have changed in this view; the member change belongs to another view."""
         self._changed_at = None
 
 
 MAX_DELTAS = 16
-"""Deltas that are kept for frontends that fall behind; who is further behind gets a whole view."""
+"""Number of deltas kept for slow frontends. A frontend that is further behind gets a full view."""
 
 
 class Subscription(msgspec.Struct, frozen=True):
-    """Whose engines a view has."""
+    """Selection of the engines in a view."""
 
     model: str = ""
-    """Empty: of every model."""
+    """Model of the engines; empty for all models."""
     pools: frozenset[str] = frozenset()
-    """Empty: of every pool."""
+    """Pools of the engines; empty for all pools."""
 
     def wants(self, engine: EngineStatus) -> bool:
-        """Whether the engine is in the view."""
+        """Return whether the engine is in the view."""
         return self._has(engine.model, engine.pool)
 
     def of(self, view: ClusterView) -> ClusterView:
-        """What the view has of a whole one."""
+        """Return the selected part of a full view."""
         engines = tuple(engine for engine in view.engines if self.wants(engine))
         groups = tuple(group for group in view.groups if self._has(group.model, group.pool))
         return msgspec.structs.replace(view, engines=engines, groups=groups)
@@ -135,27 +143,27 @@ class Subscription(msgspec.Struct, frozen=True):
 
 
 class Encoder(Protocol):
-    """Makes the bytes that go over the wire."""
+    """Encodes views as bytes."""
 
     def whole(self, view: ClusterView, version: int) -> bytes:
-        """A view with all its engines."""
+        """Encode a view with all its engines."""
 
     def delta(self, view: ClusterView, delta: ViewDelta, version: int) -> bytes:
-        """A view whose engines are told by what has changed since the version before."""
+        """Encode the changes of a view since the previous version."""
 
 
 class EncodedView(msgspec.Struct, frozen=True):
-    """A view as it is sent."""
+    """A view in its encoded form."""
 
     version: int
     data: bytes
     whole: bool
     since: float
-    """The time from which on it was due, in seconds of the coordinator's clock."""
+    """Time at which the view became due, in seconds of the coordinator's clock."""
 
 
 class ViewChannel:
-    """The versions of one view, from 1, and who reads them."""
+    """Versions of one view, numbered from 1, and its readers."""
 
     def __init__(self, subscription: Subscription, limiter: ViewLimiter, encoder: Encoder) -> None:
         self.subscription = subscription
@@ -169,7 +177,7 @@ class ViewChannel:
         self._deltas: deque[EncodedView] = deque(maxlen=MAX_DELTAS)
 
     def offer(self, view: ClusterView, now: float) -> None:
-        """Make a version of the view where one is due and anything has changed, and wake its readers."""
+        """Create a new version if one is due and anything has changed, and wake the readers."""
         if not self.limiter.due(now):
             return
         if self.subscription != Subscription():
@@ -191,7 +199,7 @@ class ViewChannel:
             reader.wake()
 
     def newer_than(self, version: int, *, deltas: bool) -> list[EncodedView]:
-        """What leads from this version to the newest: nothing, deltas, or a whole view."""
+        """Return what a reader at ``version`` needs to reach the newest version: nothing, deltas, or a full view."""
         if version == self.version:
             return []
         if deltas and version and self._deltas and self._deltas[0].version <= version + 1:
@@ -203,10 +211,10 @@ class ViewChannel:
 
 
 class ViewReader:
-    """A frontend's stream, as the channel knows it."""
+    """Stream of a frontend, as seen by the channel."""
 
     def __init__(self, channel: ViewChannel, *, deltas: bool) -> None:
-        """``deltas``: whether it understands them."""
+        """Create the reader. ``deltas`` is whether the frontend understands deltas."""
         self.channel = channel
         self.deltas = deltas
         self._version = 0
@@ -214,7 +222,7 @@ class ViewReader:
         channel.readers.add(self)
 
     def wake(self) -> None:
-        """There may be something to send, or another reason to look."""
+        """Wake the reader, because there may be something to send or another reason to check."""
         self._woken.set()
 
     async def woken(self) -> None:
@@ -223,7 +231,7 @@ class ViewReader:
         self._woken.clear()
 
     def take(self) -> Iterator[EncodedView]:
-        """What is to be sent now. What becomes due meanwhile is for the next time."""
+        """Yield the views to send now. Views that become due meanwhile are left for the next call."""
         for view in self.channel.newer_than(self._version, deltas=self.deltas):
             self._version = view.version
             yield view
@@ -233,11 +241,11 @@ def _rest(view: ClusterView) -> ClusterView:
     return msgspec.structs.replace(view, engines=())
 
 
-# All views that frontends subscribe to.
+# Views of all subscriptions.
 
 
 class Views:
-    """A channel per subscription, for as long as somebody reads it."""
+    """Holds one channel per subscription, as long as it has readers."""
 
     def __init__(self, pace: Pace, encoder: Encoder, *, first_at: float) -> None:
         self._pace = pace
@@ -247,11 +255,11 @@ class Views:
 
     @property
     def interval(self) -> float:
-        """Seconds after which loads are looked at again."""
+        """Seconds after which loads are checked again."""
         return min((channel.limiter.interval for channel in self._channels.values()), default=self._pace.view_interval)
 
     def subscribe(self, subscription: Subscription, view: ClusterView, now: float, *, deltas: bool) -> ViewReader:
-        """A new reader; ``view``: the whole cluster. To be ended with ``unsubscribe``."""
+        """Create a reader. ``view`` is the full cluster. End the reader with ``unsubscribe``."""
         channel = self._channels.get(subscription)
         if channel is None:
             limiter = ViewLimiter(self._pace, first_at=self._first_at)
@@ -262,19 +270,19 @@ class Views:
         return reader
 
     def unsubscribe(self, reader: ViewReader) -> None:
-        """The reader's stream is over."""
+        """Remove a reader whose stream has ended."""
         channel = reader.channel
         channel.readers.discard(reader)
         if not channel.readers and self._channels.get(channel.subscription) is channel:
             del self._channels[channel.subscription]
 
     def members_changed(self, now: float) -> None:
-        """More than loads has changed."""
+        """Record that more than loads has changed."""
         for channel in self._channels.values():
             channel.limiter.members_changed(now)
 
     def offer(self, view: Callable[[], ClusterView], now: float) -> None:
-        """Let the channels take what is due; ``view``: the whole cluster."""
+        """Let each channel create a version if one is due. ``view`` returns the full cluster."""
         due = [channel for channel in self._channels.values() if channel.limiter.due(now)]
         if due:
             whole = view()
@@ -282,20 +290,20 @@ class Views:
                 channel.offer(whole, now)
 
     def waits(self, now: float) -> float | None:
-        """Seconds until a change of the members is due that is not yet; None: there is none."""
+        """Return the seconds until a pending change of members is due, or None if there is none."""
         waiting = [
             seconds for channel in self._channels.values() if (seconds := channel.limiter.waits(now)) is not None
         ]
         return min(waiting, default=None)
 
 
-# The newest of a series of values, for many readers of different speed.
+# Newest value of a series, for readers of different speed.
 
 T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """Readers get the newest value. A slow reader misses the values that were replaced before it asked again."""
+    """Gives readers the newest value. A slow reader misses values that were replaced before it asked again."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -304,7 +312,7 @@ class Broadcast(Generic[T]):
 
     @property
     def newest(self) -> T | None:
-        """The newest value; None before the first."""
+        """Newest value; None before the first one."""
         return self._value
 
     def publish(self, value: T) -> None:
@@ -315,7 +323,7 @@ class Broadcast(Generic[T]):
         self._changed = asyncio.Event()
 
     async def newer_than(self, version: int) -> tuple[int, T]:
-        """The newest version and its value, as soon as it is newer than ``version``. The first has version 1."""
+        """Wait for a version newer than ``version``. Returns the newest version and its value. The first version is 1."""
         while self._value is None or self._version <= version:
             await self._changed.wait()
         return self._version, self._value

@@ -181,7 +181,7 @@ async def test_threads_have_the_same(server: FakeInference) -> None:
     ("wrong", "told"),
     [
         ({"address": ""}, "address is empty; it must be host:port"),
-        ({"key": "sk-a\n"}, "key has characters that are no printable ASCII"),
+        ({"key": "sk-a\n"}, "key has characters that are not printable ASCII"),
         ({"timeout": 0}, "timeout is 0; it must be above 0 s"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -196,7 +196,7 @@ def test_settings_of_connections_have_limits(tmp_path: Path) -> None:
         Keepalive(interval=1)
     with pytest.raises(ValueError, match="keepalive.timeout is 0; it must be above 0 s"):
         Keepalive(timeout=0)
-    with pytest.raises(ValueError, match=r"tls.certificate is 'tls.crt' and tls.key is empty; give both"):
+    with pytest.raises(ValueError, match=r"tls.certificate is 'tls.crt', but tls.key is empty; set both"):
         Tls(certificate="tls.crt")
     with pytest.raises(FileNotFoundError, match="absent.pem"):
         Client(tls=Tls(ca=tmp_path / "absent.pem"))

@@ -92,7 +92,7 @@ def test_more_names_than_a_model_may_have_are_refused_by_name_and_an_unload_make
     assert [each.name for each in other.tell()] == ["n0", "n1"]
     (refused,) = link.take_refused()
     assert refused.name == "n2"
-    assert refused.reason == "2 adapters of the model have names; lora.max_registered is 2"
+    assert refused.reason == "the model has 2 adapter names; lora.max_registered is 2"
     assert (woken, link.take_refused(), other.take_refused()) == ([1, 1], [], [])
     unload = LoraRegistration(name="n0", version=2, frontend_id="f", unloaded=True)
     link.hear([unload, of("n2", 3), of("n1", 4)])
@@ -127,7 +127,7 @@ def test_models_without_frontends_make_room_for_one_that_has_some_the_oldest_fir
     assert [each.name for each in here[1].tell()] == ["x"]
     late = adapters.connect("d", nothing)
     late.hear([of("x")])
-    assert late.take_refused()[0].reason == "2 models have adapters with names; lora.max_models is 2"
+    assert late.take_refused()[0].reason == "2 models have adapter names; lora.max_models is 2"
 
 
 def test_names_that_change_all_the_time_take_no_more_than_the_bound_and_the_newest_has_room():

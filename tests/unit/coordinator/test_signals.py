@@ -24,7 +24,7 @@ def signals():
 
 def test_nothing_is_told_before_the_cluster_is_known(signals):
     assert (signals.known, dict(signals.pools)) == (False, {})
-    with pytest.raises(Unavailable, match="waits for engines and frontends to come back"):
+    with pytest.raises(Unavailable, match="waiting for engines and frontends to reconnect"):
         signals.pool("default")
     with pytest.raises(Unavailable):
         signals.active_for("default", 300.0, 0.0)

@@ -1,1 +1,1 @@
-"""What the coordinator changes in Kubernetes: what pods cost to remove, and how many engines a pool has."""
+"""Changes that the coordinator makes in Kubernetes: deletion costs of pods, and the number of engines in a pool."""

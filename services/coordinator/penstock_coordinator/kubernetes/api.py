@@ -1,4 +1,4 @@
-"""The API server, as far as the coordinator uses it."""
+"""Client of the Kubernetes API server, with the calls that the coordinator needs."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ from penstock_common.errors import ConfigError
 from penstock_coordinator.kubernetes.errors import SCALING, KubernetesError, Right, Workload, WorkloadKind
 
 TIMEOUT = 5.0
-"""Seconds for an answer."""
+"""Timeout of a request in seconds."""
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Lower ones go first when a ReplicaSet gets smaller."""
+"""Annotation of a pod. A ReplicaSet that shrinks removes pods with the lowest value first."""
 _SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale | StatefulSetScale]] = {
     WorkloadKind.DEPLOYMENT: Deployment.Scale,
     WorkloadKind.LEADER_WORKER_SET: create_namespaced_resource(
@@ -33,7 +33,7 @@ _SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale | Stat
 
 
 class KubernetesApi:
-    """A client of the cluster that this process runs in, in the namespace of its pod."""
+    """Client of the cluster in which this process runs, for the namespace of its pod."""
 
     def __init__(self, config: KubeConfig) -> None:
         self._client = lightkube.AsyncClient(
@@ -46,7 +46,7 @@ class KubernetesApi:
 
     @classmethod
     def in_cluster(cls) -> Self:
-        """The account of this pod. Raises ConfigError where there is none."""
+        """Create a client with this pod's service account. Raises ConfigError if there is none."""
         try:
             return cls(KubeConfig.from_service_account())
         except (LightkubeConfigError, KeyError) as e:
@@ -62,13 +62,13 @@ class KubernetesApi:
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
 
     async def replicas(self, workload: Workload) -> int:
-        """The number of engines, or of pods with ranks, that ``workload`` is to have. Raises KubernetesError."""
+        """Return the target number of engines, or of pods with ranks, of ``workload``. Raises KubernetesError."""
         async with _failures(SCALING[workload.kind].get):
             scale = await self._client.get(_SCALES[workload.kind], workload.name)
         return (scale.spec.replicas if scale.spec else None) or 0
 
     async def set_replicas(self, workload: Workload, replicas: int) -> None:
-        """Change it. Raises KubernetesError."""
+        """Set the target number. Raises KubernetesError."""
         patch = {"spec": {"replicas": replicas}}
         async with _failures(SCALING[workload.kind].patch):
             await self._client.patch(_SCALES[workload.kind], workload.name, patch, patch_type=PatchType.MERGE)
@@ -76,7 +76,7 @@ class KubernetesApi:
 
 @contextlib.asynccontextmanager
 async def _failures(right: Right) -> AsyncIterator[None]:
-    """Whatever the client raises as KubernetesError. The whole exchange has ``TIMEOUT`` seconds, however slowly bytes come."""
+    """Convert the client's errors to KubernetesError. The whole request must finish within ``TIMEOUT`` seconds."""
     try:
         async with asyncio.timeout(TIMEOUT):
             yield

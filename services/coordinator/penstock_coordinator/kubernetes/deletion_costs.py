@@ -1,4 +1,4 @@
-"""Pod deletion costs: which engine goes first when a pool gets smaller, written into the annotations of the pods."""
+"""Pod deletion costs: annotations of pods that select which engine is removed first when a pool shrinks."""
 
 import asyncio
 import math
@@ -12,28 +12,32 @@ from penstock_coordinator.cluster import Clock
 from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Right
 
 _PARTS = 1024
-"""Of a full engine, which a cost counts."""
+"""Number of cost units for a fully loaded engine."""
 _MOST = 2**30
-"""Costs are 32 bits."""
+"""Maximum cost. Costs are 32-bit numbers."""
 
 
 class CostPatch(msgspec.Struct, frozen=True):
-    """Effect: the pod's annotation is to have this cost."""
+    """Effect: write this cost into the pod's annotation."""
 
     pod: str
     cost: int
 
 
 class DeletionCosts:
-    """Decides which pods' costs are written, and when: once they differ from what was written last, a pod's every ``interval``
-    seconds at most, and first those that were tried longest ago. What another coordinator wrote is not known, so that each is
-    written once.
+    """Decides which pods' costs are written, and when.
 
-    Times are seconds of one monotonic clock that the caller passes in.
+    A cost is written if it differs from the last written one, at most every ``interval`` seconds per pod. Pods whose
+    last attempt is longest ago come first. Costs written by another coordinator are unknown, so each cost is written
+    once after a start.
+
+    Times are seconds of a monotonic clock that the caller passes in.
     """
 
     def __init__(self, *, interval: float, slots: int) -> None:
-        """``slots``: requests that an engine runs at once which does not say."""
+        """Create the tracker. ``slots`` is the number of requests that an engine can run at once if it does not report
+        it.
+        """
         self._interval = interval
         self._slots = slots
         self._written: dict[str, tuple[int, float]] = {}
@@ -41,7 +45,7 @@ class DeletionCosts:
         self._gone: set[str] = set()
 
     def due(self, view: ClusterView, now: float) -> Sequence[CostPatch]:
-        """What is to be written now. Engines that have left the view are forgotten."""
+        """Return the costs to write now. Engines that have left the view are forgotten."""
         self._forget({engine.engine_id for engine in view.engines})
         due = []
         for engine in view.engines:
@@ -52,15 +56,15 @@ class DeletionCosts:
         return sorted(due, key=lambda patch: self._tried_at.get(patch.pod, -math.inf))
 
     def tried(self, pod: str, now: float) -> None:
-        """A cost is being written."""
+        """Record an attempt to write a cost."""
         self._tried_at[pod] = now
 
     def written(self, patch: CostPatch, now: float) -> None:
-        """A cost has been written."""
+        """Record a written cost."""
         self._written[patch.pod] = (patch.cost, now)
 
     def gone(self, pod: str) -> None:
-        """There is no such pod: it is not asked for again while its engine is in the view."""
+        """Record that a pod does not exist. It is not tried again while its engine is in the view."""
         self._gone.add(pod)
 
     def _forget(self, there: set[str]) -> None:
@@ -70,9 +74,10 @@ class DeletionCosts:
 
 
 def deletion_cost(engine: EngineStatus, slots: int) -> int:
-    """0 for an idle engine, else its load in powers of two, so that few changes of the load are one of the cost.
+    """Return 0 for an idle engine, else its load rounded up to a power of two. Rounding avoids frequent changes of the
+    cost.
 
-    ``slots``: requests that it runs at once if it does not say.
+    ``slots`` is the number of requests that the engine can run at once if it does not report it.
     """
     requests = engine.num_running_reqs + engine.num_waiting_reqs
     if not requests:
@@ -81,29 +86,31 @@ def deletion_cost(engine: EngineStatus, slots: int) -> int:
     return min(1 << (parts - 1).bit_length(), _MOST)
 
 
-# Writes what engines cost to remove into the annotations of their pods.
+# Writer of deletion costs into the annotations of pods.
 
 INTERVAL = 15.0
-"""Seconds between two changes of one pod's annotation, at least."""
+"""Minimum number of seconds between two changes of a pod's annotation."""
 _AT_ONCE = 8
-"""Annotations that are written at the same time."""
+"""Number of annotations that are written concurrently."""
 
 
 class PodApi(Protocol):
-    """What writes an annotation."""
+    """API that writes the annotation."""
 
     async def set_deletion_cost(self, pod: str, cost: int) -> None:
         """Write the annotation of a pod. Raises KubernetesError."""
 
 
 class CostWriter:
-    """Runs beside the service, which never waits for it. An engine's id is its pod's name."""
+    """Writes deletion costs in the background. An engine's id is the name of its pod."""
 
     def __init__(
         self, api: PodApi, failures: Failures, *, slots: int, view: Callable[[], ClusterView | None], clock: Clock
     ) -> None:
-        """``slots``: requests that an engine runs at once which does not say. ``view``: the engines now, None while they are not
-        known. ``clock`` gives monotonic seconds.
+        """Create the writer.
+
+        ``slots`` is the number of requests that an engine can run at once if it does not report it. ``view`` returns
+        the current engines, or None while they are unknown. ``clock`` returns monotonic seconds.
         """
         self._api = api
         self._failures = failures
@@ -112,7 +119,7 @@ class CostWriter:
         self._costs = DeletionCosts(interval=INTERVAL, slots=slots)
 
     async def write_due(self) -> None:
-        """Write what is due, until something fails."""
+        """Write the costs that are due, until a write fails."""
         view = self._view()
         if view is None or not self._failures.due(Right.PATCH_PODS):
             return

@@ -1,4 +1,4 @@
-"""Errors of requests to the Kubernetes API: what the coordinator may do there, and how it goes on when that fails."""
+"""Permissions that the coordinator uses in Kubernetes, and the tracking of failed requests."""
 
 import enum
 from typing import NamedTuple
@@ -10,35 +10,35 @@ from penstock_common.errors import PenstockError
 from penstock_common.observability.logging import get_logger
 from penstock_coordinator.cluster import Clock
 
-# What makes the pods of a pool's engines.
+# Workloads that create the pods of engines.
 
 
 class WorkloadKind(enum.Enum):
-    """Its kind, by the name that logs have for it."""
+    """Kind of a workload. Values are the names used in logs."""
 
     DEPLOYMENT = "deployment"
     LEADER_WORKER_SET = "leader_worker_set"
-    """Of engines of several pods, which it counts and not the pods."""
+    """Workload of engines with several pods each. Its number of replicas counts engines."""
     STATEFUL_SET = "stateful_set"
-    """Of the ranks of a data-parallel group, of which a pod may have several."""
+    """Workload of the ranks of a data-parallel group. One pod may have several ranks."""
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """One of the namespace's."""
+    """A workload in the coordinator's namespace."""
 
     kind: WorkloadKind
     name: str
 
 
-# What the coordinator may do in Kubernetes, and how it goes on when that fails.
+# Permissions and retry delays.
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 60.0
-"""Seconds between two attempts, doubled each time."""
+"""Maximum delay between two attempts in seconds. The delay doubles after each failure."""
 
 
 class Right(enum.Enum):
-    """A verb and a resource, as a Role names them."""
+    """A verb and a resource, as named in a Kubernetes Role."""
 
     PATCH_PODS = "patch pods"
     GET_SCALE = "get deployments/scale"
@@ -50,7 +50,7 @@ class Right(enum.Enum):
 
 
 class ScalingRights(NamedTuple):
-    """What changing the number of a workload's engines takes."""
+    """Permissions needed to change the number of engines of a workload."""
 
     get: Right
     patch: Right
@@ -70,35 +70,36 @@ class _Failing(msgspec.Struct):
 
 
 class RightsInUse:
-    """What fails, so that it is told once, and tried again less and less often.
+    """Tracks failing permissions, so that a failure is logged once and retried with increasing delays.
 
-    Times are seconds of one monotonic clock that the caller passes in.
+    Times are seconds of a monotonic clock that the caller passes in.
     """
 
     def __init__(self) -> None:
         self._failing: dict[Right, _Failing] = {}
 
     def due(self, right: Right, now: float) -> bool:
-        """Whether it may be used now: it works, or failed long enough ago."""
+        """Return whether a permission may be used now: it works, or its retry delay has passed."""
         failing = self._failing.get(right)
         return failing is None or now >= failing.again_at
 
     def failed(self, right: Right, reason: str, now: float) -> bool:
-        """It has failed for ``reason``, a word that stays the same. Returns whether that is news."""
+        """Record a failure with ``reason``, a constant word. Returns whether the failure is new."""
         failing = self._failing.get(right)
         delay = _FIRST_DELAY if failing is None else min(failing.delay * 2, _LONGEST_DELAY)
         self._failing[right] = _Failing(reason, delay, now + delay)
         return failing is None or failing.reason != reason
 
     def worked(self, right: Right) -> bool:
-        """It has worked. Returns whether that is news."""
+        """Record a success. Returns whether the permission failed before."""
         return self._failing.pop(right, None) is not None
 
 
 class KubernetesError(PenstockError):
-    """The API server refused, did not answer, or could not be reached.
+    """Error if the API server refused a request, did not answer, or was unreachable.
 
-    ``reason`` is one word: ``Forbidden``, ``NotFound``, ``Conflict`` and others of the API, ``Timeout`` or ``Unreachable``.
+    ``reason`` is one word: ``Forbidden``, ``NotFound``, ``Conflict`` or another of the API, ``Timeout`` or
+    ``Unreachable``.
     """
 
     def __init__(self, right: Right, reason: str, message: str) -> None:
@@ -107,14 +108,14 @@ class KubernetesError(PenstockError):
         self.reason = reason
 
 
-# What the API server does not do: told once, counted, and tried again.
+# Failed requests: logged once, counted, and retried.
 
 
 class Failures:
-    """Keeps track of the rights that do not work, for logs and metrics."""
+    """Tracks failing permissions for logs and metrics."""
 
     def __init__(self, registry: CollectorRegistry, namespace: str, clock: Clock) -> None:
-        """``namespace``: where the rights are needed. ``clock`` gives monotonic seconds."""
+        """Create the tracker. ``namespace`` is the namespace of the permissions. ``clock`` returns monotonic seconds."""
         self._namespace = namespace
         self._now = clock
         self._rights = RightsInUse()
@@ -126,17 +127,17 @@ class Failures:
         )
 
     def due(self, right: Right) -> bool:
-        """Whether a right may be used now: it works, or failed long enough ago."""
+        """Return whether a permission may be used now: it works, or its retry delay has passed."""
         return self._rights.due(right, self._now())
 
     def failed(self, *errors: KubernetesError) -> None:
-        """What was asked for at once has failed, with at least one error: all of them count, one is told."""
+        """Record the errors of concurrent requests. All are counted, and one is logged."""
         for error in errors:
             self._counter.labels(error.right.value, error.reason).inc()
         error = errors[0]
         if self._rights.failed(error.right, error.reason, self._now()):
             get_logger().warning(
-                "Kubernetes did not let the coordinator have its way; it goes on without, and tries again",
+                "Kubernetes request failed; continuing without it and retrying later",
                 right=error.right.value,
                 namespace=self._namespace,
                 reason=error.reason,
@@ -144,6 +145,6 @@ class Failures:
             )
 
     def worked(self, right: Right) -> None:
-        """A right has been used."""
+        """Record a successful use of a permission."""
         if self._rights.worked(right):
-            get_logger().info("Kubernetes lets the coordinator have its way again", right=right.value)
+            get_logger().info("Kubernetes requests succeed again", right=right.value)

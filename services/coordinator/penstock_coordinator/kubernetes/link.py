@@ -1,4 +1,4 @@
-"""What a coordinator does in Kubernetes, in one place."""
+"""Access of the coordinator to Kubernetes, with its background tasks."""
 
 import asyncio
 import contextlib
@@ -14,28 +14,32 @@ from penstock_coordinator.kubernetes.errors import Failures
 from penstock_coordinator.kubernetes.replicas import GroupPods, Replicas
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at what is to be written."""
+"""Seconds between two checks for costs and sizes to write."""
 
 
 class KubernetesLink:
-    """The API server's client, and what uses it; nothing of it is imported where the configuration asks for nothing."""
+    """Kubernetes client and its users. The client library is imported only if the configuration needs it."""
 
     def __init__(self, config: KubernetesConfig, registry: CollectorRegistry, clock: Clock) -> None:
-        """``clock`` gives monotonic seconds. Raises ConfigError where this process has no service account to use."""
+        """Create the link. ``clock`` returns monotonic seconds. Raises ConfigError if a service account is needed but
+        missing.
+        """
         self._config = config
         self._now = clock
         self._api = None
         self._writing: list[asyncio.Task[None]] = []
         if config.enabled:
-            from penstock_coordinator.kubernetes.api import KubernetesApi  # takes seconds and 30 MiB
+            from penstock_coordinator.kubernetes.api import KubernetesApi  # The import takes seconds and 30 MiB.
 
             self._api = KubernetesApi.in_cluster()
         self._failures = Failures(registry, "" if self._api is None else self._api.namespace, clock)
         self.replicas = Replicas(config, self._api, self._failures)
 
     def start(self, view: Callable[[], ClusterView | None], *, slots: int) -> None:
-        """Write what pods cost to remove, and how many pods groups have, from now on. ``view``: the engines, None while they are
-        not known. ``slots``: requests that an engine runs at once which does not say.
+        """Start writing deletion costs and the pod numbers of groups.
+
+        ``view`` returns the current engines, or None while they are unknown. ``slots`` is the number of requests that
+        an engine can run at once if it does not report it.
         """
         if self._api is not None and self._config.deletion_costs:
             writer = CostWriter(self._api, self._failures, slots=slots, view=view, clock=self._now)
@@ -46,11 +50,11 @@ class KubernetesLink:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What runs until ``stop``."""
+        """Tasks that run until ``stop``."""
         return self._writing
 
     async def stop(self) -> None:
-        """Write nothing more, and close the connections."""
+        """Stop writing, and close the connections."""
         for task in self._writing:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -60,7 +64,7 @@ class KubernetesLink:
 
 
 async def _repeat(write_due: Callable[[], Awaitable[None]]) -> None:
-    """Write what is due, for ever."""
+    """Call ``write_due`` periodically until cancelled."""
     while True:
         await write_due()
         await asyncio.sleep(_LOOK_EVERY)

@@ -1,4 +1,4 @@
-"""Replicas of pools and pods of data-parallel groups, where operators decide on them: the Scale RPC."""
+"""Number of engines in pools and of pods in data-parallel groups, set by operators with the RPC Scale."""
 
 import asyncio
 import re
@@ -13,33 +13,36 @@ from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.errors import SCALING, Failures, KubernetesError, Workload, WorkloadKind
 
 _NOT_WITHOUT_HELP = frozenset({"Forbidden", "NotFound", "Unauthorized"})
-"""Reasons that do not go away by themselves."""
+"""Reasons that do not go away without an operator."""
 
 
 class ScaleApi(Protocol):
-    """What reads and changes the number of engines of a workload. Both raise KubernetesError."""
+    """API that reads and changes the number of replicas of a workload. Both methods raise KubernetesError."""
 
     async def replicas(self, workload: Workload) -> int:
-        """The number it is to have."""
+        """Return the target number of replicas."""
 
     async def set_replicas(self, workload: Workload, replicas: int) -> None:
-        """Change it."""
+        """Set the target number of replicas."""
 
 
 class Replicas:
-    """Changes the number of engines of those pools whose number belongs to nobody else."""
+    """Changes the number of engines of pools that no other controller owns."""
 
     def __init__(self, config: KubernetesConfig, api: ScaleApi | None, failures: Failures) -> None:
-        """``api``: None where this process has no business with Kubernetes."""
+        """Create the object. ``api`` is None if the coordinator does not use Kubernetes."""
         self._config = config
         self._api = api
         self._failures = failures
         self._changing = asyncio.Lock()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Have ``replicas`` engines in ``pool``; empty: the default one. Returns how many there were to be before.
+        """Set the number of engines in ``pool``; empty means the default pool. Returns the previous target.
 
-        Raises InvalidArgument, FailedPrecondition where somebody else owns the number or a right is missing, and Unavailable.
+        Raises:
+            InvalidArgument: The pool is unknown, or ``replicas`` is missing or out of range.
+            FailedPrecondition: Another controller owns the number, or a permission is missing.
+            Unavailable: Kubernetes did not answer.
         """
         if replicas is None:
             raise InvalidArgument("replicas is not set", field="replicas")
@@ -47,21 +50,21 @@ class Replicas:
         self._check_pool(pool)
         if owner := self._config.owners.get(pool):
             raise FailedPrecondition(
-                f"the number of engines of pool {quoted(pool)} belongs to {owner}: change its bounds instead",
+                f"the number of engines of pool {quoted(pool)} belongs to {owner}; change its limits instead",
                 field="pool",
                 reason="REPLICAS_OWNED",
             )
         if pool in self._config.stateful_sets:
             raise FailedPrecondition(
-                f"pool {quoted(pool)} has no rank yet; ask again when its engines have registered",
+                f"pool {quoted(pool)} has no rank yet; try again when its engines have registered",
                 field="pool",
                 reason="NO_GROUP",
             )
         workload = self._workload(pool)
         if self._api is None or workload is None:
             raise FailedPrecondition(
-                "this coordinator changes no number of engines: its kubernetes.deployments is empty, and so is "
-                "kubernetes.leader_worker_sets",
+                "this coordinator cannot change the number of engines: its kubernetes.deployments is empty, and its "
+                "kubernetes.leader_worker_sets is empty too",
                 reason="NOT_IN_KUBERNETES",
             )
         self._check_number(pool, replicas)
@@ -72,7 +75,7 @@ class Replicas:
         return previous
 
     def check_ranks(self, pool: str, ranks: int) -> None:
-        """Raise InvalidArgument where the pods of a group are not to have so many ranks."""
+        """Raise InvalidArgument if the pods of a group cannot have this number of ranks."""
         if pool not in self._config.stateful_sets:
             return
         self._check_number(pool, ranks)
@@ -119,20 +122,20 @@ class Replicas:
         return previous
 
 
-# How many pods the data-parallel groups have, where operators decide on their ranks: as many as these take.
+# Number of pods of data-parallel groups, which follows the number of ranks.
 
 
 class GroupPods:
-    """Has the StatefulSets of groups follow their ranks. Runs beside the service, which never waits for it.
+    """Adjusts the StatefulSets of groups to their number of ranks, in the background.
 
-    Pods are added as soon as a group is to have more ranks, and the last ones are taken away once no rank of theirs is in it. A
-    number is written when the one that is wanted changes, so that whoever changes it otherwise is not contradicted before.
+    Pods are added as soon as a group should have more ranks. The last pods are removed when none of their ranks is in
+    the group. A number is written only when the wanted number changes, so a manual change stays until then.
     """
 
     def __init__(
         self, config: KubernetesConfig, api: ScaleApi, failures: Failures, *, view: Callable[[], ClusterView | None]
     ) -> None:
-        """``view``: the groups now, None while they are not known."""
+        """Create the object. ``view`` returns the current groups, or None while they are unknown."""
         self._config = config
         self._api = api
         self._failures = failures
@@ -140,11 +143,13 @@ class GroupPods:
         self._written: dict[str, int] = {}
 
     async def write_due(self) -> None:
-        """Write the numbers of pods that are not those that were written last. One that has failed is due again later."""
+        """Write the numbers of pods that have changed since the last write. Failed writes are retried later."""
         view = self._view()
         for group in () if view is None else view.groups:
             name = self._config.stateful_sets.get(group.pool)
-            if name is None or not group.view.group.epoch:  # a group that was never formed has the pods to begin with
+            if (
+                name is None or not group.view.group.epoch
+            ):  # A group that was never formed keeps its initial number of pods.
                 continue
             wanted = pods_of(group, name, self._config.ranks_per_pod.get(group.pool, 1))
             rights = SCALING[WorkloadKind.STATEFUL_SET]
@@ -171,8 +176,9 @@ class GroupPods:
 
 
 def pods_of(group: PoolGroup, name: str, ranks_per_pod: int) -> int:
-    """Pods of the StatefulSet ``name`` that ``group`` takes: those of the ranks that it is to have, and all up to the last one
-    that has a rank in it.
+    """Return the number of pods that ``group`` needs in the StatefulSet ``name``.
+
+    The pods must hold the target number of ranks, and all pods up to the last one with a member are needed.
     """
     pods = -(-group.target_size // ranks_per_pod)
     for rank in group.view.group.members:

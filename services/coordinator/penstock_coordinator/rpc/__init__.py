@@ -1,1 +1,1 @@
-"""The gRPC sessions of engines and frontends, message conversion, and the external scaler of KEDA."""
+"""gRPC services of the coordinator: sessions of engines and frontends, message conversion, and KEDA's external scaler."""

@@ -1,4 +1,4 @@
-"""Messages of ``penstock.coordinator.v1`` to the domain, checked."""
+"""Validation and conversion of ``penstock.coordinator.v1`` messages."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ from penstock_coordinator.groups import FromRank
 from penstock_coordinator.view_channel import Subscription
 
 MAX_NAME_LENGTH = 256
-"""Of ids, incarnations, addresses, pools and names of models, in characters."""
+"""Maximum length of ids, incarnations, addresses, pools and model names, in characters."""
 FINGERPRINT_BYTES = 16
-"""Of a KvLayout."""
+"""Size of the fingerprint of a KvLayout, in bytes."""
 MAX_POOLS = 64
-"""Of a frontend's subscription."""
+"""Maximum number of pools in a frontend's subscription."""
 PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
-"""Fields of a report of loads, of which there are thousands a second."""
+"""Fields of a plain load report. There are thousands of them per second, so they take a fast path."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
-"""Fields that engines send to frontends, never to the coordinator."""
+"""Fields that engines send only to frontends."""
 
 
 def registration(report: pb.EngineReport | None) -> EngineRegistration:
-    """The engine of a stream's first message. Raises InvalidArgument when that is no register, or a wrong one."""
+    """Convert the first message of an engine's stream. Raises InvalidArgument if it is not a valid register."""
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "register":
         raise InvalidArgument(f"register must be the first message of EngineSession, not {kind}", field="register")
@@ -56,7 +56,7 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
 
 
 def _check_kv(register: pb.Register) -> None:
-    """Raise InvalidArgument for what the register says of its blocks."""
+    """Raise InvalidArgument if the KV transfer fields of a register are wrong."""
     if register.kv_address:
         _check_name("register.kv_address", register.kv_address)
         _check_address("register.kv_address", register.kv_address)
@@ -86,7 +86,7 @@ def _group(register: pb.Register) -> GroupRegistration:
 
 
 def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
-    """What a rank of a data-parallel group says. Raises InvalidArgument for any other message."""
+    """Convert a message from a rank of a data-parallel group. Raises InvalidArgument for any other message."""
     match report.WhichOneof("message"):
         case "rank_report":
             return data_parallel.report_from_proto(report.rank_report, rank)
@@ -105,7 +105,7 @@ def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
 
 
 def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> pb.EngineCommand:
-    """What a rank is told. ``meetings``: by rank, the address of its store."""
+    """Convert a message to a rank. ``meetings`` has the address of each rank's store."""
     if isinstance(message, StartDpWave):
         return pb.EngineCommand(start_dp_wave=to_message(message, pb.StartDpWave, group_epoch=message.epoch))
     members = message.group.members
@@ -123,7 +123,7 @@ def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> 
 
 
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
-    """The statistics of a report, None when it only renews the lease. Raises InvalidArgument or Unimplemented."""
+    """Return the statistics of a report, or None if it only renews the lease. Raises InvalidArgument or Unimplemented."""
     present = {field.name for field, _ in outputs.ListFields()}
     for name in () if present <= PLAIN_FIELDS else REQUEST_FIELDS:
         if name in present:
@@ -138,7 +138,9 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
 
 
 def check_draining(draining: enginecore_pb.Draining) -> None:
-    """Raise InvalidArgument unless it says when the drain ends. ``deadline`` counts only where ``time_left`` is not set."""
+    """Raise InvalidArgument unless the message says when the drain ends. ``deadline`` counts only if ``time_left`` is
+    not set.
+    """
     name = "time_left" if draining.HasField("time_left") else "deadline"
     value: float = getattr(draining, name)
     if not (math.isfinite(value) and value >= 0):
@@ -146,7 +148,7 @@ def check_draining(draining: enginecore_pb.Draining) -> None:
 
 
 def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
-    """Raise InvalidArgument unless ``notification`` is SHUTDOWN_COMPLETE, the only one there is."""
+    """Raise InvalidArgument unless ``notification`` is SHUTDOWN_COMPLETE, the only valid value."""
     if notification != pb.NOTIFICATION_SHUTDOWN_COMPLETE:
         raise InvalidArgument(
             f"notification is {notification}; it must be NOTIFICATION_SHUTDOWN_COMPLETE"
@@ -156,7 +158,7 @@ def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
 
 
 def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
-    """The frontend of a stream's first message. Raises InvalidArgument when that is no hello, or a wrong one."""
+    """Convert the first message of a frontend's stream. Raises InvalidArgument if it is not a valid hello."""
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "hello":
         raise InvalidArgument(f"hello must be the first message of FrontendSession, not {kind}", field="hello")
@@ -166,7 +168,7 @@ def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
 
 
 def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
-    """Which engines a frontend is told of, and whether it understands deltas. Raises InvalidArgument."""
+    """Return the engines that a frontend subscribes to, and whether it understands deltas. Raises InvalidArgument."""
     views = hello.views
     if len(views.pools) > MAX_POOLS:
         raise InvalidArgument(
@@ -181,13 +183,15 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
 
 
 def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRefusal] = ()) -> bytes:
-    """The message that tells a frontend of names, in the place of a view."""
+    """Encode a message with adapter names. It is sent in place of a view."""
     return pb.ClusterView(loras=cluster.registrations_to_proto(registrations, refused)).SerializeToString()
 
 
 def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration] | None:
-    """The number of requests that a frontend reports to hold, the first request of a group, what is said of names of adapters,
-    or None for a frontend that leaves. Raises InvalidArgument for any other message.
+    """Convert a frontend's message. Raises InvalidArgument for unexpected messages.
+
+    Returns the number of requests that it holds, the first request of a group, LoRA registrations, or None if it
+    leaves.
     """
     kind = report.WhichOneof("message")
     if kind == "demand":

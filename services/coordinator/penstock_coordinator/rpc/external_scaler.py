@@ -1,4 +1,4 @@
-"""externalscaler.ExternalScaler: tells KEDA how loaded the pools are, and which are in use."""
+"""KEDA's external scaler service: reports the load of pools and whether they are in use."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from penstock_coordinator.autoscaling import ScalingSignals, Targets, load_with_
 from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import ScalingConfig
 
-# What a ScaledObject says of its pool, in the metadata of its trigger.
+# Metadata of a ScaledObject's trigger, which selects a pool and its targets.
 
 _NUMBERS: dict[str, tuple[float, float]] = {
     "targetLoad": (0.01, 100.0),
@@ -24,23 +24,25 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "slots": (1, 65_536),
     "idleSeconds": (0, 86_400),
 }
-"""Least and greatest value. KEDA passes everything on as text."""
+"""Minimum and maximum of each number. KEDA passes all values as text."""
 _KNOWN = ("pool", *_NUMBERS)
 _OF_KEDA = frozenset({"scalerAddress", "enableTLS", "unsafeSsl"})
 
 
 class ScalerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Which pool is asked for, and how it shall be loaded."""
+    """Pool of a ScaledObject and its targets."""
 
     pool: str
     targets: Targets
     idle_seconds: float
-    """Seconds that the pool counts as in use behind its last request."""
+    """Seconds after its last request for which the pool counts as in use."""
 
 
 def scaler_metadata(texts: Mapping[str, str], defaults: ScalingConfig) -> ScalerMetadata:
-    """The metadata, what it leaves out from the coordinator's configuration. Raises InvalidArgument for a value that is none, and
-    for a misspelt key; keys that are not ours are KEDA's.
+    """Parse the metadata. Missing values come from the coordinator's configuration.
+
+    Raises InvalidArgument for an invalid value or a misspelled key. Other unknown keys are ignored, because they belong
+    to KEDA.
     """
     for key in texts:
         if key not in _KNOWN and key not in _OF_KEDA and (hint := nearest(key, _KNOWN)):
@@ -68,7 +70,7 @@ def _number(texts: Mapping[str, str], key: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not least <= value <= greatest:  # nan is not either
+    if not least <= value <= greatest:  # also False for nan
         raise InvalidArgument(
             f"scalerMetadata.{key} is {quoted(text)}; it must be a number from {least:g} to {greatest:g}",
             field=f"scalerMetadata.{key}",
@@ -85,9 +87,11 @@ KV_CACHE_USAGE = "kv_cache_usage"
 
 
 class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
-    """Answers from the signals. What is asked for is in the metadata of each call, so that nothing is kept of a ScaledObject.
+    """Answers KEDA from the scaling signals. Each call has its metadata, so the service keeps no state per
+    ScaledObject.
 
-    Unary calls end as UNAVAILABLE while the cluster is not known, which leaves the number of engines as it is; streams wait.
+    Until the cluster is known, unary calls fail with UNAVAILABLE, which makes KEDA keep the number of engines. Streams
+    wait.
     """
 
     def __init__(self, signals: ScalingSignals, config: ScalingConfig, clock: Clock) -> None:
@@ -120,8 +124,8 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
             )
         if value is None:
             raise Unavailable(
-                f"an engine of pool {quoted(metadata.pool)} does not say how many requests it runs at once: "
-                "it is of an older release",
+                f"an engine of pool {quoted(metadata.pool)} is of an older release and does not report how many "
+                "requests it can run at once; upgrade it",
                 reason="LOAD_NOT_KNOWN",
             )
         return pb.GetMetricsResponse(
@@ -180,5 +184,5 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
 
 
 def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Who may call what, by the names in certificates."""
+    """Return the allowed certificate names for each method."""
     return {f"/{SERVICE_NAME}/{method.name}": peers.scalers for method in _SERVICE.methods}

@@ -1,4 +1,4 @@
-"""CoordinatorService: turns the streams of engines and frontends into events for the cluster."""
+"""Implementation of CoordinatorService, which turns the streams of engines and frontends into events for the cluster."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ from penstock_coordinator.metrics import CoordinatorMetrics
 from penstock_coordinator.rpc import convert
 from penstock_coordinator.view_channel import Broadcast, EncodedView, ViewReader
 
-# Views as the bytes that streams send, and a server that sends bytes as they are.
+# Encoding of views, which are sent as bytes to all streams.
 
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
 
 
 class ProtoEncoder:
-    """``ClusterView`` messages."""
+    """Encodes views as ``ClusterView`` messages."""
 
     def whole(self, view: ClusterView, version: int) -> bytes:
         message = view_to_proto(view)
@@ -45,17 +45,19 @@ class ProtoEncoder:
 
 
 class PreEncoded:
-    """Passes a server what generated code adds to it, but for the responses of some methods: these are bytes already."""
+    """Adds the handlers of generated code to a server. The responses of some methods are bytes that are already
+    encoded.
+    """
 
     def __init__(self, server: grpc.aio.Server, methods: Collection[str]) -> None:
         self._server = server
         self._methods = methods
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Nothing: they are made of the registered ones."""
+        """Do nothing: generic handlers are created in ``add_registered_method_handlers``."""
 
     def add_registered_method_handlers(self, service: str, handlers: Handlers) -> None:
-        """Add the handlers of a service by the names of its methods; those of ``methods`` are streams of streams."""
+        """Add the handlers of a service by method name. The handlers in ``methods`` stream in both directions."""
         own = dict(handlers)
         for name in self._methods:
             given: Any = handlers[name]
@@ -71,7 +73,7 @@ SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 
 
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
-    """Turns messages into events; the state is the cluster's. From ``stop`` on, streams end with UNAVAILABLE."""
+    """Turns messages into events for the cluster, which holds the state. After ``stop``, streams end with UNAVAILABLE."""
 
     def __init__(self, cluster: Cluster, replicas: Replicas, metrics: CoordinatorMetrics) -> None:
         self._cluster = cluster
@@ -80,18 +82,20 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         self._stopping = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
-        """Serve this on ``server``."""
+        """Register the service with ``server``."""
         adding: Any = PreEncoded(server, ["FrontendSession"])
         service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, adding)
 
     def stop(self) -> None:
-        """End the streams, and those still to come."""
+        """End all current and later streams."""
         self._stopping.set()
 
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
     ) -> AsyncIterator[pb.EngineCommand]:
-        """Take a register, then reports until the engine leaves. The end of the stream alone does not end the membership."""
+        """Take a register, then reports until the engine leaves. The end of the stream alone does not end the
+        membership.
+        """
         reports = aiter(request_iterator)
         registration = convert.registration(await self._unless_stopped(first_message(reports, "register")))
         session = self._cluster.new_session()
@@ -123,8 +127,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def FrontendSession(  # type: ignore[override]  # views are encoded once for all streams
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
     ) -> AsyncIterator[bytes]:
-        """Take a hello, then send the view whenever there is a new one, until the stream ends or the frontend leaves. Yields
-        ``ClusterView`` messages as they go over the wire. A stream that ends before the frontend has said so was lost.
+        """Take a hello, then yield a view whenever there is a new one, until the stream ends or the frontend leaves.
+
+        Yields encoded ``ClusterView`` messages. If the stream ends before the frontend announces that it leaves, the
+        frontend is lost.
         """
         reports = aiter(request_iterator)
         hello = convert.hello(await self._unless_stopped(first_message(reports, "hello")))
@@ -137,7 +143,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         reading = asyncio.create_task(self._read_reports(session, hello.frontend_id, link, reports))
         stopped = asyncio.create_task(self._stopped())
         try:
-            if link is not None:  # before there is a view
+            if link is not None:  # Send adapter names before the first view.
                 yield convert.adapters(link.tell())
             async with contextlib.aclosing(self._messages_until_failed(reader, link, reading, stopped)) as messages:
                 async for view in messages:
@@ -160,12 +166,13 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 get_logger().warning("frontend lost", frontend=hello.frontend_id, peer=context.peer(), why=why)
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
-        """The view as it is now, also in the time after a start when none is sent to frontends."""
+        """Return the current view, even in the time after a start in which frontends get none."""
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Change the number of engines of a pool. Raises as ``Replicas.scale``, of a group's ranks as ``Replicas.check_ranks``
-        and ``GroupOfPool.scale``.
+        """Change the number of engines of a pool, or of the ranks of a group.
+
+        Raises like ``Replicas.scale``, and for ranks like ``Replicas.check_ranks`` and ``GroupOfPool.scale``.
         """
         replicas = request.replicas if request.HasField("replicas") else None
         pool = request.pool or DEFAULT_POOL
@@ -176,7 +183,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, replicas))
 
     def _take(self, session: int, rank: Rank | None, report: pb.EngineReport) -> bool:
-        """One report of a registered engine; returns whether the engine has left."""
+        """Handle one report of a registered engine. Returns whether the engine has left."""
         cluster, membership = self._cluster, self._cluster.membership
         match report.WhichOneof("message"):
             case "outputs":
@@ -210,7 +217,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         link: AdapterLink | None,
         reports: AsyncIterator[pb.FrontendReport],
     ) -> bool:
-        """Take the reports until there are no more. Returns whether the frontend leaves."""
+        """Handle reports until the stream ends. Returns whether the frontend announced that it leaves."""
         async for report in reports:
             said = convert.from_frontend(report)
             if said is None:
@@ -219,7 +226,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 self._cluster.groups.first_request(said, self._cluster.now())
             elif isinstance(said, list):
                 if link is None:
-                    raise InvalidArgument("hello.views.loras was not set, and loras is", field="loras")
+                    raise InvalidArgument("loras is set, but hello.views.loras was not", field="loras")
                 link.hear(said)
             else:
                 self._cluster.frontends.demand(session, frontend_id, said)
@@ -228,8 +235,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def _messages_until_failed(
         self, reader: ViewReader, link: AdapterLink | None, reading: asyncio.Task[bool], stopped: asyncio.Task[NoReturn]
     ) -> AsyncGenerator[EncodedView | bytes, None]:
-        """Every new view, and messages of adapters, until the frontend leaves, as the task ``reading`` returns. Raises what it or
-        ``stopped`` fails with. A frontend that only closes its side of the stream still gets views.
+        """Yield new views and adapter messages until the task ``reading`` returns because the frontend leaves.
+
+        Raises the error of ``reading`` or ``stopped``. A frontend that only closes its side of the stream still gets
+        views.
         """
         for task in (reading, stopped):
             task.add_done_callback(lambda _: reader.wake())
@@ -249,8 +258,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def _commands_until_over(
         self, intervals: Broadcast[float], outbox: Outbox, reader: asyncio.Task[None]
     ) -> AsyncGenerator[pb.EngineCommand, None]:
-        """What a rank is told, and how often to report, where that is not as the engine likes and whenever it changes; until the
-        reader is done. Raises what it fails with, and Unavailable when the coordinator stops.
+        """Yield messages to a rank, and changes of the report interval, until the reader is done.
+
+        The interval is sent only if it differs from the engine's own. Raises the reader's error, and Unavailable when
+        the coordinator stops.
         """
         version, told = 0, 0.0
         newer = asyncio.ensure_future(intervals.newer_than(version))
@@ -274,12 +285,12 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             await _cancel(newer, mail)
 
     async def _stopped(self) -> NoReturn:
-        """Raises Unavailable when the coordinator stops."""
+        """Raise Unavailable when the coordinator stops."""
         await self._stopping.wait()
         raise Unavailable("the coordinator is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T:
-        """What ``work`` returns. Raises Unavailable when the coordinator stops first; ``work`` is cancelled then."""
+        """Return the result of ``work``. If the coordinator stops first, cancel ``work`` and raise Unavailable."""
         working = asyncio.ensure_future(work)
         stopped = asyncio.create_task(self._stopped())
         try:
@@ -290,9 +301,9 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
 
 
 def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Who may call what, by the names in certificates: an engine cannot act as a frontend, and neither as an operator.
+    """Return the allowed certificate names for each method. An engine cannot act as a frontend or an operator.
 
-    Operators reach most of it through a frontend, which has checked them.
+    Operators use most methods through a frontend, which has checked their rights.
     """
     methods = {
         "EngineSession": peers.engines,
@@ -304,13 +315,13 @@ def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _end_of(reading: asyncio.Task[bool]) -> tuple[bool, str]:
-    """Whether a frontend whose session is over has said goodbye, and if not, why the session is over."""
+    """Return whether a frontend announced that it leaves, and otherwise the reason why its session ended."""
     if reading.done() and not reading.cancelled():
         if isinstance(error := reading.exception(), RequestFailed):
-            return False, f"its report was refused: {error.message}"
+            return False, f"report refused: {error.message}"
         if error is None and reading.result():
             return True, ""
-    return False, "its stream ended without a goodbye"
+    return False, "stream ended without a goodbye"
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
