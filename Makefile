@@ -38,6 +38,8 @@ IMAGE_ARGS = $(strip $(foreach name,PYTHON_IMAGE DEBIAN_MIRROR PIP_INDEX_URL PIP
 	KERNEL_SHAPES KERNEL_CAPABILITIES HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy,$(if $($(name)),--build-arg $(name)="$($(name))")))
 IMAGE_LABELS = --label org.opencontainers.image.version=$(image_tag) --label org.opencontainers.image.revision=$(REVISION) \
 	$(if $(SOURCE),--label org.opencontainers.image.source=$(SOURCE))
+# The command that must succeed before a release.
+GATES ?= make test
 # What the tests of one `make test` have skipped.
 SKIPPED := build/skipped
 BUF := node_modules/.bin/buf
@@ -165,12 +167,6 @@ proto-break: ## Hold the contracts against those of the last release, where npm 
 	then cd protos && ../$(BUF) breaking --against $(RELEASED) && echo "buf breaking passed against $(RELEASED)"; \
 	else echo "buf skipped: it comes from npm, which is not here; tests/contract checks the conventions"; fi
 
-.PHONY: proto-release
-proto-release: proto-break ## Keep the contracts as they are as those of release VERSION
-	@test -n "$(VERSION)" || { echo "usage: make proto-release VERSION=0.2.0" >&2; exit 1; }
-	@cd protos && ../$(BUF) build --exclude-source-info -o released/v$(VERSION).binpb && echo "wrote protos/released/v$(VERSION).binpb"
-	@$(BIN)/python -m tests.contract.words $(VERSION)
-
 .PHONY: stubs
 stubs: setup ## Build the packages of the contracts: wheel, npm package, Go module, Maven jar, crate, into build/stubs
 	@$(BIN)/python protos/stubs $(LANGUAGES)
@@ -201,6 +197,11 @@ settings: setup ## Write docs/reference/settings.md, docs/reference/feature-pair
 	@$(BIN)/python -m tests.documents.field_tables
 	@$(BIN)/python -m tests.documents.flags
 	@$(BIN)/python -m tests.documents.code_map
+
+.PHONY: release
+release: setup ## Check, build, commit and tag release VERSION; GATES must pass first (docs/releases.md)
+	@test -n "$(VERSION)" || { echo "usage: make release VERSION=0.2.0" >&2; exit 1; }
+	@$(BIN)/python -m charts.release $(VERSION) --gates '$(GATES)'
 
 .PHONY: docs
 docs: setup ## Build the docs site into build/docs; warnings and broken links are errors. DOCS_SOURCE_URL: address of the files in a web view

@@ -7,6 +7,7 @@ import yaml
 
 from charts import lint
 from charts.config_schema import STRUCTS
+from charts.image_tag import chart_version
 from penstock.coordinator.v1 import service_pb2 as coordinator_api
 from penstock.enginecore.v1 import service_pb2 as enginecore_api
 from penstock.inference.v1 import service_pb2 as inference_api
@@ -23,17 +24,18 @@ API = {
 
 
 def test_images_are_named_by_version_device_and_registry():
-    assert release(HUB).container("frontend")["image"] == "penstock/frontend:0.1.0"
-    tagged = release(HUB, "image.tag=0.1.0-abc", "coordinator.image.tag=mine")
+    version = chart_version(lint.CHART.parents[1])
+    assert release(HUB).container("frontend")["image"] == f"penstock/frontend:{version}"
+    tagged = release(HUB, "image.tag=1.2.3-abc", "coordinator.image.tag=mine")
     images = {service: tagged.container(service)["image"] for service in ("frontend", "enginecore", "coordinator")}
     assert images == {
-        "frontend": "penstock/frontend:0.1.0-abc",
-        "enginecore": "penstock/enginecore:0.1.0-abc-cuda",
+        "frontend": "penstock/frontend:1.2.3-abc",
+        "enginecore": "penstock/enginecore:1.2.3-abc-cuda",
         "coordinator": "penstock/coordinator:mine",
     }
-    assert release(HUB).container("enginecore")["image"] == "penstock/enginecore:0.1.0-cuda"
-    assert release(DEMO).container("enginecore")["image"] == "penstock/enginecore:0.1.0-cpu"
-    assert release(AUTOSCALED).container("coordinator")["image"] == "registry.example/penstock/coordinator:0.1.0"
+    assert release(HUB).container("enginecore")["image"] == f"penstock/enginecore:{version}-cuda"
+    assert release(DEMO).container("enginecore")["image"] == f"penstock/enginecore:{version}-cpu"
+    assert release(AUTOSCALED).container("coordinator")["image"] == f"registry.example/penstock/coordinator:{version}"
     assert release(AUTOSCALED).pod_spec("coordinator")["imagePullSecrets"] == [{"name": "registry-key"}]
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import NewRelease
+from tests.cluster.images.sources import chart_version
 from tests.cluster.load import Clients, Load, undisturbed
 from tests.cluster.release import Release
 from tests.cluster.test_disruption import MAX_TOKENS, SLOW, in_background
@@ -19,7 +20,7 @@ from tests.cluster.values import MODEL, ORACLE_ENGINE, merged, oracle
 BEFORE = "6426839c7670e2b1d44d03e59f4db680a21256dd"
 """The commit that stands for the release before; ``python -m tests.cluster.images.build --commit BEFORE --version 0.0.9``."""
 VERSION = "0.0.9"
-NEW = "0.1.0"
+NEW = chart_version()
 ORDERS = [
     ("enginecore", "frontend", "coordinator"),
     ("coordinator", "enginecore", "frontend"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from tests.cluster.images.sources import chart_version
 from tests.cluster.release import CHART
 
 MODEL = "penstock-tiny"
@@ -34,7 +35,7 @@ def oracle(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "coordinator": {"resources": small},
         "enginecore": {
             "replicas": 2,
-            "image": {"repository": ORACLE_ENGINE, "tag": "0.1.0"},
+            "image": {"repository": ORACLE_ENGINE, "tag": chart_version()},
             "resources": small,
             "modelCache": {"sizeLimit": "64Mi"},
         },

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from charts.release.artifacts import write_contracts
 from tests.contract import words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,9 +85,9 @@ ADDITIONS = {
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contracts as they are, as ``make proto-release`` keeps them."""
+    """The contracts as they are, as ``make release`` keeps them."""
     kept = tmp_path_factory.mktemp("released") / "kept.binpb"
-    subprocess.run([BUF, "build", "--exclude-source-info", "-o", kept], cwd=PROTOS, check=True)
+    write_contracts(PROTOS, kept)
     return kept
 
 

@@ -1,6 +1,5 @@
 """What images are built from: the tree as it stands, or that of a commit."""
 
-import re
 import shutil
 import subprocess
 import tarfile
@@ -8,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from charts import image_tag
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "services/enginecore/penstock_enginecore"
@@ -20,10 +21,7 @@ DEMO_MODEL = "examples/demo_model/penstock-tiny"
 
 def chart_version() -> str:
     """The chart's appVersion: the tag that it gives its images."""
-    chart = (ROOT / "charts" / "penstock" / "Chart.yaml").read_text(encoding="utf-8")
-    found = re.search(r"^appVersion: \"?([^\"\s]+)", chart, flags=re.MULTILINE)
-    assert found, "Chart.yaml has no appVersion"
-    return found[1]
+    return image_tag.chart_version(ROOT)
 
 
 def revision(commit: str = "HEAD") -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -30,9 +30,16 @@ def environment(*, fake_services: bool) -> dict[str, str]:
 class Command:
     """``penstock ARGUMENTS`` with both outputs on one stream. Killed, children included, when the block ends."""
 
-    def __init__(self, *arguments: str, fake_services: bool = False, cwd: Path | None = None, **environ: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        program: Sequence[str] = PENSTOCK,
+        fake_services: bool = False,
+        cwd: Path | None = None,
+        **environ: str,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*PENSTOCK, *arguments],
+            [*program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,33 @@
+"""A repository of its own with the files of this one as they are now, for tests that commit and tag."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """The output of git, which commits as nobody in particular."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def scratch_repository(folder: Path) -> Path:
+    """``folder`` with all tracked and untracked files in one commit."""
+    for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    git(folder, "init", "-q")
+    git(folder, "config", "user.name", "a")
+    git(folder, "config", "user.email", "a@example.com")
+    commit(folder)
+    return folder
+
+
+def commit(folder: Path) -> None:
+    """Commit all changes."""
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "state")
