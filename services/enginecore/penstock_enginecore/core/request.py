@@ -152,7 +152,7 @@ class Request:
         media_end: Position after the last media item, or 0 without media.
         whole_spans: Spans of positions that must be computed in one step, as far as the scheduler knows them.
         num_asked_media: Number of media items that were requested from the encoder cache, or need not be.
-        lora: The adapter. Its digest is set once it is known.
+        lora: The adapter. The digest is set once it is known.
         hands_over: Whether the request resumes on another engine when it reaches ``max_tokens``.
         kv_source: The engine that has blocks of the request, as its client knows.
         kv_transfer_params: Parameters for a plugin's connector.

@@ -29,12 +29,12 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one worker.
 
     Attributes:
-        device: The torch name of the device. Empty before the model is loaded.
+        device: The torch name of the device, or empty before the model is loaded.
         total_memory: Bytes of the device, or 0 on a CPU.
         used_memory: Bytes used on the device by all processes, or 0 on a CPU.
         weight_bytes: Bytes used by this worker's weights.
         kv_cache_bytes: Bytes used by this worker's KV cache.
-        step_broadcast: Seconds that steps took from the engine to the worker. None in the engine's own process.
+        step_broadcast: Seconds that steps took from the engine to the worker, or None in the engine's own process.
         collectives: Seconds by operation, if there are several workers.
         waited_for_stages: Seconds spent waiting for other pipeline stages since the start, or None with one stage.
         stage_idle: Fraction of the time with steps in which the stage computed nothing, or None with one stage.

@@ -43,15 +43,16 @@ class Node(msgspec.Struct, frozen=True):
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of one worker.
 
-    Each worker on a node has its own device, by its place on the node, and its share of the cores.
+    The workers on a node have separate devices, by their place on the node, and equal shares of the cores.
 
     Attributes:
         engine: Settings of the engine, the same for all workers.
         rank: Number of this worker among ``world_size``. Workers of one pipeline stage have consecutive ranks.
         world_size: Number of workers of the engine.
         node: The worker's host, or None if the engine has one node.
-        store: File descriptor of shared memory in which the node's workers find each other. None for a single worker.
-        exchange: File descriptor of shared memory for the data exchange within a stage. None with gloo.
+        store: File descriptor of shared memory in which the node's workers find each other, or None for a single
+            worker.
+        exchange: File descriptor of shared memory for the data exchange within a stage, or None with gloo.
     """
 
     engine: EngineCoreConfig
@@ -92,7 +93,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether this worker sends the tokens to the engine. It is the first worker of the last stage."""
+        """Whether this worker sends the tokens to the engine. Only the first worker of the last stage does."""
         return self.samples and self.tensor_rank == 0
 
 
@@ -192,8 +193,7 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The end of a step. One worker of the last stage sends the tokens, and the others of that stage send only the
-    digest.
+    """The end of a step. One worker of the last stage sends the tokens, and its other workers send only the digest.
 
     Attributes:
         number: Number of the call.

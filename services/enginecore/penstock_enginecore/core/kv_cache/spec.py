@@ -31,7 +31,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dtype_size: Bytes per number.
-        sliding_window: Number of keys that a query sees, including its own. None for full attention.
+        sliding_window: Number of keys that a query sees, including its own, or None for full attention.
         attention_chunk: A query at position p sees keys from ``p // attention_chunk * attention_chunk``, in tokens.
             None for full attention.
     """
@@ -64,7 +64,8 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table: a block id means the same tokens in each of them.
 
     Attributes:
-        max_blocks: Maximum number of blocks that one request holds here at once. None: as many as its tokens fill.
+        max_blocks: Maximum number of blocks that one request holds here at once, or None for as many as its tokens
+            fill.
     """
 
     layer_names: tuple[str, ...]

@@ -115,9 +115,8 @@ class DefaultScheduler(Scheduler):
                 break
             try:
                 count = num_tokens_due(request)
-                if (
-                    count == 0 or request.status is not RequestStatus.RUNNING
-                ):  # The request's next token is pending, or the request was preempted.
+                # Skip requests whose next token is pending, and requests that were preempted in this loop.
+                if count == 0 or request.status is not RequestStatus.RUNNING:
                     continue
                 if count > 1:
                     count = budget.tokens_for(count, output)
@@ -128,7 +127,7 @@ class DefaultScheduler(Scheduler):
                 if count == 0:
                     continue
                 block_ids = self._preemption.make_room(request, count, output)
-                if block_ids is None:  # The request was preempted, or it ended.
+                if block_ids is None:  # It was preempted, has ended, or waits for copies.
                     continue
                 if drafting is not None and count == 1:
                     drafting.add(request, block_ids, output)
