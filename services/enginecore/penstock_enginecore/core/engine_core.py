@@ -278,9 +278,8 @@ class EngineCore:
             max_model_len=self.max_model_len,
             kv_params=read_params(request.context.kv.params, self.connector),
         )
-        if (
-            prepared.lora is None or prepared.lora.digest
-        ):  # Otherwise the prompt is hashed once the adapter has been read.
+        # With an unknown digest, the prompt is hashed once the adapter has been read.
+        if prepared.lora is None or prepared.lora.digest:
             self.scheduler.kv_cache.hash_prompt(prepared)
         return prepared
 

@@ -204,9 +204,8 @@ class CoordinatorClient:
         told_loras: LoraHeld | None = None
         sent_at = -math.inf
         told_draining: float | None = None
-        with contextlib.suppress(
-            asyncio.InvalidStateError
-        ):  # The stream ended before a write; the reader has the reason.
+        # A write raises InvalidStateError if the stream has ended. The reader has the reason.
+        with contextlib.suppress(asyncio.InvalidStateError):
             while not reader.done() and not self._reconnector.closing:
                 self._wake.clear()
                 if self._drained_at is not None and self._drained_at != told_draining:

@@ -254,9 +254,8 @@ class DefaultScheduler(Scheduler):
                 return
             yield request
             if self._kv_loads is not None and request.hold and not request.finished:
-                self._kv_loads.give_up(
-                    request
-                )  # Another resource blocks the request, and other requests may need its blocks.
+                # Another resource blocks the request, and other requests may need its blocks.
+                self._kv_loads.give_up(request)
         while self._has_room(output) and (head := self._waiting.head()) is not None:
             yield head
 
