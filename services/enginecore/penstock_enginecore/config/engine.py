@@ -220,9 +220,9 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Literal["both", "prefill", "decode"],
         Meta(
             description=(
-                "Requests for which frontends prefer this engine. prefill: it computes prompts, and hands requests "
-                "over after the first token. decode: it takes over such requests. both: it does both. If no other "
-                "engine is available, an engine serves any request."
+                "Role of the engine in disaggregated serving. prefill: compute prompts, and hand requests over "
+                "after the first token. decode: take over requests from prefill engines. both: do both. If no "
+                "other engine is available, an engine serves any request regardless of its role."
             )
         ),
     ] = "both"
@@ -273,9 +273,9 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ge=1,
             le=86_400,
             description=(
-                "Seconds with work but without a finished step after which the engine is not alive. Its health "
-                "checks then fail, the coordinator and the frontends are notified, and its requests resume on other "
-                "engines."
+                "Seconds without a finished step, while there is work, after which the engine no longer counts "
+                "as alive. Its health checks then fail, the coordinator and the frontends are notified, and its "
+                "requests resume on other engines."
             ),
         ),
     ] = 120.0

@@ -90,7 +90,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             min_length=1,
             description=(
                 "Name of the executor. uniproc computes in a thread of the engine's process, multiproc in one "
-                "process per worker. auto: multiproc with several workers, otherwise uniproc. Plugins can add names."
+                "process per worker. auto: multiproc with several workers, otherwise uniproc. Plugins can "
+                "register more names."
             ),
         ),
     ] = "auto"
@@ -275,7 +276,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = True
     linear: Annotated[
-        bool, Meta(description="Compute linear layers and experts of other models with packed weights.")
+        bool,
+        Meta(
+            description=(
+                "Compute linear layers and experts with packed weights, in models that kernels.decoder does not cover."
+            )
+        ),
     ] = True
     attention: Annotated[
         bool,
@@ -332,8 +338,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description=(
                 "Make the results of a request bit-identical regardless of the other requests in its batch. "
-                "Supported only for models with a fused decoder, on GPUs or with the CPU kernels; others are "
-                "refused. This is slower on GPUs, and costs nothing on CPUs."
+                "Supported only for models with a fused decoder, on GPUs or with the CPU kernels; other models "
+                "are refused. On GPUs this is slower. The CPU kernels are always batch-invariant."
             )
         ),
     ] = False

@@ -157,8 +157,9 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         tuple[str, ...],
         Meta(
             description=(
-                "Addresses from which this engine may pull blocks: hosts, host:port, or networks such as 10.0.0.0/8. "
-                "Empty: any engine that a frontend names, which it knows from the coordinator."
+                "Addresses from which this engine may pull blocks: hosts, host:port, or networks such as "
+                "10.0.0.0/8. Empty: any address that a frontend names. Frontends get the addresses of engines "
+                "from the coordinator."
             )
         ),
     ] = ()
