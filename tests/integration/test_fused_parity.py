@@ -166,6 +166,6 @@ def test_a_family_that_is_not_known_is_served_by_its_modules_and_the_log_says_wh
     expected = expected_tokens("olmo2", tmp_path)
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path)
-    assert "; fused decoder not used: model.layers.0 norms all heads as one" in caplog.text
+    assert "; fused decoder not used: model.layers.0 applies one norm to all heads" in caplog.text
     assert greedy(engine)[0] == expected
     engine.shutdown()

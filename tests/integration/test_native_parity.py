@@ -163,9 +163,9 @@ def test_an_attention_bias_is_added(tmp_path: Path) -> None:
     [
         ({"mlp_bias": True}, CACHE, "its gate has a bias"),
         ({"hidden_act": "gelu"}, CACHE, "the activation of model.layers.0.mlp is gelu"),
-        ({"head_dim": 10}, CACHE, "a head size of 10 is no multiple of"),
-        ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is no multiple of"),
-        ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is no multiple of 16"),
+        ({"head_dim": 10}, CACHE, "a head size of 10 is not a multiple of"),
+        ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is not a multiple of"),
+        ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is not a multiple of 16"),
     ],
 )
 def test_what_the_decoder_does_not_compute_runs_module_by_module_and_the_log_says_why(

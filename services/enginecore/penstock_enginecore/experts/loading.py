@@ -260,7 +260,7 @@ class SharedModel:
     def share(self) -> ExpertShare:
         """Share of the loaded model. Raises RuntimeError before a model was loaded."""
         if self._share is None:
-            raise RuntimeError("no model was loaded with this")
+            raise RuntimeError("no model has been loaded yet")
         return self._share
 
     def __call__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ExpertShare:

@@ -245,7 +245,7 @@ class ForwardPass(Protocol):
         """Return the first layer's input for int64 ``[tokens]``: a new tensor ``[tokens, hidden size]`` on the device."""
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Return hidden states from the next run on, for the given layers.
+        """Make ``run`` return the hidden states of these layers from the next run on.
 
         Layers are numbered as in transformers: ``i`` is the input of layer i, and the number of layers is the output of
         the last norm.

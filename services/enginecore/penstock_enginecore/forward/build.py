@@ -1,4 +1,4 @@
-"""Builds the forward pass of a loaded model: the fastest candidate whose results match the model's own modules."""
+"""Construction of a model's forward pass: the fastest candidate whose results match the model's own modules."""
 
 import logging
 from collections.abc import Callable

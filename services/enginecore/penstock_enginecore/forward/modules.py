@@ -234,7 +234,7 @@ class ModulesForward:
         return cast("torch.Tensor", embedded[0])
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Return hidden states from the next run on, as the model itself outputs them."""
+        """Make ``run`` return the hidden states of these layers, as the model itself outputs them."""
         self._kept_layers = tuple(layers)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:

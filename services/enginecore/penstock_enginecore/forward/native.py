@@ -239,13 +239,13 @@ class NativeForward(KernelDecoder):
         return self._embedding.of(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Return hidden states from the next run on, in float32."""
+        """Make ``run`` return the hidden states of these layers, in float32."""
         self._kept_layers = np.array(layers, dtype=np.int64)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Compute layers and head. The states are the outputs of the layers.
 
-        If they are not kept, the last layer computes only the tokens whose logits are needed, after their keys and
+        If states are not kept, the last layer computes only the tokens whose logits are needed, after their keys and
         values.
         """
         x, embedding = self._entering(batch)

@@ -34,20 +34,20 @@ _MAX_LAYERS = 800
 def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:
     """Return why the decoder cannot compute the layers of ``plan``, or None if it can."""
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
-        return f"cache.block_size {odd[0]} is no multiple of {TILE}"
+        return f"cache.block_size {odd[0]} is not a multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
         return f"it has more than {_MAX_LAYERS} layers"
     attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
     if len(attentions) < len(plan.layers):
-        return "its layers attend over a latent"
+        return "its layers use latent attention (MLA)"
     if (head_size := attentions[0].head_size) % library.lanes:
-        return f"a head size of {head_size} is no multiple of {library.lanes}"
+        return f"a head size of {head_size} is not a multiple of {library.lanes}"
     if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
-        return "its layers have heads of several shapes"
+        return "its layers have heads of different shapes"
     if len({norm.eps for norm in plan.norms}) > 1:
-        return "its norms add several epsilons"
+        return "its norms have different epsilons"
     if {plan.input_scale, plan.logits_divisor, *(layer.residual_scale for layer in plan.layers)} != {1.0}:
-        return "it multiplies inputs, what its layers add, or logits"
+        return "it scales inputs, residual additions or logits"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
 
 
@@ -56,15 +56,15 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
     if part is None:
         return None
     if part.shared_memory is None:
-        return "workers do not exchange in shared memory"
+        return "workers do not exchange data in shared memory"
     if any(getattr(model.module.config, name, False) for name in ("attention_bias", "mlp_bias")):
         return "its layers have a bias"
     if part.vocabulary is None and plan.head is not None and plan.head.out_features != model.vocab_size:
-        return "its head is in parts"
+        return "its head is split between workers"
     if not all(isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
-        return "workers have parts of its experts"
+        return "its experts are split between workers"
     if _attention(plan.layers[0]).norms_all_heads:
-        return "workers have parts of what one norm takes"
+        return "the input of one of its norms is split between workers"
     return None
 
 
@@ -88,13 +88,13 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
     if mlp.activation not in _ACTIVATIONS:
         return f"the activation of {layer.name}.mlp is {mlp.activation}"
     if (width := mlp.down.in_features) % library.lanes:
-        return f"intermediate_size {width} is no multiple of {library.lanes}"
+        return f"intermediate_size {width} is not a multiple of {library.lanes}"
     return "its gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
 
 
 def _attention(layer: LayerPlan) -> AttentionPlan:
     if not isinstance(layer.attention, AttentionPlan):
-        raise TypeError(f"{layer.name} attends over a latent")
+        raise TypeError(f"{layer.name} uses latent attention (MLA)")
     return layer.attention
 
 

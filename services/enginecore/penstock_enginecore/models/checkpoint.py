@@ -102,12 +102,12 @@ def check_weights(
     """Raise ModelLoadError for weights that are missing, have another shape, or are left over.
 
     Args:
-        info: What transformers tells of a load: ``missing_keys``, ``mismatched_keys`` and ``unexpected_keys``, the last one
-            without the names that the model's class declares as unused.
-        model: The model that was loaded.
-        config: Names the checkpoint, and the tensors that may be left over.
-        optional: Beginnings of the names of weights that may be missing.
-        pools: Whether the model is used without its head, or with another one than the checkpoint's.
+        info: Loading report of transformers: ``missing_keys``, ``mismatched_keys`` and ``unexpected_keys``. The latter excludes
+            names that the model's class declares as unused.
+        model: The loaded model.
+        config: The path of the checkpoint, and the tensors that may be left over.
+        optional: Prefixes of the names of weights that may be missing.
+        pools: Whether the model is used without its head, or with a head that is not the checkpoint's.
     """
     where = f"model.path {config.path!r}"
     if missing := [key for key in _names(info["missing_keys"]) if not key.startswith(optional)]:

@@ -1,4 +1,4 @@
-"""Reads a plan of a model's layers from transformers' loaded modules. All decoders compute by this plan.
+"""Plan of a model's layers, read from transformers' loaded modules. All decoders compute by this plan.
 
 The reader inspects the parts and parameters of modules. ``families.py`` has the properties that modules do not show.
 Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader rejects unknown parts
@@ -344,7 +344,7 @@ class _Reader:
         """Return the plan of a model whose layers made these ``calls``."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
-            raise UnsuitableError("its layers are not called one after the other")
+            raise UnsuitableError("its layers are not called in order")
         self.expect(base.rotary_emb, "RotaryEmbedding", ())
         kinds = [_rotary_variant(base.rotary_emb, layer.self_attn) for layer in layers]
         variants = sorted(set(kinds))
@@ -394,10 +394,10 @@ class _Reader:
             raise UnsuitableError("its queries, keys and values are clipped")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
         if call.value.shape[1:] != (num_kv_heads, head_size):
-            raise UnsuitableError(f"in {name}, values are not of the size of keys")
+            raise UnsuitableError(f"in {name}, values differ in size from keys")
         qkv = tuple(self._linear(getattr(attention, projection)) for projection in projections)
         if sum(linear.out_features for linear in qkv) != head_size * (num_heads + 2 * num_kv_heads):
-            raise UnsuitableError(f"the projections of {name} are not those of its heads")
+            raise UnsuitableError(f"the projections of {name} do not match its heads")
         query_norm, key_norm = (self._norm(getattr(attention, norm, None)) for norm in ("q_norm", "k_norm"))
         return AttentionPlan(
             qkv=qkv,
@@ -416,7 +416,7 @@ class _Reader:
         parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
         name, params = self._expect_attention(attention, parts, ()), call.params
         if (params.sliding_window, params.attention_chunk, params.softcap, params.sinks) != (None,) * 4:
-            raise UnsuitableError(f"{name} attends over its latent with a window, a soft cap or sinks")
+            raise UnsuitableError(f"{name} uses latent attention with a window, a soft cap or sinks")
         (_, num_heads, size), size_v = call.query.shape, call.value.shape[2]
         return LatentPlan(
             down=(
@@ -507,7 +507,7 @@ class _Reader:
         if not self._family.deepseek_v2:
             return GroupedRouting(lambda: gate.e_score_correction_bias, int(groups), int(kept), scale)
         if gate.topk_method not in ("greedy", "group_limited_greedy"):
-            raise UnsuitableError(f"{self._names[gate]} chooses experts by {gate.topk_method!r}")
+            raise UnsuitableError(f"{self._names[gate]} routes tokens by {gate.topk_method!r}")
         if gate.topk_method == "greedy":
             groups = kept = 1
         return GroupedRouting(None, int(groups), int(kept), scale)
@@ -559,10 +559,10 @@ class _Reader:
             raise UnsuitableError(f"{name} is a {found.__module__}.{found.__name__}, not a {kind} of transformers")
         children = {child for child, _ in module.named_children()}
         if odd := children.symmetric_difference(parts):
-            raise UnsuitableError(f"{name} has other parts than are known: {', '.join(sorted(odd))}")
+            raise UnsuitableError(f"{name} has unknown or missing parts: {', '.join(sorted(odd))}")
         own = {parameter for parameter, _ in module.named_parameters(recurse=False)}
         if odd := own.difference(parameters):
-            raise UnsuitableError(f"{name} has parameters that are not known: {', '.join(sorted(odd))}")
+            raise UnsuitableError(f"{name} has unknown parameters: {', '.join(sorted(odd))}")
 
     def _named(self, module: torch.nn.Module) -> str:
         return self._names.get(module, "the model")

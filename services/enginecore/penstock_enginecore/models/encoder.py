@@ -141,9 +141,9 @@ def _unsupported_call(call: AttentionCall) -> str | None:
     if call.extra.get("is_causal", getattr(call.module, "is_causal", True)):
         return "attention is causal"
     if call.params.softcap is not None or call.params.sinks is not None:
-        return "attention has a soft cap or sinks, which are not honoured"
+        return "attention has a soft cap or sinks, which are not supported"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
-    return f"attention takes the argument '{unknown[0]}', which is not honoured" if unknown else None
+    return f"attention takes the argument '{unknown[0]}', which is not supported" if unknown else None
 
 
 # Bidirectional attention of a step's prompts, separately for each prompt.

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint for serving, with transformers' own modeling code and this project's attention
+"""Loading of Hugging Face checkpoints for serving, with transformers' own modeling code and this project's attention
 function.
 """
 

@@ -1,4 +1,4 @@
-"""Moves a model to its device, and reports models that do not fit."""
+"""Placement of a model on its device, with an error for models that do not fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

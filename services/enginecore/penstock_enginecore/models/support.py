@@ -71,7 +71,7 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
     if not getattr(model_class, "_supports_attention_backend", False):
         return "it does not dispatch its attention through transformers' attention interface"
     if config.get_text_config() is not config:
-        return "it is a multimodal or composite model, which is not served so"
+        return "it is a multimodal or composite model, which is not supported here"
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         return f"it has layers of type {', '.join(other)}"
     if getattr(config, "num_kv_shared_layers", 0):
@@ -150,7 +150,7 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, ch
         return f"the attention chunk is {chunk} by the configuration but {call.params.attention_chunk} in the attention call"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
     if unknown:
-        return f"attention takes the argument '{unknown[0]}', which is not honoured"
+        return f"attention takes the argument '{unknown[0]}', which is not supported"
     return None
 
 
@@ -171,7 +171,7 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
         if any(_most_differ(one, other.flip(0)) for one, other in pairs):
             name = next(name for name, module in model.named_modules() if module is call.module)
             raise ModelLoadError(
-                f"{type(model).__name__} is not supported: in layer '{name}', what a token brings to attention depends "
+                f"{type(model).__name__} is not supported: in layer '{name}', the query, key or value of a token depends "
                 "on its place in the batch"
             )
 

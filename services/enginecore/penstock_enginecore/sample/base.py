@@ -218,8 +218,8 @@ class PlainDraws:
 class LaunchedTokens:
     """Tokens that a device is sampling.
 
-    ``results`` is int32 ``[2, at least num_rows]`` on the device. Row 0 has the token of each row, and the number of its
-    logits that are NaN or infinity, or 1 if all are minus infinity.
+    ``results`` is int32 ``[2, at least num_rows]`` on the device. Row 0 has the tokens. Row 1 has, for each token's
+    row, the number of logits that are NaN or infinity, or 1 if all logits are minus infinity.
     """
 
     results: torch.Tensor
@@ -237,8 +237,8 @@ class SampledTokens:
 
     Attributes:
         token_ids: int64 ``[rows]``.
-        num_nans: int64 ``[rows]``, number of a row's logits that are NaN or infinity, or None if no row has any. All logits count
-            in rows without rules that are minus infinity throughout. Logits that cannot be chosen do not count.
+        num_nans: int64 ``[rows]``, number of a row's logits that are NaN or infinity, or None if no row has any. In rows without
+            rules whose logits are all minus infinity, all logits count. Logits that cannot be chosen do not count.
     """
 
     token_ids: npt.NDArray[np.int64]

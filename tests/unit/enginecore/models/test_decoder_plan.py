@@ -138,13 +138,13 @@ def call_in_another_order(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (add_a_part, r"model\.layers\.1\.self_attn has other parts than are known: sub_norm"),
-        (take_a_part, r"model\.layers\.1\.mlp has other parts than are known: act_fn"),
-        (add_a_parameter, r"model\.layers\.0\.self_attn has parameters that are not known: sinks"),
+        (add_a_part, r"model\.layers\.1\.self_attn has unknown or missing parts: sub_norm"),
+        (take_a_part, r"model\.layers\.1\.mlp has unknown or missing parts: act_fn"),
+        (add_a_parameter, r"model\.layers\.0\.self_attn has unknown parameters: sinks"),
         (replace_a_linear, r"model\.layers\.0\.mlp\.up_proj is a .*\.Quantized, not a Linear of torch\.nn"),
         (replace_a_norm, r"model\.norm is a torch\.nn\..*\.RMSNorm, not a RMSNorm of transformers"),
         (scale_by_position, r"model\.layers\.1\.self_attn scales queries by position"),
-        (call_in_another_order, "its layers are not called one after the other"),
+        (call_in_another_order, "its layers are not called in order"),
     ],
 )
 def test_what_is_not_known_of_a_module_is_refused_by_its_name(change: Any, reason: str, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_layers_that_bypass_the_attention_interface_are_noticed() -> None:
     [
         ({"mask": torch.zeros(1)}, "builds an attention mask of its own"),
         ({"is_causal": False}, "attention is not causal"),
-        ({"position_bias": torch.zeros(1)}, "the argument 'position_bias', which is not honoured"),
+        ({"position_bias": torch.zeros(1)}, "the argument 'position_bias', which is not supported"),
     ],
 )
 def test_calls_that_ask_for_something_else_are_refused_with_the_layer(call: dict[str, Any], reason: str) -> None:

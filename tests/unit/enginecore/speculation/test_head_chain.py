@@ -224,7 +224,7 @@ def test_requests_with_filters_are_drafted_for_by_the_loop(model: LoadedModel) -
     ("changes", "reason"),
     [
         ({"hidden_act": "relu"}, "decoder not used: the activation of model.layers.0.mlp is ReLU"),
-        ({"head_dim": 12}, "decoder not used: a head size of 12 is no multiple of"),
+        ({"head_dim": 12}, "decoder not used: a head size of 12 is not a multiple of"),
     ],
 )
 def test_heads_that_the_kernels_do_not_know_run_by_their_modules(

@@ -107,15 +107,15 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     """Return the plan of a loaded model. Raises UnsuitableError for unsupported models; ``Layers`` checks more."""
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
-        raise UnsuitableError("it has positions in sections, or layers without positions")
+        raise UnsuitableError("its rotary positions have sections, or some layers have no positions")
     for layer in plan.layers:
         attention = layer.attention
         if not isinstance(attention, AttentionPlan):
             continue
         if attention.norms_all_heads:
-            raise UnsuitableError(f"{layer.name} norms all heads as one")
+            raise UnsuitableError(f"{layer.name} applies one norm to all heads")
         if plan.rotary_size != attention.head_size:
-            raise UnsuitableError(f"{layer.name} turns a part of a head")
+            raise UnsuitableError(f"{layer.name} rotates only a part of a head")
     return plan
 
 
@@ -145,7 +145,7 @@ class FusedForward:
         head = self._plan.own_head
         self.specs = latent_specs(self._plan, probed.specs)
         if self.specs != probed.specs and probed.cache_dtype == FLOAT8:
-            raise UnsuitableError("its latent cache is not kept in fp8")
+            raise UnsuitableError("its latent attention does not support an fp8 cache")
         self.memory = KVArena(self.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._kernels = kernels
@@ -216,7 +216,7 @@ class FusedForward:
         return out
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Return hidden states from the next run on, in the model's dtype."""
+        """Make ``run`` return the hidden states of these layers, in the model's dtype."""
         self._forget_graphs()
         width, dtype = self._layers.widths.hidden, self._probed.model.dtype
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None

@@ -50,7 +50,9 @@ def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str,
     for table in made:
         half = table.shape[-1] // 2 if twice else table.shape[-1]
         if table.dtype != torch.float32 or (twice and not torch.equal(table[..., :half], table[..., half:])):
-            raise UnsuitableError(f"{type(module).__name__} does not turn halves")
+            raise UnsuitableError(
+                f"{type(module).__name__} does not rotate the two halves of a head by the same angles"
+            )
         tables.append(table[0, :, :half].contiguous())
     cosines, sines = tables
     return RotaryTable(cosines, sines)
@@ -411,7 +413,7 @@ class Layers:
         }
         gated = {layer.mlp.down.in_features for layer in self._layers if isinstance(layer.mlp, GatedMLP)}
         if len(found) > 1 or len(gated) > 1:
-            raise UnsuitableError("its layers are of different sizes")
+            raise UnsuitableError("its layers have different sizes")
         [(hidden, qkv, attended)] = found
         intermediate = gated.pop() if gated else 0
         return Widths(hidden, qkv, attended, intermediate, self._plan.own_head.out_features)

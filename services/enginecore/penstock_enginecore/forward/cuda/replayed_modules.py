@@ -116,7 +116,7 @@ class ReplayedModules:
         return self._modules.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Return hidden states from the next run on, as the model itself outputs them."""
+        """Make ``run`` return the hidden states of these layers, as the model itself outputs them."""
         self._graphs.clear()
         self._modules.keep_hidden(layers)
         width, dtype = self._module.config.hidden_size, self._dtype

@@ -258,7 +258,7 @@ def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
         torch.nn.Linear(*size, bias=False) for size in [(48, 32)] * 2 + [(32, 48)]
     )
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
-    assert proven.unsuitable == {"fused decoder": "its layers are of different sizes"}
+    assert proven.unsuitable == {"fused decoder": "its layers have different sizes"}
 
 
 def batch(tokens: int, forward: ForwardPass) -> ForwardBatch:

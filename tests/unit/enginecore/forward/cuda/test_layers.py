@@ -61,7 +61,7 @@ def test_another_choice_of_experts_is_refused_by_its_name(tmp_path: Path) -> Non
     save_varied_model("deepseek_v2", tmp_path, topk_method="greedy")
     probed = load_probed(tmp_path)
     probed.model.module.model.layers[1].mlp.gate.topk_method = "by lot"
-    with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.mlp\.gate chooses experts by 'by lot'"):
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.mlp\.gate routes tokens by 'by lot'"):
         FusedForward(probed, TorchKernels())
 
 
@@ -122,7 +122,7 @@ def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
 def test_an_fp8_cache_is_left_to_the_modules(tmp_path: Path) -> None:
     save_varied_model("deepseek_v3", tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
-    with pytest.raises(UnsuitableError, match="its latent cache is not kept in fp8"):
+    with pytest.raises(UnsuitableError, match="its latent attention does not support an fp8 cache"):
         FusedForward(probe_model(model, CPU, 16, FLOAT8), TorchKernels())
 
 
@@ -147,5 +147,5 @@ def test_attention_that_does_more_is_refused_by_its_name(tmp_path: Path) -> None
         fused_plan(probed)
     delattr(attention, rope._ATTRIBUTE)
     attention.indexer = torch.nn.Identity()
-    with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn has other parts than are known: indexer"):
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.1\.self_attn has unknown or missing parts: indexer"):
         fused_plan(probed)

@@ -146,7 +146,7 @@ def weighted_sum(
 
 def _check_strides(*tensors: torch.Tensor) -> None:
     if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("products take contiguous tensors")
+        raise ValueError("tensors of products must be contiguous")
 
 
 def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict[str, object]:

@@ -65,7 +65,7 @@ def latent_prologue(
     half, latent = rotary.cosines.shape[1], norms[1].weight.shape[0]
     first = width - size
     if size != latent + 2 * half or first < 0 or (low is not None and low.shape != (tokens, first)):
-        shapes = f"a cache of {list(cache.shape)}, a latent of {latent}, {2 * half} that turn"
+        shapes = f"a cache of {list(cache.shape)}, a latent of {latent}, {2 * half} rotated elements"
         raise ValueError(f"a product of {list(product.shape)} for {shapes}")
     if (low is None) != (norms[0] is None) or positions.shape != (tokens,) or slots.shape != (tokens,):
         raise ValueError(
@@ -103,7 +103,7 @@ def turn_queries(
     (tokens, heads, size), half = product.shape, rotary.cosines.shape[1]
     if query.shape[:2] != (tokens, heads) or min(size, query.shape[2]) < 2 * half:
         raise ValueError(
-            f"a product of {list(product.shape)} for queries {list(query.shape)}, {2 * half} of which turn"
+            f"a product of {list(product.shape)} for queries {list(query.shape)}, {2 * half} of which are rotated"
         )
     if positions.shape != (tokens,) or slots.shape != (tokens,):
         raise ValueError(f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens")

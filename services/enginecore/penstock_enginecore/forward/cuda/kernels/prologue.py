@@ -92,7 +92,7 @@ def _check_shapes(
     if positions.shape != (tokens,) or slots.shape != (tokens,):
         raise ValueError(f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens")
     if 2 * half > size:
-        raise ValueError(f"{2 * half} numbers turn of heads that have {size}")
+        raise ValueError(f"{2 * half} rotated elements do not fit heads of size {size}")
 
 
 def _check_strides(whole: tuple[torch.Tensor, ...], caches: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -100,7 +100,7 @@ def quantized_grouped_product(
             f"{list(ends.shape)} ends, or biases of another shape, for {experts} experts of {out_features}"
         )
     if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors)):
-        raise ValueError("products take contiguous tensors")
+        raise ValueError("tensors of products must be contiguous")
     blocks = triton.cdiv(in_features, weight.width)
     for part in weight.tensors[1:]:
         if part.shape != (experts, blocks, out_features):

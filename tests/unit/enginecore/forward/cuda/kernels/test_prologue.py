@@ -142,6 +142,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
         case.run(keys, values, query[:, :1])
     with pytest.raises(ValueError, match="each block must be contiguous"):
         case.run(keys.transpose(1, 2).contiguous().transpose(1, 2), values, query)
-    with pytest.raises(ValueError, match="16 numbers turn of heads that have 8"):
+    with pytest.raises(ValueError, match="16 rotated elements do not fit heads of size 8"):
         case.rotary = RotaryTable(torch.ones(4, 8), torch.ones(4, 8))
         case.run(keys, values, query)
