@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from penstock_enginecore.experts import dispatch as all_to_all  # noqa: F401 - they register
-from penstock_enginecore.experts import dispatch as gathering  # noqa: F401 - they register
+from penstock_enginecore.experts import dispatch as all_to_all  # noqa: F401 - registers dispatches
+from penstock_enginecore.experts import dispatch as gathering  # noqa: F401 - registers dispatches
 from penstock_enginecore.experts.dispatch import Dispatch, Ranks, Routed, make_dispatch
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.parallel.group_collectives import GroupCollectives

@@ -23,7 +23,7 @@ _ELSEWHERE = "another worker cannot use it"
 
 
 class SpentError(Exception):
-    """Reports that a candidate was rejected after the model's weights were freed.
+    """Error raised if a candidate is rejected after the model's weights were freed.
 
     The model must be loaded again, without the candidate ``name``. The message gives the reason.
     """

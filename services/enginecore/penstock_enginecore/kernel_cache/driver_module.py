@@ -36,7 +36,7 @@ def _stand_in(folder: Path) -> None:
     empty = folder / "empty.c"
     empty.touch()
     compiler = os.environ.get("CC", "cc")
-    made = subprocess.run(  # noqa: S603 - the compiler that Triton takes
+    made = subprocess.run(  # noqa: S603 - the compiler that Triton uses
         [compiler, "-shared", f"-Wl,-soname,{_LIBRARY}", "-o", str(folder / _LIBRARY), str(empty)],
         capture_output=True,
         text=True,

@@ -49,7 +49,7 @@ class _Driver:
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - there are none
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - there are no streams
         return 0
 
 

@@ -125,7 +125,7 @@ class NarrowWeight(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch names it after a function without a class
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
         cls,
         func: Any,
         types: Iterable[type],

@@ -4,8 +4,8 @@ from penstock_common.errors import PenstockError
 
 
 class ModelLoadError(PenstockError):
-    """Reports a checkpoint that cannot be loaded or whose architecture is not supported. The message tells what to do."""
+    """Error raised if a checkpoint cannot be loaded or its architecture is not supported. The message gives the fix."""
 
 
 class UnsuitableError(Exception):
-    """Reports that an implementation does not support a model. The message gives the reason."""
+    """Error raised if an implementation does not support a model. The message gives the reason."""

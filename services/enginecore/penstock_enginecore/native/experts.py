@@ -172,7 +172,7 @@ class PackedExperts(torch.nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is packed."""
+        """Bytes of the packed weights."""
         return sum(weight.num_bytes for weight in (*self._up, *self._down))
 
     def slot_memory(self, expert: int) -> list[torch.Tensor]:

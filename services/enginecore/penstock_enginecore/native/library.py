@@ -60,7 +60,7 @@ _DIRECTORY = Path(__file__).parent
 
 
 class KernelsError(ConfigError):
-    """Reports that the kernels are not available. The message gives the reason."""
+    """Error raised if the kernels are not available. The message gives the reason."""
 
 
 class _Context:

@@ -56,7 +56,7 @@ class Int4Weight:
         numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. Of each ``2 * half`` columns, the first half is
             in the lower bits.
         zeros: uint8 ``[blocks, out_features]``, for each row and block of ``width`` columns.
-        scales: ``[blocks, out_features]``, likewise.
+        scales: ``[blocks, out_features]``, for each row and block of ``width`` columns.
         width: Columns of a block.
         half: Distance of the two columns in a byte.
     """

@@ -311,7 +311,7 @@ class Experts:
         self,
         x: torch.Tensor,
         inputs: StepInputs,
-        activations: Activations,  # noqa: ARG002 - rows are as many as experts that tokens take
+        activations: Activations,  # noqa: ARG002 - experts need buffers of other sizes
         kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:

@@ -108,7 +108,7 @@ MASKS: tuple[TensorDtype, ...] = (*INTEGERS, "bool", "uint8", "int8")
 
 
 class ItemError(Exception):
-    """Reports that an item cannot be encoded. The message is shown to the client."""
+    """Error raised if an item cannot be encoded. The message is shown to the client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class SlicedRun:
         self._greenlet.throw(GreenletExit)
 
 
-class _BlockGreenlet(greenlet):  # type: ignore[misc]  # it has no types
+class _BlockGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no type hints
     """Greenlet that returns to its parent after ``allowed`` blocks."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:

@@ -153,7 +153,7 @@ def _prologue(
         rest_columns = 2 * HALF + tl.arange(0, REST_BLOCK)
         in_rest = there & (rest_columns < SIZE)[None, :]
         rest = _load(qkv, bias, first + heads, rest_columns, in_rest, token, width, SIZE, BIAS)
-    if NORMS:  # noqa: SIM102 - this is known to the compiler, whether a program works on values is not
+    if NORMS:  # noqa: SIM102 - NORMS is a compile-time constant, is_value is not
         if not is_value:
             squares = tl.sum(one * one, axis=1) + tl.sum(other * other, axis=1)
             if REST_BLOCK > 0:

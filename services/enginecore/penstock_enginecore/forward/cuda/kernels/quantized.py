@@ -1,7 +1,7 @@
 """Products with quantized weights of linear layers and experts: 8-bit floats, 4-bit integers and MXFP4.
 
 Weights are converted to the dtype of the activations, which represents each of them exactly, and sums are multiplied by
-the scales. Therefore only the weights are read in few bits, which determine the time of steps with few rows.
+the scales. Only the weights are stored in few bits: in steps with few rows, reading them takes most of the time.
 """
 
 from typing import Any

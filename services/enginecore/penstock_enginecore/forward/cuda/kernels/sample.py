@@ -247,7 +247,7 @@ def _draw(
     logits, peaks, temperatures, limits, sums, seeds, output_indices, token_ids, vocab, blocks,
     FILTERED: tl.constexpr, BLOCKS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution in order of tokens, as in ``sample/sampler.py``: find the block, then the
+    """Invert the cumulative distribution in order of tokens, as in ``sample/filters.py``: find the block, then the
     token in it.
     """
     row = tl.program_id(0).to(tl.int64)
