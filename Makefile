@@ -203,6 +203,30 @@ release: setup ## Check, build, commit and tag release VERSION after GATES have 
 	@test -n "$(VERSION)" || { echo "usage: make release VERSION=0.2.0" >&2; exit 1; }
 	@$(BIN)/python -m charts.release $(VERSION) --gates '$(GATES)'
 
+.PHONY: release-files
+release-files: setup ## Build the wheels, the chart package and the contracts of the version into build/publish
+	@$(BIN)/python -m charts.release.artifacts build/publish
+
+# helm may be the one of the environment.
+PUBLISH = PATH="$(CURDIR)/$(BIN):$$PATH" $(PYTHON) -m charts.release.publish --registry '$(REGISTRY)' --builder '$(IMAGE_BUILDER)' --device '$(DEVICE)'
+
+.PHONY: publish-files
+publish-files: ## Attach build/publish to a release on GitHub, from the tagged commit
+	@$(PUBLISH) files
+
+.PHONY: publish-images
+publish-images: ## Build the images of the version and push them to REGISTRY, from the tagged commit
+	@$(PUBLISH) images
+
+.PHONY: publish-chart
+publish-chart: setup ## Package the chart and push it to REGISTRY, from the tagged commit
+	@$(PUBLISH) chart
+
+.PHONY: publish-dry-run
+publish-dry-run: docs release-files ## Build everything that a release publishes but the images, and print the uploads
+	@echo "would publish: build/docs, $$(find build/docs -type f | wc -l) files"
+	@$(PUBLISH) --dry-run files images chart
+
 .PHONY: docs
 docs: setup ## Build the docs site into build/docs; warnings and broken links are errors
 	@$(BIN)/python -m docs.site

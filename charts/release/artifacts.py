@@ -1,4 +1,7 @@
-"""Builds the files of a release: wheels, the package of the chart, the contracts, and their checksums."""
+"""Builds the files of a release: wheels, the package of the chart, the contracts, and their checksums.
+
+``python -m charts.release.artifacts FOLDER`` builds those of the version that the repository has.
+"""
 
 import hashlib
 import importlib.resources
@@ -9,7 +12,7 @@ import sys
 from pathlib import Path
 
 from charts import lint
-from charts.release.versions import ReleaseError
+from charts.release.versions import ReleaseError, current_version
 
 DISTRIBUTIONS = (
     "protos",
@@ -77,3 +80,19 @@ def _run(command: list[str], cwd: Path, env: dict[str, str] | None = None) -> No
         raise ReleaseError(
             f"{' '.join(command[:4])} in {cwd.name} failed: {(done.stdout + done.stderr).strip()[-2000:]}"
         )
+
+
+def main() -> int:
+    """Build the files and print their names. Return the exit code."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        files = build(root, current_version(root), Path(sys.argv[1]).resolve())
+    except ReleaseError as e:
+        sys.stderr.write(f"release files: {e}\n")
+        return 1
+    sys.stdout.writelines(f"{path}\n" for path in files)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
