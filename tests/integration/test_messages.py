@@ -148,7 +148,7 @@ async def test_a_budget_that_cannot_be_held_is_ignored_with_a_warning(api: Api) 
 
 async def test_a_budget_beside_disabled_thinking_is_refused(api: Api) -> None:
     with pytest.raises(
-        anthropic.BadRequestError, match=r"budget_tokens is 7 beside thinking\.type 'disabled'; leave it"
+        anthropic.BadRequestError, match=r"budget_tokens is 7, but thinking\.type is 'disabled'; leave it"
     ):
         await api.create(thinking={"type": "disabled", "budget_tokens": 7})
 

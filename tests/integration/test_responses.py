@@ -216,7 +216,7 @@ async def test_a_response_goes_on_with_an_earlier_one(api: OpenAIServer, engine:
     turns = ["user\nWho are you?", "assistant\nI am Ada.", "user\nAgain?"]
     assert prompt == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
     assert last.startswith(prompt + "Ada.<|im_end|>\n")
-    with pytest.raises(openai.NotFoundError, match="there is no such response") as caught:
+    with pytest.raises(openai.NotFoundError, match="no such response is stored here") as caught:
         await create(api, "x", previous_response_id=third.id)
     assert caught.value.param == "previous_response_id"
 
@@ -241,7 +241,7 @@ async def test_items_of_kept_responses_may_be_named_instead_of_sent(api: OpenAIS
     await create(api, [question, {"type": "item_reference", "id": second.output[0].id}])
     assert "Rain." in prompts(engine)[-1]
     for stranger in (named[0]["id"], "msg_x"):
-        with pytest.raises(openai.NotFoundError, match="send the item itself") as caught:
+        with pytest.raises(openai.NotFoundError, match="Send the item itself") as caught:
             await create(
                 api,
                 [question, {"type": "item_reference", "id": stranger}],

@@ -148,7 +148,7 @@ async def test_engines_of_the_configuration_are_nobodys_to_scale(engine: FakeEng
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         error = await failure(scale(frontend, 5))
         assert facts(error) == ("FAILED_PRECONDITION", "NO_COORDINATOR", "", None)
-        assert "coordinator.address is empty" in error.message
+        assert "this frontend has no coordinator" in error.message
 
 
 async def test_a_coordinator_that_is_away_is_unavailable(model: Path) -> None:

@@ -132,7 +132,7 @@ class Usage(msgspec.Struct, frozen=True):
     rejected_draft_tokens: int = 0
     """Draft tokens that the model rejected, as reported by engines."""
     reasoning_tokens: int | None = None
-    """Completion tokens that are reasoning, including its tags; None if outputs are not parsed for reasoning."""
+    """Completion tokens that are reasoning, including its tags, or None if outputs are not parsed for reasoning."""
     media_tokens: dict[Modality, int] = {}
     """Prompt tokens at media positions, by modality. Modalities without media are left out."""
 
@@ -142,7 +142,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     reason: FinishReason
     stop_reason: int | str | None
-    """The stop string or the stop token's id; None at the model's own end of sequence."""
+    """The stop string or the stop token's id, or None at the model's own end of sequence."""
     usage: Usage
     kv_source: KvSource | None = None
     """Engine that keeps the KV blocks, if that was requested."""
@@ -205,7 +205,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments; None if it takes none."""
+    """JSON schema of the arguments, or None if it takes none."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,7 +273,7 @@ class PoolingResult(msgspec.Struct, frozen=True):
     prompt_tokens: int
     """Number of tokens of all inputs."""
     held: Held | None = None
-    """Counts the bytes of the outputs while it exists; None if they are not counted."""
+    """Counts the bytes of the outputs while it exists, or None if bytes are not counted."""
     media_tokens: dict[Modality, int] = {}
     """Prompt tokens at media positions, by modality."""
 
@@ -325,7 +325,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 current_principal: ContextVar[Principal | None] = ContextVar("current_principal", default=None)
-"""Caller of the call that this task serves; None if authentication is off."""
+"""Caller of the call that this task serves, or None if authentication is off."""
 
 
 def tenant_of_caller(claimed: str) -> str:

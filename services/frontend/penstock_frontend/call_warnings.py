@@ -1,7 +1,7 @@
 """Warnings about a call that is served although a part of its request was left out or changed.
 
-``warn`` may be called anywhere while the call is served. The API returns the warnings in the header
-``penstock-warning``, in gRPC in initial metadata of that name.
+``warn`` may be called anywhere while the call is served. HTTP APIs return the warnings in the header
+``penstock-warning``, gRPC in initial metadata with the same name.
 """
 
 import enum

@@ -98,7 +98,7 @@ class EngineView(Protocol):
 
     @property
     def limits(self) -> ModelLimits | None:
-        """Limits that every connected engine supports; None while there is none."""
+        """Limits that every connected engine supports, or None without engines."""
 
     @property
     def capabilities(self) -> Sequence[str]:

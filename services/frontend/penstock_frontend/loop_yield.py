@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 SEQUENCES_PER_TURN = 32
-"""Sequences sent to engines per turn of the event loop. Each takes about 60 us."""
+"""Sequences sent to engines per turn of the event loop. One sequence takes about 60 us."""
 
 NUMBERS_PER_TURN = 32_768
 """Numbers of embeddings converted into an answer per turn of the event loop. This takes about 3 ms."""

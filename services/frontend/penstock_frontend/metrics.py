@@ -189,7 +189,7 @@ class FrontendMetrics(Instruments):
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
-        """Return the series of an engine by its id. They show as 0 from the first call on."""
+        """Return the series of an engine by its id. The series show as 0 from the first call on."""
         if (found := self._engines.get(engine)) is None:
             found = self._engines[engine] = EngineMetrics(self._of_sequences, engine)
         return found

@@ -37,8 +37,8 @@ class TenantLabels:
     """Gives the tenants with the most traffic their own label, so that the number of series is bounded.
 
     A tenant replaces a labelled one only if it has more than twice its traffic, so that tenants with similar traffic do
-    not alternate. Its later requests count under its name; earlier ones stay under ``OTHER``. The series of the
-    replaced tenant is removed. So a label always stands for one tenant, and every request counts once.
+    not alternate. Later requests of the tenant count under its name; earlier ones stay under ``OTHER``. The series of
+    the replaced tenant is removed. A label therefore always stands for one tenant, and every request counts once.
     """
 
     def __init__(self, on_ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +106,7 @@ class Refused(msgspec.Struct, frozen=True):
 class TenantRefusals:
     """Counts requests that were refused because a limit was reached (RESOURCE_EXHAUSTED), by tenant.
 
-    Each tenant is logged at most once per interval. Must be used on the event loop.
+    A tenant is logged at most once per interval. Must be used on the event loop.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:

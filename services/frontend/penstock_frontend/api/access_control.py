@@ -19,7 +19,7 @@ from penstock_frontend.call_types import current_principal
 _HEALTH = "/grpc.health."
 _VLLM = "/vllm.grpc.engine.VllmEngine/"
 OPERATORS_METHODS = frozenset(
-    # Each reaches beyond the caller's own requests. SubscribeKvEvents reveals the prompts of others.
+    # These methods reach beyond the caller's own requests. SubscribeKvEvents reveals the prompts of others.
     _VLLM + name
     for name in ("Abort", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 )

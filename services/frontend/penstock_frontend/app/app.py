@@ -34,8 +34,8 @@ class Frontend:
     """A frontend process. Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, then ``shutdown``.
 
     ``Readiness`` decides about its health status. The first ``stop`` starts a drain: the frontend keeps serving while
-    its clients move to other frontends. It ends when no more calls can arrive, or after ``drain_timeout``. A second
-    ``stop`` ends the drain at once.
+    its clients move to other frontends. The drain ends when no more calls can arrive, or after ``drain_timeout``. A
+    second ``stop`` ends the drain at once.
     """
 
     def __init__(self, config: FrontendConfig) -> None:

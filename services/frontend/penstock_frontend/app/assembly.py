@@ -64,12 +64,12 @@ class Assembly(NamedTuple, Generic[E]):
     llm: AsyncLLM
     """Serves prompts: generation and pooling."""
     chat: ChatCalls
-    """Serves conversations. Its renderer must be closed after the last request."""
+    """Serves conversations. The renderer in it must be closed after the last request."""
     settings: LiveSettings
     labels: list[str]
     """Names of the model's classes, in order."""
     media: MediaService | None
-    """Media processing; must be closed after the last request. None for a text-only model."""
+    """Media processing; must be closed after the last request, or None for a text-only model."""
     warnings: WarningLog
     """Warnings for the calls of all protocols."""
 

@@ -57,7 +57,7 @@ class OpenAICalls:
 
 
 class _Call:
-    """Both ends of an ASGI call."""
+    """The receive and send functions of one ASGI call."""
 
     def __init__(self, body: bytes) -> None:
         self.gone = asyncio.Event()

@@ -59,7 +59,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     source: LoraSource
     pinned: bool
     held: HeldAdapter | None = None
-    """Report of one of the engines that have it in memory; None if there is none."""
+    """Report of one of the engines that have it in memory, or None."""
     engine_ids: Sequence[str] = ()
     """Ids of these engines."""
 
@@ -200,7 +200,7 @@ class AdapterCalls:
             raise Unimplemented("LoRA adapters are not served: lora.enabled is false")
 
     def _check_served(self, field: str) -> None:
-        """Check that engines apply adapters. Raises Unimplemented if engines are connected and none of them does."""
+        """Check that engines apply adapters. Raises Unimplemented if engines are connected, but no engine does."""
         if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
             raise Unimplemented(
                 f"{field} names a LoRA adapter, but the connected engines do not apply adapters", field=field
@@ -378,8 +378,8 @@ _SHOWN = 8
 """Maximum number of names in a log line."""
 
 Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
-"""Identity of an adapter's files, to detect replacement: inode, size and modification time of each; None if it is
-missing.
+"""Identity of an adapter's files, to detect replacement: inode, size and modification time of each file, or None if it
+is missing.
 """
 
 

@@ -62,7 +62,7 @@ class InFlight:
         self.length += length
 
     def leave(self, length: int = 0, count: int = 1, *, served: bool = True) -> None:
-        """Remove ``count`` requests. Those that were not ``served`` do not count for the rate."""
+        """Remove ``count`` requests. Requests that were not ``served`` do not count for the rate."""
         self.count -= count
         self.length -= length
         if served:
@@ -256,9 +256,9 @@ DRAINING = "draining"
 class Readiness:
     """Readiness of a frontend for requests.
 
-    It becomes ready once an engine has accepted requests or, with ``without_engines``, once the cluster's state is
-    known. From then on it stays ready while engines come and go, because it holds requests. It is not ready while it is
-    full, and after a drain has begun.
+    A frontend becomes ready once an engine has accepted requests or, with ``without_engines``, once the cluster's state
+    is known. From then on it stays ready while engines come and go, because it holds requests. A full or draining
+    frontend is not ready.
     """
 
     def __init__(self, *, without_engines: bool) -> None:
@@ -277,9 +277,9 @@ class Readiness:
     def answers(self) -> bool:
         """True if clients that choose among known frontends may start calls here.
 
-        This stays true while the frontend is full, because a refusal has a retry delay. It stays true while the
-        frontend drains and moves its clients. A client that has no usable frontend left would not look for new ones,
-        and its calls would fail.
+        The value stays true while the frontend is full, because a refusal has a retry delay. The value also stays true
+        while the frontend drains and moves its clients. A client that has no usable frontend left would not look for
+        new ones, and its calls would fail.
         """
         return self._seen and not self._left
 

@@ -76,7 +76,7 @@ class ChatCalls:
             raise blamed_on_tools(e, request.tools, request.named_tool) from e
 
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
-        """Return a factory for the reasoning token counter of a sequence; None for a model without reasoning."""
+        """Return a factory for the reasoning token counter of a sequence, or None for a model without reasoning."""
         parser, known = self._parsers.reasoning, self._llm.inputs.reasoning
         if parser is None:
             return None

@@ -32,8 +32,8 @@ class AsyncLLM:
     """Runs requests: input processing, engines, and output processing.
 
     Call ``accept``, read the outputs from ``generate``, then always call ``release``, which aborts unfinished work on
-    the engine. The ``n`` sequences of a request run on one engine, which shares the prompt's blocks between them. They
-    end together if one of them fails.
+    the engine. The ``n`` sequences of a request run on one engine, which shares the prompt's blocks between them. All
+    sequences end if one of them fails.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class ObservedRequest:
         self._ended = False
 
     def begin(self, request: R) -> R:
-        """Start the request's span. Return the request with the trace context of that span, if tracing is on."""
+        """Start the request's span. Return the request, with the span's trace context if tracing is on."""
         self._deadline = request.context.deadline
         if self._observer.log.now.prompts:
             self._texts = {"prompt": _prompt(request)}
@@ -204,8 +204,8 @@ def _reason(error: RequestFailed) -> dict[str, str]:
 def _attributes(
     request_id: str, model: str, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState]
 ) -> dict[str, Any]:
-    """Return span attributes by OpenTelemetry's conventions for generative AI, and vLLM's names for what those do not
-    cover.
+    """Return span attributes by OpenTelemetry's conventions for generative AI, and by vLLM's names for values without a
+    convention.
     """
     generates = isinstance(request, GenerateRequest)
     attributes: dict[str, Any] = {
@@ -281,11 +281,11 @@ class LiveRequest:
         self.request_id = request_id
         """Request id from the client, which need not be unique."""
         self.name = name
-        """Tenant and id by which it can be aborted; None if it cannot."""
+        """Tenant and id by which it can be aborted, or None if it cannot."""
         self.demand = demand
         self.observed = observed
         self.lora: LoraAdapter | None = None
-        """LoRA adapter of the request; None while unknown, or if it has none."""
+        """LoRA adapter of the request, or None if it has none or it is not known yet."""
         self.request: GenerateRequest | PoolingRequest | None = None
         """None until the request is started."""
         self.prompt_token_ids: Sequence[int] = ()

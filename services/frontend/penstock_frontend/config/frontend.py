@@ -256,7 +256,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             min_length=1,
             description=(
-                "Parser for tool calls in chat outputs. One of deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
+                "Parser for tool calls in chat outputs: deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
                 "granite, hermes, kimi_k2, llama3_json, llama4_pythonic, mistral, phi4, qwen3_coder, none, or the "
                 "name of a plugin's parser. auto chooses by the model's chat template."
             ),
@@ -267,7 +267,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             min_length=1,
             description=(
-                "Parser for reasoning in chat outputs. One of deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
+                "Parser for reasoning in chat outputs: deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
                 "or the name of a plugin's parser. auto chooses by the model's chat template."
             ),
         ),
@@ -286,7 +286,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description=(
                 "Allow requests to bring their own chat template (chat_template of chat completions and of "
-                "tokenization). It runs in a sandbox in a separate process for at most 2 seconds. false: such "
+                "tokenization). The template runs in a sandbox in a separate process for at most 2 seconds. false: such "
                 "requests are refused."
             )
         ),

@@ -182,7 +182,7 @@ class Adapters:
             )
 
     def register(self, adapter: LoraAdapter, *, pinned: bool) -> NamedAdapter:
-        """Register an adapter at run time, on this frontend and on those that share the registry."""
+        """Register an adapter at run time, on this frontend and on all frontends that share the registry."""
         self._say(adapter.name, path=adapter.path, digest=adapter.digest, pinned=pinned)
         return NamedAdapter(adapter, LoraSource.RUN_TIME, pinned)
 
@@ -310,8 +310,8 @@ class LoraPlaces:
     """Tracks which adapters each engine holds: those it reports, or, before a report, those of the requests that were
     last sent to it.
 
-    Rendezvous hashing gives each adapter home engines, the same for all frontends. So each adapter is on few engines,
-    and an engine that joins or leaves changes few homes.
+    Rendezvous hashing gives each adapter home engines, the same for all frontends. As a result, each adapter is on few
+    engines, and an engine that joins or leaves changes few homes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

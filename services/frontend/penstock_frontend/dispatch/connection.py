@@ -54,7 +54,8 @@ class ConnectionListener(Protocol):
 class EngineConnection:
     """Keeps a session to one address open until ``close``.
 
-    ``status`` is the engine's status in the coordinator's view. Its state applies only to the incarnation it names.
+    ``status`` is the engine's status in the coordinator's view. The state in it applies only to the incarnation it
+    names.
     """
 
     def __init__(
@@ -110,9 +111,7 @@ class EngineConnection:
 
     @property
     def group_rank(self) -> str | None:
-        """Name of the engine's rank in a data-parallel group; None if it is not in a group, or if that is not known
-        yet.
-        """
+        """Name of the engine's rank in a data-parallel group, or None if it is not in a group or that is not known yet."""
         ready = self.ready
         if ready is None or ready.data_parallel_size < 2:
             return None

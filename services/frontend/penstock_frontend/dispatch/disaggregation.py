@@ -44,11 +44,12 @@ class Legs:
 
     Roles are preferences. If all accepting engines have one role, they serve everything.
 
-    A request runs in two legs if a prefill engine and a decode engine have blocks with the same fingerprint, and the
-    decode engine that would probably serve it would have to compute many tokens. If prompts are queued at the prefill
-    engines and the decode engine has a lower load, the request goes to the decode engine directly. There it starts
-    sooner, and delays few running streams. Otherwise the decode engine is chosen when the prefill engine hands the
-    request over. ``on_planned`` is called for requests while there are prefill engines.
+    A request runs in two legs under two conditions. A prefill engine and a decode engine have blocks with the same
+    fingerprint. The decode engine that would probably serve the request would have to compute many tokens.
+
+    If prompts are queued at the prefill engines and the decode engine has a lower load, the request goes to the decode
+    engine directly. There it starts sooner, and delays few running streams. Otherwise the decode engine is chosen when
+    the prefill engine hands the request over. ``on_planned`` is called for requests while there are prefill engines.
     """
 
     def __init__(self, config: DisaggregationConfig, router: Router, on_planned: Planned = lambda *_: None) -> None:

@@ -22,8 +22,8 @@ class Drain:
     clock.
 
     At ``deadline`` the engine ends the requests it still has. A margin before that, at the last check, all remaining
-    requests leave. Requests that will take longer, by their ``max_tokens`` and their speed so far, leave earlier. That
-    is estimated again half-way to the last check, then half-way of the rest, and so on.
+    requests leave. Requests that will take longer, by their ``max_tokens`` and their speed so far, leave earlier. The
+    estimate is repeated half-way to the last check, then half-way of the rest, and so on.
     """
 
     def __init__(self, now: float, time_left: float) -> None:

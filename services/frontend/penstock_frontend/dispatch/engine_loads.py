@@ -63,7 +63,7 @@ class EngineLoads:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """Limits that every connected engine supports; None while there is none. ``max_model_len`` may differ with the
+        """Limits that every connected engine supports, or None without engines. ``max_model_len`` may differ with the
         engines' memory, so the smallest one counts.
         """
         ready = [ready for _, ready in self._ready()]

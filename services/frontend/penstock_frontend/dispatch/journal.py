@@ -2,8 +2,8 @@
 I/O.
 
 Every output carries its attempt and the offset of its first token. The journal records each token before any other
-component sees it. It drops repeated tokens and outputs of earlier attempts, and knows the token at which another engine
-must resume.
+component sees it. The journal drops repeated tokens and outputs of earlier attempts, and knows the token at which
+another engine must resume.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -136,7 +136,7 @@ class JournalEntry:
         """Engines that the sequence must not be sent to, each with the end of the exclusion on the event loop's clock.
         """
         self.variant: str | None = None
-        """Variant of the engine that produced its latest output; None before the first output."""
+        """Variant of the engine that produced its latest output, or None before the first output."""
         self.engine_variant = ""
         """Variant of the current engine."""
 

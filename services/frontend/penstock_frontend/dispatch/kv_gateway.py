@@ -26,10 +26,9 @@ _NONE = KvParams()
 class KvGateway:
     """Reads ``kv_transfer_params`` of requests and writes those of answers.
 
-    If a request has ``do_remote_decode``, its engine keeps the KV blocks when it ends. The client passes the answer's
-    parameters unchanged to the second request, which fetches the blocks from that engine. Blocks are fetched only from
-    engines in ``view`` and allowed addresses. If the engines have a connector of their own, it gets the parameters
-    unchanged.
+    If a request has ``do_remote_decode``, its engine keeps the KV blocks when it ends. The client copies the answer's
+    parameters into the second request. The second request then fetches the blocks. Blocks are fetched only from engines
+    in ``view`` and allowed addresses. If the engines have a connector of their own, it gets the parameters unchanged.
     """
 
     def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
@@ -142,8 +141,8 @@ def _flag(given: dict[str, Any], name: str, field: str) -> bool:
 
 
 def _source(given: dict[str, Any], field: str) -> KvSource | None:
-    """Return the engine that keeps the blocks. None if the parameters come from another connector: the prompt is
-    recomputed then.
+    """Return the engine that keeps the blocks, or None if the parameters come from another connector. The prompt is
+    then recomputed.
     """
     own = given.get(_OWN)
     if own is None:

@@ -27,8 +27,8 @@ class Subset:
     """Selects at most ``max_engines`` engines of a view: serving engines first, then by highest hash of frontend and
     engine.
 
-    So every engine is used by about the same number of frontends, and an engine that joins or leaves changes one place
-    in some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
+    Every engine is then used by about the same number of frontends. An engine that joins or leaves changes one place in
+    some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
     """
 
     def __init__(self, frontend: str, max_engines: int) -> None:
@@ -51,7 +51,7 @@ class Subset:
         return hashlib.blake2b(engine_id.encode(), key=self._key, digest_size=8).digest()
 
 
-# Data-parallel groups: which ranks accept requests, and which are told to start a wave.
+# Data-parallel groups: which ranks accept requests, and which ranks must start a wave.
 
 Send = Callable[[FirstRequest | StartDpWave], None]
 
@@ -149,9 +149,9 @@ KV_TRANSFER = "kv_transfer"
 class EnginePool:
     """Keeps one connection per engine address, and passes its events to the listener.
 
-    The session decides: an engine that leaves the list keeps its connection while the session is open. So no stream
-    breaks because of the coordinator's view. When the session breaks, the connection is given up. A live engine outside
-    this frontend's subset gets no new requests, and its connection is given up once it has none.
+    The session decides: an engine that leaves the list keeps its connection while the session is open. A change of the
+    coordinator's view therefore breaks no stream. When the session breaks, the connection is given up. A live engine
+    outside this frontend's subset gets no new requests, and its connection is given up once it has none.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class EnginePool:
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
         self._candidates: Sequence[Candidate] | None = None
-        """Cached list of candidates; None: to be rebuilt."""
+        """Cached list of candidates, or None if it must be rebuilt."""
         self._subset = Subset(config.name, config.coordinator.max_engines)
         self._wanted: frozenset[str] = frozenset()
         self._spare: frozenset[str] = frozenset()

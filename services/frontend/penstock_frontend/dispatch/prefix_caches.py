@@ -17,8 +17,8 @@ from penstock_common.types.request import EngineCoreRequest, RequestContext
 class BlockPlaces:
     """Tracks the media of blocks that one engine has outside its KV cache (host memory, disk). Does no I/O.
 
-    Blocks that are only in the KV cache are not stored here. So an engine without host memory and disk tiers takes no
-    memory.
+    Blocks that are only in the KV cache are not stored here. An engine without host memory and disk tiers therefore
+    takes no memory.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class PrefixIndex:
     """Maps block hashes to the engines that have the block. Does no I/O.
 
     An engine is a bit, so one lookup answers for all engines. The index holds at most ``max_entries`` pairs of block
-    and engine, and drops further ones. It also drops blocks whose parent is unknown. That is safe because engines evict
-    a prompt's last blocks first: an engine with a block also has all blocks before it.
+    and engine, and drops further ones. Blocks with an unknown parent are dropped too. Dropping them is
+    safe: engines evict a prompt's last blocks first, so an engine with a block also has all blocks before it.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -230,8 +230,8 @@ class _Sequence(msgspec.Struct):
 
 
 class _Cache(msgspec.Struct):
-    """Cache state of one engine. ``recorded`` has the events since the full state was requested; None if no request is
-    pending.
+    """Cache state of one engine. ``recorded`` has the events since the full state was requested, or None if no request
+    is pending.
     """
 
     block_size: int

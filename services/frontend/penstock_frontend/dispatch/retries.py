@@ -28,15 +28,15 @@ class Blame(enum.Enum):
 class Retries:
     """Decides whether a request may be retried on another engine. ``Dispatch`` uses it.
 
-    A lost engine may have crashed because of any request for which it had not yet produced output. Each of these
-    requests counts the loss. New output resets the count of a request. A request one loss below the limit is a suspect.
-    Suspects are sent out one at a time, until each produces output. So the request that crashes engines is found while
-    it is tried alone, and the other requests survive. A request that was the only one on a crashed engine is retried
-    once more. The same holds for a request whose steps failed on an engine.
+    A lost engine may have crashed because of any request for which it had not yet produced output. The loss counts for
+    each of these requests. New output resets the count of a request. A request one loss below the limit is a suspect.
+    Suspects are sent out one at a time, until each produces output. This finds the request that crashes engines, and
+    the other requests survive. A request that was the only one on a crashed engine is retried once more. The same holds
+    for a request whose steps failed on an engine.
 
-    An engine whose connection broke may still be alive. Its loss is in doubt until that is known. Doubtful losses make
-    a request a suspect. If a request reaches the limit only with doubtful losses, it waits until the state of those
-    engines is known. If an engine turns out to be alive, its loss is subtracted again.
+    An engine whose connection broke may still be alive. The loss is in doubt until the engine's state is known.
+    Doubtful losses make a request a suspect. If a request reaches the limit only with doubtful losses, it waits until
+    the engines' state is known. If an engine turns out to be alive, its loss is subtracted again.
     """
 
     def __init__(self, config: RetriesConfig) -> None:

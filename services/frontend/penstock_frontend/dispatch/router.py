@@ -21,8 +21,9 @@ _KV_PRESSURE_WEIGHT = 64.0
 """Score per unit of KV cache usage above ``_KV_PRESSURE_FROM``. A full KV cache counts like 32 more running requests.
 """
 _TOKENS_OF_A_RUNNING_REQUEST = 128
-"""Number of cached prompt tokens that offsets one running request; four times as many offset a waiting one. Both delay
-the next request by about the same time. ``make bench-routing`` compares other numbers.
+"""Number of cached prompt tokens that offsets one running request; four times as many offset a waiting one. Computing
+them and running the request delay the next request by about the same time. ``make bench-routing`` compares other
+numbers.
 """
 _MOST_COMPARED = 64
 _NUM_SAMPLED = 16
@@ -37,7 +38,7 @@ class Candidate(msgspec.Struct, frozen=True):
     key: str
     """Address of the engine."""
     rank: int | None
-    """Rank by which requests may name it; None if they cannot."""
+    """Rank by which requests may name it, or None."""
     accepting: bool = True
     """True if it is connected and neither draining nor wedged."""
     variant: str = ""
@@ -47,7 +48,7 @@ class Candidate(msgspec.Struct, frozen=True):
     modalities: tuple[Modality, ...] = ()
     """Media that its requests may have."""
     role: EngineRole = EngineRole.BOTH
-    """Its preferred role."""
+    """Role for which the engine is preferred."""
     fingerprint: bytes = b""
     """Fingerprint of its KV blocks. Engines with the same one can exchange blocks. Empty: it hands no blocks over."""
 
@@ -83,8 +84,8 @@ class Load(msgspec.Struct):
 class Router:
     """Picks the engine with the lowest load, minus its cached tokens of the prompt. Does no I/O.
 
-    Ties rotate. Each frontend should start at a different engine, so that idle engines do not all get the same first
-    request. If there are many engines, only a random sample and the engines with the longest cached prefix are
+    Ties rotate. Frontends should start at different engines, so that they do not all send their first request to the
+    same one. If there are many engines, only a random sample and the engines with the longest cached prefix are
     compared. Requests with a LoRA adapter go to an engine that holds it, or to its home engine, unless that engine's
     load outweighs loading it elsewhere.
     """

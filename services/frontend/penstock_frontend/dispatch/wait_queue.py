@@ -11,8 +11,8 @@ class HeldRequests:
     """A queue of held entries in order of arrival. An entry that has waited ``timeout`` seconds is passed to
     ``on_timeout``.
 
-    The waiting time adds up over all times an entry is held. Only new output resets it. So no sequence of events keeps
-    a request waiting longer than ``timeout`` in total.
+    The waiting time adds up over all times an entry is held. Only new output resets it. A request therefore never waits
+    longer than ``timeout`` in total, whatever happens.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[JournalEntry], None]) -> None:
@@ -60,7 +60,7 @@ class HeldRequests:
 
 
 class Waiting:
-    """All held entries of a ``Dispatch``. Each waits at most ``timeout`` seconds; see ``HeldRequests``.
+    """All held entries of a ``Dispatch``. An entry waits at most ``timeout`` seconds; see ``HeldRequests``.
 
     Attributes:
         for_engine: entries that no engine accepts now.

@@ -62,7 +62,7 @@ change first.
 CLOSE_TIMEOUT = 1.0
 """Timeout of the goodbye message in seconds."""
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""Status codes without an answer of the coordinator. Its own errors have details."""
+"""Status codes without an answer of the coordinator. Errors from the coordinator itself have details."""
 
 Session = grpc.aio.StreamStreamCall[pb.FrontendReport, pb.ClusterView]
 
@@ -109,8 +109,7 @@ class CoordinatorClient:
         self._on_lost = on_lost
         self._loras = loras
         self._gossip: Gossip | None = None
-        """Exchange of LoRA names in this session; None until the coordinator has sent some, because it may not support
-        them.
+        """Exchange of LoRA names in this session, or None until the coordinator has sent some: it may not support them.
         """
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
@@ -125,7 +124,7 @@ class CoordinatorClient:
 
     @property
     def view(self) -> ClusterView | None:
-        """Latest view; None before the first."""
+        """Latest view, or None before the first."""
         return self._view
 
     async def run(self) -> None:
@@ -157,7 +156,7 @@ class CoordinatorClient:
         self._news.set()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Scale ``pool`` to ``replicas`` engines. Return the previous number. None: the caller gave no number.
+        """Scale ``pool`` to ``replicas`` engines, or None if the caller gave no number. Return the previous number.
 
         This works without a session, because a coordinator sends no views for a while after its start. Raises the
         coordinator's error, and Unavailable if there is no answer; it is unknown then whether the number has changed.

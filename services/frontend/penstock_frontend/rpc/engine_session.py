@@ -90,7 +90,7 @@ class OutgoingRequests:
 
     @property
     def mirror(self) -> MediaMirror | None:
-        """Mirror of the engine's media cache; None before its greeting."""
+        """Mirror of the engine's media cache, or None before its greeting."""
         return None if self._tensors is None else self._tensors.mirror
 
     def put(self, message: pb.SessionRequest) -> None:
@@ -126,7 +126,7 @@ class OutgoingRequests:
         return bool(self._outgoing) or (self.mirror is not None and self.mirror.has_drops)
 
     def next(self) -> list[pb.SessionRequest]:
-        """Return the next messages. All of them must be sent, in order. The list may be empty."""
+        """Return the next messages, which must all be sent in this order. The list may be empty."""
         drops = self._drops()
         if not self._outgoing:
             return drops
@@ -259,7 +259,7 @@ class EngineSession:
     Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks, because a queue feeds the
     stream. Messages sent after the end are dropped. All callbacks run on the event loop.
 
-    Neither end sends a message larger than the other end accepts. Large tensors of requests go in shared memory or
+    Messages are never larger than the other end accepts. Large tensors of requests go in shared memory or
     ahead in chunks, once for all requests that share them. A request that is too large ends as if the engine had
     refused it.
     """
@@ -279,18 +279,12 @@ class EngineSession:
         follows_cache: bool = False,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
-        """Args:
-        address: host:port of the engine.
-        frontend_id: name of this frontend.
-        incarnation: incarnation of this frontend.
-        on_outputs: called with each frame.
-        on_draining: called with the seconds until the engine ends its requests, None if unknown.
-        on_start_wave: called when the engine waits for others of its data-parallel group. The message does not name the rank.
-        credentials: TLS of the connection.
-        media: shared transport of tensors to engines on this host; None: no shared memory.
-        max_message_bytes: largest message in either direction.
-        follows_cache: ask for prefix cache events.
-        revision: newest protocol revision that this end supports.
+        """Args: address: host:port of the engine. frontend_id: name of this frontend. incarnation: incarnation of this
+        frontend. on_outputs: called with each frame. on_draining: called with the seconds until the engine ends its
+        requests, None if unknown. on_start_wave: called when the engine waits for others of its data-parallel group.
+        The message does not name the rank. credentials: TLS of the connection. media: shared transport of tensors to
+        engines on this host; None: no shared memory. max_message_bytes: largest message in either direction.
+        follows_cache: ask for prefix cache events. revision: newest protocol revision that this end supports.
         """
         self.address = address
         self._on_outputs = on_outputs
@@ -385,7 +379,7 @@ class EngineSession:
 
     @property
     def media(self) -> MediaMirror | None:
-        """Mirror of the engine's media cache; None before ``open``."""
+        """Mirror of the engine's media cache, or None before ``open``."""
         return self._outgoing.mirror
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
@@ -394,7 +388,7 @@ class EngineSession:
         self._queued.set()
 
     def hand_over(self, request_ids: Sequence[str]) -> None:
-        """Ask the engine to hand requests over. It must have that capability."""
+        """Ask the engine to hand requests over. The engine must have the capability ``kv_transfer``."""
         self._put(pb.SessionRequest(handoff=pb.Handoff(request_ids=request_ids)))
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
@@ -409,7 +403,7 @@ class EngineSession:
             del self._utility_calls[call_id]
 
     async def load(self, within: float) -> SchedulerStats | None:
-        """Return the engine's load and whether it is wedged; None if it does not answer ``within`` seconds."""
+        """Return the engine's load and whether it is wedged, or None if it does not answer ``within`` seconds."""
         try:
             info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
         except grpc.aio.AioRpcError:

@@ -1,6 +1,6 @@
 """``python -m penstock_frontend.rpc.first_call``: one call over gRPC and one over HTTP, as a client makes them.
 
-The chart's ``helm test`` runs it in a separate pod. It prints the answers. The exit code is 1 if a call failed.
+The chart's ``helm test`` runs it in a separate pod. The program prints the answers. The exit code is 1 if a call failed.
 """
 
 import argparse
@@ -45,8 +45,8 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float
     """Total timeout in seconds."""
     certificate: str = ""
-    """File with the frontends' certificate; empty: no TLS. This certificate itself is trusted, whoever issued it, and
-    its first DNS name is expected, because the pods' addresses are seldom among its names.
+    """File with the frontends' certificate; empty: no TLS. The certificate itself is trusted, regardless of its issuer.
+    Its first DNS name is expected, because pod addresses are seldom among its names.
     """
     key: str = ""
     """API key or token; empty: none."""

@@ -68,7 +68,7 @@ def engine_ready(message: pb.Ready) -> EngineReady:
 
 
 def draining_time_left(message: pb.Draining) -> float | None:
-    """Return the seconds until the engine ends its requests, at least 0; None if unknown."""
+    """Return the seconds until the engine ends its requests, at least 0, or None if unknown."""
     if message.HasField("time_left"):
         time_left = message.time_left
     elif message.deadline:  # an engine of an earlier version; assumes synchronized clocks

@@ -1,6 +1,6 @@
 """Transfer of request tensors to one engine, and a mirror of the engine's media cache.
 
-Each tensor is omitted (the engine has it), or goes inline, in chunks, or in shared memory.
+A tensor is omitted if the engine has it. Otherwise it goes inline, in chunks, or in shared memory.
 """
 
 from collections import Counter, OrderedDict
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
 
 
 def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-    """Return the first feature of each identifier. It stands for the others in the same message."""
+    """Return the first feature of each identifier, which stands for the others in the same message."""
     found: dict[str, MultiModalFeature] = {}
     for feature in features:
         found.setdefault(feature.identifier, feature)
@@ -41,9 +41,9 @@ def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeatu
 class MediaMirror:
     """Mirror of the media cache of one session's engine, in order of last use, within the engine's byte limit.
 
-    The frontend decides what the engine caches and evicts. Both ends stay in sync if messages go out in the order of
-    the calls here: messages from ``take_drops`` go before the results of later calls. Each stream has its own mirror,
-    which starts empty like the engine's cache.
+    The frontend makes the decisions about caching and eviction. The two ends stay in sync if messages go out in the
+    order of the calls here: messages from ``take_drops`` go before the results of later calls. Every stream has its own
+    mirror, which starts empty like the engine's cache.
 
     The engine reports when it has cleared its cache (``cleared``). Refused requests report items that it could not take
     (``refused``). Messages in flight may have made it cache items after that, so both lead to drop messages.
@@ -80,7 +80,7 @@ class MediaMirror:
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
         """Return the form of a request's features in the next message.
 
-        If ``plain`` is True, all features are sent with data and the engine caches none of them.
+        If ``plain`` is True, all features are sent with data, and the engine does not cache them.
         """
         sent: list[Sent] = []
         here = {feature.identifier for feature in features}
@@ -129,7 +129,7 @@ class MediaMirror:
         self._drop(list(self._kept))
 
     def refused(self, identifiers: Iterable[str]) -> None:
-        """Handle that the engine refused a request with these items, or lacked them. It may have some of them."""
+        """Handle that the engine refused a request with these items, or lacked them. The engine may have some of them."""
         identifiers = list(identifiers)
         self._drop(identifiers)
         self._drops |= dict.fromkeys(identifiers)
@@ -171,7 +171,7 @@ class NotWrittenError(Exception):
 
 
 class TensorSender:
-    """Decides how the tensors of one session's requests are sent. Its decisions hold for the next message, after
+    """Decides how the tensors of one session's requests are sent. The decisions hold for the next message, after
     ``take_drops``.
 
     If an engine refuses a request because it lacks omitted data or cannot read shared memory, the request is sent
@@ -221,7 +221,8 @@ class TensorSender:
         return [] if self._may_share(request, large, is_under_way) else large
 
     def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
-        """Return the places of a request's tensors that do not go inline, by identity. Its message must go next.
+        """Return the places of a request's tensors that do not go inline, by identity. The request's message must go
+        next.
 
         Args:
             request: the request.
@@ -278,7 +279,7 @@ class TensorSender:
     def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
         """Return the tensors that do not go inline, each once, embeddings before media.
 
-        These are large tensors, and all tensors after small ones have filled half a message.
+        Large tensors do not go inline, nor do tensors after small ones have filled half a message.
         """
         if not self._limits.max_tensor_bytes:
             return []
