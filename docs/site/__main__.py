@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from docs.site.python_reference import python_pages
 def build(docs: Path, out: Path, generated: Mapping[str, str]) -> int:
     """Build the site of the pages in ``docs`` and the ``generated`` pages into ``out``. Return the exit code."""
     work = out.with_name(f"{out.name}-work")
+    if (out / ".buildinfo").exists():  # a site, which may have pages that are gone now
+        shutil.rmtree(out)
     stage(docs, work / "pages", generated)
     settings = {"version": importlib.metadata.version("penstock"), "docs_folder": str(docs)}
     # Cached pages would not repeat their warnings, so each build reads all pages.

@@ -117,6 +117,16 @@ def test_defects_of_pages_end_the_build(tmp_path: Path) -> None:
         assert f"{name}:3: WARNING" in done.stderr
 
 
+def test_a_page_that_is_gone_is_not_on_the_next_site(tmp_path: Path) -> None:
+    docs = written(tmp_path, PAGES)
+    gone = tmp_path / "site/guides/gone.html"
+    gone.parent.mkdir(parents=True)
+    gone.write_text('<a href="nowhere.html">1</a>')
+    (tmp_path / "site/.buildinfo").touch()
+    assert built(docs).returncode == 0
+    assert not gone.exists()
+
+
 def test_a_link_of_a_built_page_to_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a href="b.html#x">1</a><a class="c" href="gone.html">2</a><img alt="" src="c.png">'
