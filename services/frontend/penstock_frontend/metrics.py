@@ -102,7 +102,7 @@ _MEDIA_SENT = (
     Reading(
         CounterMetricFamily,
         "penstock:media_sent_bytes",
-        "Bytes of processed media, and of prompts as vectors, sent to engines",
+        "Bytes of processed media and prompt embeddings sent to engines",
         lambda counts: {transport: counts.num_bytes[transport] for transport in TRANSPORTS},
         ("transport",),
     ),

@@ -41,14 +41,14 @@ BATCH = "penstock batch, a line"
 INFERENCE, VLLM = "gRPC penstock.inference.v1", "gRPC vllm.grpc.engine"
 
 _NOT_STORED = "the server stores no completions"
-_LABEL = "OpenAI counts and polices users by it; tenants come with the key or a header"
+_LABEL = "OpenAI identifies users by it; the tenant comes from the key or a header"
 _CACHED = "every prefix is cached, per tenant"
-_ONE_TIER = "there is one service tier; priority is the field priority"
+_ONE_TIER = "there is one service tier; use priority"
 _ALWAYS = "schemas are always enforced"
 _REPEATED = "the response repeats it"
 _NO_VARIABLE = "templates have no such variable; use chat_template_kwargs"
 _WHOLE = "the model sees the whole conversation"
-_ALL_TOOLS = "the model is told of all tools that the client runs"
+_ALL_TOOLS = "the model sees all tools that the client runs"
 _OF_RUNS: tuple[tuple[str, object], ...] = (
     ("container_id", "c"),
     ("created_by", "x"),
@@ -73,7 +73,7 @@ def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, .
     )
 
 
-_NO_SWITCH = "it has an effect only beside a field that is refused"
+_NO_SWITCH = "it only has an effect together with a field that is refused"
 _STARTED = "the server sets it for all requests"
 _ROUTER = "the server has one model, and places requests itself"
 _CLIENT = "it is an option of the client"
@@ -81,9 +81,9 @@ _COUNTS = "usage and metrics have the counts"
 _HINTS: tuple[tuple[str, object, str], ...] = (
     ("cache_prompt", True, _CACHED),
     ("session_id", "s", _CACHED),
-    ("n_keep", 4, "no context is shifted: the output ends where it is full"),
-    ("num_keep", 4, "no context is shifted: the output ends where it is full"),
-    ("n_discard", 4, "no context is shifted: the output ends where it is full"),
+    ("n_keep", 4, "the context is not shifted: the output ends when it is full"),
+    ("num_keep", 4, "the context is not shifted: the output ends when it is full"),
+    ("n_discard", 4, "the context is not shifted: the output ends when it is full"),
     *((name, 1, _STARTED) for name in ("num_ctx", "n_ctx", "num_gpu", "main_gpu", "num_thread", "num_batch")),
     *((name, True, _STARTED) for name in ("use_mmap", "use_mlock", "low_vram", "numa")),
     ("keep_alive", "5m", _STARTED),
@@ -138,8 +138,8 @@ IGNORED: tuple[IgnoredField, ...] = (
         CHAT, "response_format.json_schema", "description", "a", "only the schema is enforced", ("JsonSchemaFormat",)
     ),
     IgnoredField(CHAT, "stream_options", "include_obfuscation", False, "streams are not padded", ("StreamOptions",)),
-    IgnoredField(CHAT, "messages[]", "refusal", "no", "answers that clients send back have it", ("MessageBody",)),
-    IgnoredField(CHAT, "messages[]", "annotations", [], "answers that clients send back have it", ("MessageBody",)),
+    IgnoredField(CHAT, "messages[]", "refusal", "no", "it is in answers that clients send back", ("MessageBody",)),
+    IgnoredField(CHAT, "messages[]", "annotations", [], "it is in answers that clients send back", ("MessageBody",)),
     IgnoredField(CHAT, "messages[].content[]", "cache_control", {"type": "ephemeral"}, _CACHED, _PARTS),
     IgnoredField(CHAT, "messages[].tool_calls[]", "index", 0, "calls keep their order", ("ToolCallBody",)),
     IgnoredField(
@@ -160,22 +160,26 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(
         RESPONSES, "stream_options", "include_obfuscation", False, "streams are not padded", ("StreamOptions",)
     ),
-    IgnoredField(RESPONSES, "input[]", "id", "msg_1", "items are known by their order", ("InputItem",)),
-    IgnoredField(RESPONSES, "input[]", "status", "completed", "items are known by their order", ("InputItem",)),
-    IgnoredField(RESPONSES, "input[]", "encrypted_content", "x", "reasoning comes in the clear", ("InputItem",)),
-    IgnoredField(RESPONSES, "input[].content[]", "annotations", [], "outputs that clients send back", ("InputPart",)),
-    IgnoredField(RESPONSES, "input[].content[]", "logprobs", [], "outputs that clients send back", ("InputPart",)),
+    IgnoredField(RESPONSES, "input[]", "id", "msg_1", "items are identified by their order", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[]", "status", "completed", "items are identified by their order", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[]", "encrypted_content", "x", "reasoning is returned as plain text", ("InputItem",)),
+    IgnoredField(
+        RESPONSES, "input[].content[]", "annotations", [], "it is in outputs that clients send back", ("InputPart",)
+    ),
+    IgnoredField(
+        RESPONSES, "input[].content[]", "logprobs", [], "it is in outputs that clients send back", ("InputPart",)
+    ),
     IgnoredField(RESPONSES, "", "client_metadata", {"a": "b"}, _LABEL, _RESPONSE),
     IgnoredField(RESPONSES, "", "context_management", [{"type": "compaction"}], _WHOLE, _RESPONSE),
     IgnoredField(RESPONSES, "text", "verbosity", "low", f"{_NO_VARIABLE}; {_REPEATED}", ("TextBody",), True),
     IgnoredField(RESPONSES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("FunctionTool",)),
     *(
-        IgnoredField(RESPONSES, "input[]", name, example, "only who ran the tool needs it", ("InputItem",))
+        IgnoredField(RESPONSES, "input[]", name, example, "only the party that ran the tool needs it", ("InputItem",))
         for name, example in _OF_RUNS
     ),
     IgnoredField(RESPONSES, "input[]", "phase", "final_answer", "templates have no place for it", ("InputItem",)),
     IgnoredField(MESSAGES, "", "context_management", {"edits": []}, _WHOLE, _MESSAGES),
-    IgnoredField(MESSAGES, "", "betas", ["x"], "what is served needs no leave", _MESSAGES),
+    IgnoredField(MESSAGES, "", "betas", ["x"], "no opt-in is needed", _MESSAGES),
     IgnoredField(MESSAGES, "", "speed", "fast", _ONE_TIER, _MESSAGES),
     IgnoredField(MESSAGES, "", "inference_geo", "us", _ROUTER, _MESSAGES),
     IgnoredField(MESSAGES, "", "fallbacks", [{"model": "x"}], _ROUTER, _MESSAGES),
@@ -184,7 +188,12 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(MESSAGES, "tools[]", "allowed_callers", ["direct"], _ALL_TOOLS, ("ClientToolBody",)),
     IgnoredField(MESSAGES, "tools[]", "input_examples", [{}], "templates have no place for it", ("ClientToolBody",)),
     IgnoredField(
-        MESSAGES, "messages[].content[]", "caller", {"type": "direct"}, "calls are read alike", ("BlockBody",)
+        MESSAGES,
+        "messages[].content[]",
+        "caller",
+        {"type": "direct"},
+        "all callers are treated the same",
+        ("BlockBody",),
     ),
     IgnoredField(MESSAGES, "", "metadata", {"user_id": "u1"}, _LABEL, _MESSAGES),
     IgnoredField(MESSAGES, "", "service_tier", "auto", _ONE_TIER, _MESSAGES),
@@ -205,17 +214,17 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(CLASSIFY, "", "user", "u1", _LABEL, ("ClassificationBody",)),
     IgnoredField(RERANK, "", "user", "u1", _LABEL, ("RerankBody",)),
     IgnoredField(RERANK, "documents[]", "any but text", "x", "only text is ranked", ("DocumentBody",)),
-    IgnoredField(LORA, "", "lora_int_id", 1, "adapters are known by name", ("UnloadLoraAdapterRequest",)),
-    IgnoredField(BATCH, "", "any key but custom_id, method, url, body", "x", "the body is what is computed"),
+    IgnoredField(LORA, "", "lora_int_id", 1, "adapters are identified by name", ("UnloadLoraAdapterRequest",)),
+    IgnoredField(BATCH, "", "any key but custom_id, method, url, body", "x", "only the body is computed"),
     IgnoredField(INFERENCE, "", "field numbers of later contracts", None, "protobuf skips them"),
     IgnoredField(VLLM, "tokenized", "original_text", "a", "token_ids are the prompt"),
-    IgnoredField(VLLM, "mm_inputs", "im_token_id", 1, "placeholders say where media are"),
+    IgnoredField(VLLM, "mm_inputs", "im_token_id", 1, "placeholders give the positions of media"),
     IgnoredField(VLLM, "mm_inputs", "mm_hashes", ["a"], "media are known by their content"),
     IgnoredField(VLLM, "mm_inputs", "keep_on_cpu_keys", ["a"], "engines choose where tensors are"),
     IgnoredField(
-        VLLM, "sampling_params", "grammar_from_first_token", True, "constraints begin behind the model's reasoning"
+        VLLM, "sampling_params", "grammar_from_first_token", True, "constraints begin after the model's reasoning"
     ),
-    IgnoredField(VLLM, "GetLoads", "include", ["all"], "every load is told"),
+    IgnoredField(VLLM, "GetLoads", "include", ["all"], "all loads are returned"),
 )
 
 

@@ -214,7 +214,7 @@ def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
         warn(
             WarningKind.TOOL_FORMAT_NOT_ENFORCED,
             f"{served.field}.format",
-            f"is a {served.syntax} grammar, which the model is told of, but {why}",
+            f"is a {served.syntax} grammar, which the model sees, but {why}",
         )
 
 

@@ -82,7 +82,7 @@ _THINK = "chat_template_kwargs.enable_thinking"
 _BEAMS, _CUT, _TEMPERATURE = (
     "beam search",
     "a filter of unlikely tokens",
-    "a temperature that changes from token to token",
+    "a temperature that varies by token",
 )
 _PROMPT_FORM, _FORMAT = "a prompt in another form", "a format of the output"
 _LOGPROBS, _TIME = "log-probabilities in another form", "a limit on time"
@@ -96,9 +96,9 @@ _SAMPLING = (
     _F(("typical_p", "typical", "tfs_z", "tfs"), _CUT, FILTERS, neutral=(1,)),
     _F(("top_a", "epsilon_cutoff", "eta_cutoff"), _CUT, FILTERS),
     _F(("top_n_sigma", "nsigma"), _CUT, FILTERS, neutral=(-1,)),
-    _F(("min_keep",), "a least number of tokens that filters leave", neutral=(1,)),
+    _F(("min_keep",), "a minimum number of tokens left by filters", neutral=(1,)),
     _F(("mirostat", "mirostat_mode"), "sampling by Mirostat", "temperature and top_p"),
-    _F(("xtc_probability",), "removal of the likeliest tokens", "temperature"),
+    _F(("xtc_probability",), "removal of the most likely tokens", "temperature"),
     _F(("dry_multiplier",), _PENALTY, "repetition_penalty or repetition_detection"),
     _F(("dynatemp_range", "dynamic_temperature", "dynatemp_low", "dynatemp_high"), _TEMPERATURE, "temperature"),
     _F(("smoothing_factor",), _TEMPERATURE, "temperature"),
@@ -128,7 +128,7 @@ _SAMPLING = (
     _F(("trim_stop",), "the stop in the output", "include_stop_str_in_output", neutral=(True,), strict=True),
     _F(("max_length",), "a limit on prompt and output together", "max_tokens"),
     _F(("max_time", "t_max_predict_ms", "timeout"), _TIME, "the header x-request-timeout"),
-    _F(("n_indent",), "a least indentation"),
+    _F(("n_indent",), "a minimum indentation"),
     _F(("logits_processors", "logits_processor", "custom_logit_processor", "custom_params"), "code in the sampler"),
     _F(("vllm_xargs", "extra_args"), "arguments of extensions"),
     _F(("watermarking", "watermark"), "a watermark"),
@@ -177,10 +177,10 @@ _OUTPUT = (
     _F(_TOKEN_IDS, "token ids in the answer", "return_token_ids", structs=CHAT + COMPLETIONS),
     _F(("return_token_ids", *_TOKEN_IDS), "token ids in the answer", _AT_CHAT, structs=RESPONSES + MESSAGES),
     _F(("return_full_text",), "the prompt in the output", f"echo of {_AT_COMPLETIONS}"),
-    _F(("echo", "suffix"), "the prompt in the output, or a text behind it", _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
-    _F(("return_hidden_states", "return_routed_experts"), "numbers from within the model"),
-    _F(("audio", "modalities"), "sound", structs=_NOT_CHAT, neutral=(["text"],)),
-    _F(("audio",), "sound", structs=CHAT),
+    _F(("echo", "suffix"), "the prompt in the output, or a text after it", _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
+    _F(("return_hidden_states", "return_routed_experts"), "internal values of the model"),
+    _F(("audio", "modalities"), "audio", structs=_NOT_CHAT, neutral=(["text"],)),
+    _F(("audio",), "audio", structs=CHAT),
 )
 _TEMPLATES = ("prompt_template", "template")
 _CUTS = ("truncate", "transforms")
@@ -192,7 +192,7 @@ _PROMPT = (
     _F(("system", "preamble"), "a system message", "instructions", structs=RESPONSES),
     _F(("instructions", "preamble"), "a system message", "system", structs=MESSAGES),
     _F(("system", "instructions", "preamble"), "a system message", "messages", structs=CHAT),
-    _F(("prompt_embeds", "input_embeds"), "a prompt of vectors", "the gRPC API"),
+    _F(("prompt_embeds", "input_embeds"), "a prompt of embeddings", "the gRPC API"),
     _F(_TEMPLATES, "another chat template", "chat_template", structs=_NOT_COMPLETIONS),
     _F(("chat_template", *_TEMPLATES), "another chat template", _AT_CHAT, structs=COMPLETIONS),
     _F(("raw", "context", "images"), _PROMPT_FORM, _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
@@ -209,19 +209,24 @@ _PROMPT = (
     ),
     _F(("continue_final_message",), "another end of the prompt", _AT_CHAT, structs=COMPLETIONS),
     _F(("add_special_tokens",), "tokens around a prompt that a template writes", structs=_NOT_COMPLETIONS),
-    _F(("prefix", "partial"), "an answer that goes on with the message", "continue_final_message", ("MessageBody",)),
+    _F(("prefix", "partial"), "an answer that continues the message", "continue_final_message", ("MessageBody",)),
     _F(("images",), "images", "parts of content", structs=("MessageBody",)),
-    _F(_CUTS, "a cut of the prompt", "truncate_prompt_tokens", structs=CHAT + COMPLETIONS),
+    _F(_CUTS, "truncation of the prompt", "truncate_prompt_tokens", structs=CHAT + COMPLETIONS),
     _F(
-        ("truncation",), "a cut of the prompt", "truncate_prompt_tokens", CHAT + COMPLETIONS, ("disabled",), strict=True
+        ("truncation",),
+        "truncation of the prompt",
+        "truncate_prompt_tokens",
+        CHAT + COMPLETIONS,
+        ("disabled",),
+        strict=True,
     ),
-    _F(("truncate_prompt_tokens",), "a cut of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES, strict=True),
-    _F(_CUTS, "a cut of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES),
-    _F(("truncation",), "a cut of the prompt", _AT_CHAT, structs=MESSAGES, neutral=("disabled",), strict=True),
-    _F(("safe_prompt", "safety_mode", "safety_settings", "guardrails", "moderation"), "filters of content"),
+    _F(("truncate_prompt_tokens",), "truncation of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES, strict=True),
+    _F(_CUTS, "truncation of the prompt", _AT_CHAT, structs=RESPONSES + MESSAGES),
+    _F(("truncation",), "truncation of the prompt", _AT_CHAT, structs=MESSAGES, neutral=("disabled",), strict=True),
+    _F(("safe_prompt", "safety_mode", "safety_settings", "guardrails", "moderation"), "content filters"),
     _F(("mm_processor_kwargs", "media_io_kwargs"), "options of media", structs=COMPLETIONS + MESSAGES),
     _F(("lora_request", "lora_path", "adapter_id", "adapter"), "a LoRA adapter", "lora"),
-    _F(("kv_transfer_params",), "a transfer of keys and values", _AT_CHAT, structs=MESSAGES),
+    _F(("kv_transfer_params",), "a KV transfer", _AT_CHAT, structs=MESSAGES),
 )
 _REASONING = (
     _F(("reasoning",), "an effort of reasoning", "reasoning_effort", structs=CHAT),
@@ -248,35 +253,35 @@ _REASONING = (
 )
 _SERVER_TOOLS = ("connectors", "plugins", "mcp_servers", "container")
 _TOOLS = (
-    _F(("functions",), "tools in OpenAI's first form", "tools", structs=_NOT_COMPLETIONS),
+    _F(("functions",), "tools in OpenAI's older form", "tools", structs=_NOT_COMPLETIONS),
     _F(
         ("function_call",),
-        "a choice of tools in OpenAI's first form",
+        "a choice of tools in OpenAI's older form",
         "tool_choice",
         structs=_NOT_COMPLETIONS,
         neutral=("none", "auto"),
     ),
     _F(
         ("tools", "tool_choice", "functions", "function_call"),
-        "calls of tools",
+        "tool calls",
         _AT_CHAT,
         structs=COMPLETIONS,
         neutral=("none", "auto"),
     ),
-    _F(("parallel_tool_calls",), "calls of tools", "tool_choice.disable_parallel_tool_use", MESSAGES, (True,), True),
-    _F(("max_tool_calls",), "a limit on calls of tools"),
+    _F(("parallel_tool_calls",), "tool calls", "tool_choice.disable_parallel_tool_use", MESSAGES, (True,), True),
+    _F(("max_tool_calls",), "a limit on tool calls"),
     _F(("tool_config", "toolConfig"), "a choice of tools", "tool_choice", structs=_NOT_COMPLETIONS),
     _F(("tool_config", "toolConfig"), "a choice of tools", _AT_CHAT, structs=COMPLETIONS),
-    _F(("web_search_options", "web_search", "search_parameters", "enable_search"), "search in the web"),
+    _F(("web_search_options", "web_search", "search_parameters", "enable_search"), "web search"),
     _F(_SERVER_TOOLS, "tools that a server runs", "tools", structs=_NOT_COMPLETIONS),
     _F(_SERVER_TOOLS, "tools that a server runs", _AT_CHAT, structs=COMPLETIONS),
 )
 _CONVERSATION = (
-    _F(("previous_response_id", "include"), "a response that is kept", _AT_RESPONSES, structs=_NOT_RESPONSES),
-    _F(("conversation", "previous_response"), "a conversation that is kept", "previous_response_id", RESPONSES),
-    _F(("conversation",), "a conversation that is kept", _AT_RESPONSES, structs=_NOT_RESPONSES),
+    _F(("previous_response_id", "include"), "a stored response", _AT_RESPONSES, structs=_NOT_RESPONSES),
+    _F(("conversation", "previous_response"), "a stored conversation", "previous_response_id", RESPONSES),
+    _F(("conversation",), "a stored conversation", _AT_RESPONSES, structs=_NOT_RESPONSES),
     _F(("background",), "a call that outlives its client", structs=_NOT_RESPONSES),
-    _F(("context_management",), "a conversation that is cut", structs=CHAT + COMPLETIONS),
+    _F(("context_management",), "a truncated conversation", structs=CHAT + COMPLETIONS),
     _F(("text",), _FORMAT, "response_format", structs=_NOT_RESPONSES),
     _F(("output_config",), _FORMAT, "response_format", structs=CHAT + COMPLETIONS + RESPONSES),
     _F(("output_format",), _FORMAT, "output_config.format", structs=MESSAGES),
@@ -290,11 +295,13 @@ _VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
     _F(("chat_template",), "another chat template", structs=POOLING_ROUTES),
     _F(("mm_processor_kwargs", "chat_template_kwargs"), "options of media and templates", structs=_NOT_EMBEDDINGS),
-    _F(("instruction",), "a text in front of inputs", structs=POOLING_ROUTES),
-    _F(("max_tokens_per_doc", "max_tokens_per_query"), "a cut of inputs", "truncate_prompt_tokens", POOLING_ROUTES),
+    _F(("instruction",), "a text before inputs", structs=POOLING_ROUTES),
+    _F(
+        ("max_tokens_per_doc", "max_tokens_per_query"), "truncation of inputs", "truncate_prompt_tokens", POOLING_ROUTES
+    ),
     _F(
         ("prompt_name", "prompt", "input_type", "task_type"),
-        "a text in front of inputs, of the model's own",
+        "a prompt of the model's own before inputs",
         "that text in the input itself",
         structs=POOLING_ROUTES,
     ),
@@ -304,7 +311,7 @@ _POOLING = (
     _F(("return_text",), "documents in the answer", "return_documents", structs=RERANK),
     _F(("raw_scores",), "scores without an activation", "use_activation", structs=RERANK + CLASSIFY + SCORES),
     _F(("task", "late_chunking"), "an adapter or a mode of the model", structs=EMBEDDINGS),
-    _F(("output_dimension", "output_dimensionality"), "shorter vectors", "dimensions", structs=EMBEDDINGS + POOLING),
+    _F(("output_dimension", "output_dimensionality"), "shorter embeddings", "dimensions", structs=EMBEDDINGS + POOLING),
     _F(
         ("embedding_type", "output_dtype", "precision"),
         "numbers in another form",
@@ -313,7 +320,7 @@ _POOLING = (
         ("float",),
     ),
     _F(("embed_dtype",), "numbers in another form", "encoding_format", EMBEDDINGS, ("float32",)),
-    _F(("normalized", "normalize_embeddings"), "vectors of length one", "normalize", structs=_VECTORS, strict=True),
+    _F(("normalized", "normalize_embeddings"), "normalized embeddings", "normalize", structs=_VECTORS, strict=True),
     _F(("pooling", "pooling_type"), "another pooling", structs=POOLING_ROUTES),
     _F(("softmax", "activation"), "scores without an activation", "use_activation", POOLING_ROUTES, strict=True),
     _F(("messages",), "a conversation as input", "input", structs=POOLING + CLASSIFY),
@@ -322,7 +329,7 @@ _POOLING = (
     _F(("data",), "inputs of plugins", "input", structs=POOLING),
     _F(("rank_fields",), "documents of several fields", "documents", structs=RERANK),
     _F(("max_chunks_per_doc",), "documents in parts", structs=RERANK),
-    _F(("return_embeddings",), "vectors of documents", "/v1/embeddings", structs=RERANK),
+    _F(("return_embeddings",), "embeddings of documents", "/v1/embeddings", structs=RERANK),
 )
 UNSUPPORTED: tuple[UnsupportedField, ...] = (
     *_SAMPLING,

@@ -49,7 +49,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = False
     adapters: Annotated[
         dict[str, str],
-        Meta(description=("LoRA adapters to serve: a map from the name that requests use to the adapter's directory.")),
+        Meta(description="LoRA adapters to serve: a map from the name that requests use to the adapter's directory."),
     ] = {}
     directory: Annotated[
         str,
@@ -75,7 +75,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = ()
     max_registered: Annotated[
         int,
-        Meta(ge=1, le=16_384, description=("Maximum number of registered LoRA adapters, from all sources together.")),
+        Meta(ge=1, le=16_384, description="Maximum number of registered LoRA adapters, from all sources together."),
     ] = 1024
     http_loading: Annotated[
         bool,
@@ -295,9 +295,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         SpecialTokensInContent,
         Meta(
             description=(
-                "Handling of special tokens, such as <|im_end|>, in the text of chat messages and tools. parse: text "
-                "becomes the special token, so a message can end its turn and begin another. text: it is tokenized "
-                "as ordinary characters."
+                "Handling of special tokens, such as <|im_end|>, in the text of chat messages and tools. parse: "
+                "the text becomes the special token, so a message can end its turn and begin another. text: the "
+                "text is tokenized as ordinary characters."
             )
         ),
     ] = "parse"
@@ -439,7 +439,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     engines: Annotated[
         tuple[str, ...],
-        Meta(description=("Addresses (host:port) of the engines, for a frontend without a coordinator.")),
+        Meta(description="Addresses (host:port) of the engines, for a frontend without a coordinator."),
     ] = ()
     server: Annotated[ServerConfig, Meta(description="The gRPC listener of the public API.")] = ServerConfig(
         port=50051, max_connection_age=120.0
@@ -492,7 +492,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 30.0
     max_held_requests: Annotated[
-        int, Meta(ge=0, description=("Maximum number of new requests that wait for an engine at the same time."))
+        int, Meta(ge=0, description="Maximum number of new requests that wait for an engine at the same time.")
     ] = 10_000
     ready_without_engines: Annotated[
         bool,

@@ -19,8 +19,8 @@ class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description=(
-                "Maximum number of stored responses. At the limit, the oldest response of the tenant with the most "
-                "responses is dropped. A call can ask not to be stored. 0: no responses are stored."
+                "Maximum number of stored responses. At the limit, the oldest response of the tenant with the "
+                "most stored bytes is dropped. A call can ask not to be stored. 0: no responses are stored."
             ),
         ),
     ] = 1024
@@ -82,8 +82,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=1024,
             description=(
-                "Maximum bytes of a request's headers. For chunked bodies, chunk lines and trailers together may "
-                "have this many bytes plus the size of the body."
+                "Maximum bytes of a request's headers. For chunked bodies, headers, chunk lines and trailers "
+                "together may have this many bytes plus the size of the body."
             ),
         ),
     ] = 64 * 1024
@@ -93,7 +93,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=0.05,
             le=3600,
-            description=("Seconds within which a request's headers must arrive, from their first byte."),
+            description="Seconds within which a request's headers must arrive, from their first byte.",
         ),
     ] = 10.0
     body_timeout: Annotated[
@@ -101,7 +101,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=0.05,
             le=3600,
-            description=("Seconds within which a request's body must arrive, from the end of its headers."),
+            description="Seconds within which a request's body must arrive, from the end of its headers.",
         ),
     ] = 60.0
     max_connection_age: Annotated[
@@ -118,7 +118,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 120.0
     max_requests: Annotated[
         int,
-        Meta(ge=1, description=("Maximum number of calls in progress, including those whose bodies are being read.")),
+        Meta(ge=1, description="Maximum number of calls in progress, including those whose bodies are being read."),
     ] = 10_000
     allowed_origins: Annotated[
         tuple[str, ...],

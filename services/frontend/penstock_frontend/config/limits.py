@@ -80,10 +80,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 256 * 1024 * 1024
     max_tenant_requests: Annotated[
-        int, Meta(ge=0, description=("Maximum number of sequences of one tenant in flight. 0: no limit."))
+        int, Meta(ge=0, description="Maximum number of sequences of one tenant in flight. 0: no limit.")
     ] = 0
     max_session_requests: Annotated[
-        int, Meta(ge=1, description=("Maximum number of requests in flight in one GenerateSession."))
+        int, Meta(ge=1, description="Maximum number of requests in flight in one GenerateSession.")
     ] = 1024
     max_prompt_length: Annotated[
         int,
@@ -99,24 +99,22 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=1,
-            description=("Maximum number of inputs of one Embed or Classify call, or of documents of one Score call."),
+            description="Maximum number of inputs of one Embed or Classify call, or of documents of one Score call.",
         ),
     ] = 2048
     pooling_truncation: Annotated[
         Literal["none", "end", "start"],
         Meta(
             description=(
-                "Truncation of inputs of Embed, Classify and Score that are longer than the model's context: cut the "
-                "end or the start. none: such inputs are refused. Fields of a request override this setting. Inputs "
+                "Truncation of Embed, Classify and Score inputs that exceed the model's context. end or start: "
+                "cut that end. none: such inputs are refused. Fields of a request override this setting. Inputs "
                 "with media are never truncated."
             )
         ),
     ] = "none"
     max_prompts: Annotated[
         int,
-        Meta(
-            ge=1, description=("Maximum number of prompts of one completion call over HTTP. Each prompt is a request.")
-        ),
+        Meta(ge=1, description="Maximum number of prompts of one completion call over HTTP. Each prompt is a request."),
     ] = 1024
     max_sequences_per_call: Annotated[
         int,
@@ -145,7 +143,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_stop_token_ids: Annotated[int, Meta(ge=1, description="Maximum number of stop token ids per request.")] = 1024
     max_n: Annotated[int, Meta(ge=1, description="Maximum number of sequences per request (n).")] = 128
     max_logit_biases: Annotated[
-        int, Meta(ge=1, description=("Maximum number of token ids with a logit bias per request."))
+        int, Meta(ge=1, description="Maximum number of token ids with a logit bias per request.")
     ] = 1024
     max_allowed_token_ids: Annotated[
         int, Meta(ge=1, description="Maximum number of allowed token ids per request.")
@@ -155,11 +153,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=1,
-            description=("Maximum length of a bad word, in characters, or in token ids if it is given as token ids."),
+            description="Maximum length of a bad word, in characters, or in token ids if it is given as token ids.",
         ),
     ] = 256
     max_structured_output_bytes: Annotated[
-        int, Meta(ge=1, description=("Maximum bytes of a structured output constraint."))
+        int, Meta(ge=1, description="Maximum bytes of a structured output constraint.")
     ] = 256 * 1024
 
     def __post_init__(self) -> None:
@@ -185,24 +183,24 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = ""
     issuer: Annotated[
-        str, Meta(description=("Required value of a token's claim iss. Must be set if auth.jwt.jwks is set."))
+        str, Meta(description="Required value of a token's claim iss. Must be set if auth.jwt.jwks is set.")
     ] = ""
     audience: Annotated[
-        str, Meta(description=("Required value of a token's claim aud. Must be set if auth.jwt.jwks is set."))
+        str, Meta(description="Required value of a token's claim aud. Must be set if auth.jwt.jwks is set.")
     ] = ""
     algorithms: Annotated[
         tuple[JwtAlgorithm, ...],
-        Meta(description=("Accepted signature algorithms. At least one if auth.jwt.jwks is set.")),
+        Meta(description="Accepted signature algorithms. At least one if auth.jwt.jwks is set."),
     ] = ("RS256", "ES256", "EdDSA")
     leeway: Annotated[
         float, Meta(ge=0, le=600, description="Tolerated clock difference to the issuer, in seconds.")
     ] = 30.0
     tenant_claim: Annotated[
-        str, Meta(description=("Claim that names the caller's tenant. Must be set if auth.jwt.jwks is set."))
+        str, Meta(description="Claim that names the caller's tenant. Must be set if auth.jwt.jwks is set.")
     ] = "tenant"
     scope: Annotated[
         str,
-        Meta(description=("Scope that a token's claim scope must contain for inference. Empty: no scope is required.")),
+        Meta(description="Scope that a token's claim scope must contain for inference. Empty: no scope is required."),
     ] = ""
     admin_scope: Annotated[
         str,

@@ -63,7 +63,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=0,
             le=20,
-            description=("Maximum number of redirects of one URL. Each redirect is checked like the URL itself."),
+            description="Maximum number of redirects of one URL. Each redirect is checked like the URL itself.",
         ),
     ] = 3
     max_fetches: Annotated[
@@ -71,21 +71,19 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=1,
             le=4096,
-            description=("Maximum number of URLs fetched at the same time. Up to media.max_queued more may wait."),
+            description="Maximum number of URLs fetched at the same time. Up to media.max_queued more may wait.",
         ),
     ] = 64
     max_bytes: Annotated[
         ByteSize,
-        Meta(
-            ge=1, description=("Maximum bytes of one media item: of a file, of all frames of a video, or of tensors.")
-        ),
+        Meta(ge=1, description="Maximum bytes of one media item: of a file, of all frames of a video, or of tensors."),
     ] = 32 * 1024 * 1024
     max_pixels: Annotated[
-        int, Meta(ge=1, description=("Maximum number of pixels of an image, or of one frame of a video."))
+        int, Meta(ge=1, description="Maximum number of pixels of an image, or of one frame of a video.")
     ] = 64_000_000
     max_frames: Annotated[int, Meta(ge=1, le=65_536, description="Maximum number of frames of a video.")] = 128
     max_audio_seconds: Annotated[
-        float, Meta(gt=0, le=86_400, description=("Maximum length of one audio item, in seconds."))
+        float, Meta(gt=0, le=86_400, description="Maximum length of one audio item, in seconds.")
     ] = 600.0
     workers: Annotated[
         int,

@@ -407,7 +407,9 @@ class Dispatch:
 
     def _end_moving(self, entry: JournalEntry, error: RequestFailed) -> None:
         request = entry.request.context.external_request_id
-        get_logger().error("request given up", request=request, reason=error.reason, why=entry.last_loss)
+        get_logger().error(
+            "request ended after engine losses", request=request, reason=error.reason, why=entry.last_loss
+        )
         self._end(entry, error)
 
     def _end(self, entry: JournalEntry, error: RequestFailed) -> None:

@@ -63,7 +63,7 @@ class KvGateway:
         if not self.serves:
             raise Unimplemented(f"{field} is not served", field=field)
         if not isinstance(given, dict):
-            raise InvalidArgument(f"{field} is no object", field=field)
+            raise InvalidArgument(f"{field} is not a JSON object", field=field)
         text = msgspec.json.encode(given)
         if len(text) > MAX_PARAMS_BYTES:
             raise _too_long(field, len(text))
@@ -91,7 +91,7 @@ class KvGateway:
         try:
             return self.read(msgspec.json.decode(text), n=n, field=field)
         except (msgspec.DecodeError, RecursionError) as e:
-            raise InvalidArgument(f"{field} is no JSON: {e}", field=field) from None
+            raise InvalidArgument(f"{field} is not valid JSON: {e}", field=field) from None
 
     def _may_ask(self, source: KvSource | None) -> bool:
         if source is None:

@@ -218,10 +218,12 @@ class CoordinatorClient:
         heard = self._gossip.hear(registrations_from_proto(message))
         for each in heard:
             what = "unloaded" if each.unloaded else "loaded"
-            get_logger().info(f"LoRA adapter {what} elsewhere", name=each.name, path=each.path, by=each.frontend_id)
+            get_logger().info(
+                f"LoRA adapter {what} on another frontend", name=each.name, path=each.path, by=each.frontend_id
+            )
         for refused in message.refused:
             get_logger().warning(
-                "the coordinator does not take a LoRA adapter: other frontends do not know it",
+                "the coordinator rejected a LoRA adapter, so other frontends do not know it",
                 name=refused.name,
                 why=refused.reason,
             )

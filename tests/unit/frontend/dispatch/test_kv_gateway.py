@@ -100,7 +100,7 @@ def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("given", [[1], [], "", "text", 0, 7, False, True])
 def test_what_is_no_object_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="kv_transfer_params is no object"):
+    with pytest.raises(InvalidArgument, match="kv_transfer_params is not a JSON object"):
         read(given)
 
 
@@ -115,8 +115,8 @@ def test_parameters_as_text_are_the_same() -> None:
     assert gateway("h:50054").read_json(text, n=1, field="f") == KvParams(source=SOURCE)
     assert gateway().read_json("", n=1, field="f") == KvParams()
     for wrong, message in (
-        ("{", "f is no JSON"),
-        ("[1]", "f is no object"),
+        ("{", "f is not valid JSON"),
+        ("[1]", "f is not a JSON object"),
         ("x" * (MAX_PARAMS_BYTES + 1), "at most 16384"),
     ):
         with pytest.raises(InvalidArgument, match=message):
