@@ -101,7 +101,7 @@ async def test_a_template_of_the_setting_is_used_instead_of_the_models(engine: F
     [
         ("a\n{% if %}", r"model.chat_template is '.*': line 2: Expected an expression"),
         ("", r"model.chat_template is '.*': the file is empty"),
-        (None, r"model.chat_template is '.*', which cannot be read"),
+        (None, r"model.chat_template is '.*', but the file cannot be read"),
     ],
 )
 async def test_a_bad_template_of_the_setting_is_refused_at_the_start(

@@ -279,7 +279,7 @@ HISTORIES: list[tuple[list[Any], str, str]] = [
     (
         [CALLED | {"arguments": '{"city": "a'}, {"type": "function_call_output", "call_id": "c1", "output": "no"}],
         '"INVALID_JSON": "{\\"city\\": \\"a"',
-        "arguments_not_json: input[1].arguments is no JSON object, and is shown to the model as a text under the key "
+        "arguments_not_json: input[1].arguments is not a JSON object, so the model sees it as text under the key "
         "INVALID_JSON",
     ),
     ([CALLED | {"arguments": ""}], '"arguments": {}', ""),
@@ -287,7 +287,7 @@ HISTORIES: list[tuple[list[Any], str, str]] = [
     (
         [{"type": "function_call_output", "call_id": "c9", "output": "ok"}],
         "<tool_response>\nok",
-        "result_without_call: input[1] is the result of a call that the conversation does not have",
+        "result_without_call: input[1] is the result of a call that is not in the conversation",
     ),
     (
         [CALLED, {"type": "function_call_output", "call_id": "c1", "output": [PNG]}],
@@ -375,8 +375,8 @@ TURNS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tool_calls": [{"id": "c1", "function": {"name": "weather", "arguments": "[1]"}}]},
         '"INVALID_JSON": "[1]"',
-        "arguments_not_json: messages[1].tool_calls[0].function.arguments is no JSON object, and is shown to the model as "
-        "a text under the key INVALID_JSON",
+        "arguments_not_json: messages[1].tool_calls[0].function.arguments is not a JSON object, so the model sees it as "
+        "text under the key INVALID_JSON",
     ),
     ({"content": [{"type": "refusal", "refusal": "no!"}], "tool_calls": [CALL]}, "no!", ""),
     (
@@ -392,7 +392,7 @@ TURNS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"content": "b"},
         "<tool_response>\n42",
-        "result_without_call: messages[2] is the result of a call that the conversation does not have",
+        "result_without_call: messages[2] is the result of a call that is not in the conversation",
     ),
 ]
 

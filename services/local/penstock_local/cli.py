@@ -28,7 +28,7 @@ def _add_adapter(group: argparse._ArgumentGroup) -> None:
         action="append",
         dest="lora",
         metavar="NAME=PATH",
-        help="serve the LoRA adapter in the directory PATH as NAME; may be repeated",
+        help="Serve the LoRA adapter in the directory PATH under the name NAME. May be repeated.",
     )
 
 
@@ -313,7 +313,7 @@ def _add_serve(commands: Any) -> None:
     engines = parser.add_argument_group("engines")
     drafts = parser.add_argument_group("speculation")
     adapters = parser.add_argument_group("LoRA adapters")
-    media = parser.add_argument_group("images, sounds and videos")
+    media = parser.add_argument_group("images, audio and videos")
     network = parser.add_argument_group("network")
     flags.add_positional(parser, ServeOptions, "model")
     flags.add_options(model, ServeOptions, served_model_name="NAME", chat_template="FILE")

@@ -1,1 +1,1 @@
-"""What is done to requests and outputs in every protocol."""
+"""Processing of requests and outputs that all protocols share."""

@@ -50,15 +50,33 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    dtype: Annotated[str, Meta(description="Data type of weights and activations.")] = ""
-    device: Annotated[str, Meta(description="Device to run the model on.")] = ""
-    max_model_len: Annotated[int, Meta(ge=1, description="Maximum length of a sequence in tokens.")] | None = None
-    max_num_seqs: Annotated[int, Meta(ge=1, description="Maximum number of sequences per step.")] | None = None
-    kv_cache_memory: Annotated[str, Meta(description="Size of the KV cache, such as 2GiB.")] = ""
-    tensor_parallel_size: (
-        Annotated[int, Meta(ge=1, description="Number of workers that the model is split across.")] | None
+    dtype: Annotated[str, Meta(description="Data type of weights and activations; unset: as in the checkpoint.")] = ""
+    device: Annotated[
+        str, Meta(description="Device to run the model on: cpu or cuda; unset: a GPU if there is one.")
+    ] = ""
+    max_model_len: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="Maximum length of a sequence in tokens; unset: as long as the model and the KV cache allow.",
+            ),
+        ]
+        | None
     ) = None
-    num_threads: Annotated[int, Meta(ge=1, description="Number of CPU threads of the engine.")] | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Maximum number of sequences per step; unset: 256.")] | None = (
+        None
+    )
+    kv_cache_memory: Annotated[
+        str, Meta(description="Size of the KV cache, such as 2GiB; unset: depends on free memory.")
+    ] = ""
+    tensor_parallel_size: (
+        Annotated[int, Meta(ge=1, description="Number of workers that the model is split across; unset: 1.")] | None
+    ) = None
+    num_threads: (
+        Annotated[int, Meta(ge=1, description="Number of CPU threads of the engine; unset: one per usable core.")]
+        | None
+    ) = None
     lora: Mapping[str, str] = {}
     """Directories of LoRA adapters, by the names that requests use as ``model`` or ``lora``."""
     task: Annotated[str, Meta(description="Task of the model, such as embed, if its config does not define it.")] = ""

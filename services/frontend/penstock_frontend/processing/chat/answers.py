@@ -1,4 +1,4 @@
-"""Turns a model's outputs into answers of a conversation: messages, content blocks and the count of reasoning tokens."""
+"""Conversion of model outputs to chat answers: messages, content blocks, and the number of reasoning tokens."""
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +13,29 @@ from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput
 from penstock_frontend.processing.parsers.base import AnswerDelta, AnswerParser, ReasoningParser, ToolCallDelta
 
-# How many of an answer's tokens are reasoning.
+# Counting of the reasoning tokens in an answer.
 
 
 class ReasoningTokenCount(Protocol):
-    """Counts the reasoning tokens of one sequence."""
+    """Counter of the reasoning tokens of one sequence."""
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Take the tokens of the next piece. ``reasoning``: the piece has reasoning; ``ended``: it is the last."""
+        """Count the tokens of the next piece. ``reasoning``: the piece contains reasoning. ``ended``: it is the last
+        piece.
+        """
         ...
 
     @property
     def total(self) -> int:
-        """Tokens so far."""
+        """Number of reasoning tokens so far."""
         ...
 
 
 class CountToEndToken:
-    """Counts the tokens up to the one that ends the reasoning, which is the last that counts.
+    """Counts all tokens up to and including the token that ends the reasoning.
 
     Args:
-        tokens: The tokens of the model's tags.
+        tokens: Tokens of the model's reasoning tags.
     """
 
     def __init__(self, tokens: ReasoningTokens) -> None:
@@ -43,7 +45,7 @@ class CountToEndToken:
         self._reasons = False
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Take the tokens of the next piece."""
+        """Count the tokens of the next piece."""
         del ended
         self._reasons = self._reasons or reasoning
         for token_id in token_ids:
@@ -58,12 +60,14 @@ class CountToEndToken:
 
 
 class CountByParser:
-    """Counts the tokens whose text a parser takes for reasoning, and the tokens of tags before that. For models whose tags are
-    several tokens: a piece of output may end anywhere in the reasoning, so the text is parsed once more, token by token.
+    """Counts the tokens whose text is reasoning according to a parser, including tag tokens before it.
+
+    Used for models whose tags are several tokens. A piece of output may end anywhere in the reasoning, so the text is
+    parsed a second time, token by token.
 
     Args:
-        parser: A parser of its own for the sequence.
-        text_of_next: Returns the text that the sequence's next token settles.
+        parser: Parser for this sequence alone.
+        text_of_next: Returns the text that the sequence's next token completes.
     """
 
     def __init__(self, parser: ReasoningParser, text_of_next: Callable[[int], str]) -> None:
@@ -73,7 +77,7 @@ class CountByParser:
         self.total = 0
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Take the tokens of the next piece."""
+        """Count the tokens of the next piece."""
         del reasoning
         for token_id in token_ids:
             self._undecided += 1
@@ -91,10 +95,10 @@ class CountByParser:
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one of the n answers, or all of it, as the output kind says; see ``RequestOutput``.
+    """A piece of one of the n answers, or all of it, as the output kind says. See ``RequestOutput``.
 
-    ``tool_calls``: pieces of calls; those of the same ``index`` are one, of which the first has the name. Kinds other than
-    DELTA have each call in one piece.
+    ``tool_calls`` has pieces of calls. Pieces with the same ``index`` belong to one call, and the first has the name.
+    With kinds other than DELTA, each call is one piece.
     """
 
     index: int = 0
@@ -108,7 +112,7 @@ class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatOutputs:
-    """Reads the outputs of one request, each of its sequences with a parser of its own."""
+    """Parses the outputs of one request, with one parser per sequence."""
 
     def __init__(
         self,
@@ -116,14 +120,14 @@ class ChatOutputs:
         make_parser: Callable[[], AnswerParser],
         make_count: Callable[[], ReasoningTokenCount] | None = None,
     ) -> None:
-        """``make_count``: counts the reasoning tokens of a sequence; None for a model that does not reason."""
+        """Create the reader. ``make_count`` creates a counter of reasoning tokens; None for a model without reasoning."""
         self._kind = kind
         self._make_parser = make_parser
         self._make_count = make_count
         self._answers: dict[int, _Answer] = {}
 
     def read(self, output: RequestOutput) -> ChatOutput:
-        """The piece of answer that an output is. A token may come before the text that it is part of."""
+        """Convert an output to a piece of answer. A token may arrive before the text that it is part of."""
         answer = self._answers.get(output.index)
         if answer is None:
             answer = self._answers[output.index] = _Answer(
@@ -150,7 +154,7 @@ class ChatOutputs:
 
 
 class _Answer:
-    """One sequence. ``length``: characters of its text that were read."""
+    """State of one sequence. ``length`` is the number of characters parsed so far."""
 
     __slots__ = ("_calls", "_content", "_count", "_parser", "_reasoning", "length", "num_counted")
 
@@ -172,7 +176,7 @@ class _Answer:
         return self._parser.push(text, ended=ended)
 
     def counted(self, output: RequestOutput, delta: AnswerDelta, *, cumulative: bool) -> Finish | None:
-        """Count the reasoning tokens of an output, and return its finish with the count, if the model reasons."""
+        """Count the reasoning tokens of an output. Returns its finish with the count if the model reasons."""
         if self._count is None:
             return output.finish
         new = output.token_ids[self.num_counted :] if cumulative else output.token_ids
@@ -185,7 +189,7 @@ class _Answer:
         return msgspec.structs.replace(output.finish, usage=msgspec.structs.replace(usage, reasoning_tokens=told))
 
     def add(self, delta: AnswerDelta) -> AnswerDelta:
-        """All of the answer so far, each call in one piece."""
+        """Add a delta. Returns the answer so far, with each call in one piece."""
         self._content += delta.content
         self._reasoning += delta.reasoning
         for call in delta.tool_calls:
@@ -198,11 +202,11 @@ class _Answer:
         return AnswerDelta(self._content, self._reasoning, tuple(self._calls))
 
 
-# An answer as the blocks it is made of, one behind the other: reasoning, text, calls of tools.
+# Blocks of an answer, one after the other: reasoning, text, and tool calls.
 
 
 class BlockKind(enum.Enum):
-    """What a block is."""
+    """Kind of a block."""
 
     REASONING = enum.auto()
     TEXT = enum.auto()
@@ -210,8 +214,9 @@ class BlockKind(enum.Enum):
 
 
 class Block:
-    """One block, in the making. ``call_id`` and ``name`` are those of a call; ``text`` is what there is of it, of a call its
-    arguments.
+    """A block that is being built. ``text`` is its text so far, or the arguments of a call.
+
+    ``call_id`` and ``name`` are set for calls only.
     """
 
     __slots__ = ("call_id", "index", "kind", "name", "text")
@@ -225,7 +230,7 @@ class Block:
 
 
 class BlockPiece(NamedTuple):
-    """What is new of a block: text that was added to it; whether it begins, and whether it ends, with this piece."""
+    """New part of a block: added text, and whether the block begins or ends with this piece."""
 
     block: Block
     text: str = ""
@@ -234,8 +239,9 @@ class BlockPiece(NamedTuple):
 
 
 class Blocks:
-    """Reads the deltas of one sequence. Without ``parallel_calls`` calls behind the first are left out, without ``reasoning``
-    that is.
+    """Converts the deltas of one sequence to blocks.
+
+    Without ``parallel_calls``, calls after the first are dropped. Without ``reasoning``, reasoning is dropped.
     """
 
     def __init__(self, *, parallel_calls: bool = True, reasoning: bool = True) -> None:
@@ -246,7 +252,7 @@ class Blocks:
         self._call_index = -1
 
     def push(self, output: ChatOutput) -> Iterator[BlockPiece]:
-        """The pieces that a delta is. The last one ends the block that is open."""
+        """Yield the pieces of a delta. The last delta ends the open block."""
         if output.reasoning and self._reasoning:
             yield from self._text(BlockKind.REASONING, output.reasoning)
         if output.content:
@@ -258,7 +264,7 @@ class Blocks:
             yield from self._close()
 
     def has(self, kind: BlockKind) -> bool:
-        """Whether there is a block of that kind."""
+        """Return whether there is a block of that kind."""
         return any(block.kind is kind for block in self.all)
 
     def _text(self, kind: BlockKind, text: str) -> Iterator[BlockPiece]:

@@ -1,4 +1,4 @@
-"""Serves what is odd in conversations that clients send back: arguments of calls that are no JSON, results without calls."""
+"""Repair of conversations that clients send back: call arguments that are not JSON, and results without calls."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.prompts.mixed_prompt import A
 
 INVALID = "INVALID_JSON"
-"""The key under which the model sees arguments that are no JSON object, as Anthropic's documentation has it."""
+"""Key under which the model sees arguments that are not a JSON object, as in Anthropic's documentation."""
 
 
 def arguments_text(given: object, field: str) -> str:
     """Return the arguments of a call as the text of a JSON object.
 
-    None and an empty text are an empty object. A text may hold the object's text once more. Anything else, such as arguments that
-    ``max_tokens`` cut off, becomes a text in an object, with a warning about ``field``.
+    None and an empty text mean an empty object. A text may contain the object encoded as JSON twice. Anything else,
+    such as arguments cut off by ``max_tokens``, becomes text inside an object, with a warning about ``field``.
     """
     if isinstance(given, dict):
         return _text(given)
@@ -33,23 +33,24 @@ def arguments_text(given: object, field: str) -> str:
     warn(
         WarningKind.ARGUMENTS_NOT_JSON,
         field,
-        f"is no JSON object, and is shown to the model as a text under the key {INVALID}",
+        f"is not a JSON object, so the model sees it as text under the key {INVALID}",
     )
     return _text({INVALID: text})
 
 
 def warn_of_lost_calls(messages: Sequence[ChatMessage], places: Sequence[str]) -> None:
-    """Warn of results that belong to no call before them. ``places``: the client's field of each message."""
+    """Warn about tool results that belong to no earlier call. ``places`` has the client's field for each message."""
     calls: set[str] = set()
     for message, place in zip(messages, places, strict=True):
         calls.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id and message.tool_call_id not in calls and "" not in calls:
-            warn(WarningKind.RESULT_WITHOUT_CALL, place, "is the result of a call that the conversation does not have")
+            warn(WarningKind.RESULT_WITHOUT_CALL, place, "is the result of a call that is not in the conversation")
 
 
 def without_unread(messages: Sequence[ChatMessage], family: Family | None) -> Sequence[ChatMessage]:
-    """Return the messages, in which a text stands for each medium of a tool's result that the model does not read, with a
-    warning. Clients cannot know what their tools will give. ``family``: None for a model that reads text alone.
+    """Replace media in tool results that the model cannot read with a text and a warning.
+
+    Clients cannot know in advance what their tools return. ``family`` is None for a text-only model.
     """
     taken = family.modalities if family is not None else ()
 

@@ -1,4 +1,4 @@
-"""Builds the messages that a chat template reads: maps their roles, escapes client texts and marks the places of media."""
+"""Messages for chat templates: maps roles, escapes client texts, and marks the positions of media."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
 from penstock_frontend.processing.media.families.base import Family
 
-# The texts that a client gives a chat template, which are JSON's, and the characters in them that could begin a token.
+# Client texts in template variables, which are JSON values, and characters in them that could begin a token.
 
 
 def texts_in(value: Any) -> list[str]:
-    """Every text of a template's variable: keys of objects, too."""
+    """Return every text in a template variable, including object keys."""
     texts: list[str] = []
     values = [value]
-    for each in values:  # which grows meanwhile
+    for each in values:  # the list grows during the loop
         if isinstance(each, str):
             texts.append(each)
         elif isinstance(each, dict):
@@ -32,10 +32,10 @@ def texts_in(value: Any) -> list[str]:
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:
-    """The same variable with ``change`` of every text in it."""
+    """Apply ``change`` to every text in a template variable."""
     if isinstance(value, str):
         return change(value)
-    # No comprehensions: each would be a second frame of the stack for every level, and JSON may nest 512 levels.
+    # A comprehension would add a stack frame per level, and JSON may be nested 512 levels deep.
     if isinstance(value, dict):
         mapping = {}
         for key, each in value.items():
@@ -50,8 +50,10 @@ def changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def openings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches the first character of each of ``tokens`` in a text: where the rest of the token follows, or as much of the rest as
-    there is before the text's end. A template may trim that end, and write the rest behind it from another text.
+    """Return a pattern for the first character of each token where the rest of the token follows in the text.
+
+    The pattern also matches if the text ends before the token is complete. A template may trim that end and write the
+    rest of the token from another text.
     """
     by_first: dict[str, list[str]] = {}
     for token in tokens:
@@ -60,7 +62,7 @@ def openings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _rest(rests: Collection[str]) -> str:
-    """Matches one of ``rests``, or the begin of one up to the text's end. Common begins are looked at once."""
+    """Return a pattern for one of ``rests``, or for its start at the end of the text. Common prefixes are matched once."""
     if "" in rests:
         return ""
     by_first: dict[str, list[str]] = {}
@@ -69,15 +71,15 @@ def _rest(rests: Collection[str]) -> str:
     return rf"(?:\s*\Z|{'|'.join(re.escape(first) + _rest(more) for first, more in by_first.items())})"
 
 
-# Where media stand in a conversation that a template has rendered.
+# Positions of media in a conversation that a template has rendered.
 #
-# A template that reads parts writes the model's placeholder for each, and nobody else may: where a client's own text has these
-# characters, or could be made to have them, a mark is put between them that nobody can guess, and taken out when the places are
-# known. To a template that reads texts, media are such marks themselves.
+# A template that reads content parts writes the model's placeholder for each media item. Client text must not produce
+# placeholders. So a random mark is inserted into client text that contains one, or could be made to contain one. The
+# mark is removed once the positions are known. For a template that reads plain text, such marks stand for the media.
 
 
 class Places:
-    """Of one conversation. ``media``: its media, in order."""
+    """Media positions of one conversation. ``media`` are its media, in order."""
 
     def __init__(self, family: Family, media: Sequence[MediaPart]) -> None:
         self._family = family
@@ -92,17 +94,18 @@ class Places:
         self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
 
     def guarded(self, value: Any) -> Any:
-        """A template's variable, in which no text is a placeholder, nor the begin of one at its end."""
+        """Return a template variable in which no text is a placeholder or ends with the start of one."""
         return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
 
     def named(self, index: int) -> str:
-        """What stands for the medium of that index where a template reads texts."""
+        """Return the mark for the media item with that index, for templates that read plain text."""
         return f"{self._mark}:{index}:{self._mark}"
 
     def split(self, rendered: str, *, by_name: bool) -> list[str | MediaPart]:
-        """Texts and media of the rendered conversation, in order; no text is empty. ``by_name``: media are where they are
-        named, else where the template has written their modality's placeholder. Raises InvalidArgument where it has not written
-        each once.
+        """Split the rendered conversation into texts and media, in order. No text is empty.
+
+        With ``by_name``, media are located by their marks, otherwise by the placeholders of their modality. Raises
+        InvalidArgument if the template has not written each item exactly once.
         """
         parts: list[str | MediaPart] = []
         begin, found = 0, []
@@ -138,15 +141,15 @@ class Places:
         )
 
 
-# Clients send several system messages, some of them late, or ones of the role ``developer``. Many templates show one
-# system message at the beginning alone; they refuse others, or leave them out without a word.
+# Clients send several system messages, late system messages, or messages with the role ``developer``. Many templates
+# support only one system message at the start. They refuse others, or drop them silently.
 
 _MAX_CHARS = 1 << 20
 _SECONDS = 1.0
-"""Limit of one trial."""
+"""Limits of one trial rendering."""
 _DEVELOPER = "developer"
 _BETWEEN = "\n\n"
-"""Stands between texts that were messages of their own."""
+"""Separator between texts of merged messages."""
 _MARKS = ("Qmark1", "Qmark2", "Qmark3")
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
@@ -154,11 +157,15 @@ Message = dict[str, Any]
 
 
 class ShownRoles(NamedTuple):
-    """What a template shows.
+    """Roles that a template shows to the model.
 
-    ``developer``: messages of that role, which it names: a model whose template writes any role that it is given was not trained
-    on this one. ``system``: one in front. ``systems``: any number of them, anywhere. ``users``: several of the user's in a row.
-    ``tool``: results of tools.
+    Attributes:
+        developer: Messages of that role, if the template names it. A template that writes any role does not count, because its
+            model was not trained on this one.
+        system: One system message at the start.
+        systems: Any number of system messages, anywhere.
+        users: Several user messages in a row.
+        tool: Tool results.
     """
 
     developer: bool = True
@@ -169,13 +176,15 @@ class ShownRoles(NamedTuple):
 
 
 def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> ShownRoles:
-    """By trial. ``as_content``: a text in the form in which the template reads contents. Everything counts as shown by a template
-    that does not render a plain question.
+    """Find the shown roles by trial rendering. ``as_content`` converts a text to the form in which the template reads
+    contents.
+
+    If the template cannot render a plain question, all roles count as shown.
     """
     one, two, three = _MARKS
 
     def shows(*messages: tuple[str, str], calls: bool = False) -> bool | None:
-        """Whether all marks are in the prompt; None: the template refuses the messages."""
+        """Return whether the prompt contains all marks, or None if the template refuses the messages."""
         said: list[Message] = [{"role": role, "content": as_content(text)} for role, text in messages]
         for message in said:
             if calls and message["role"] == "assistant":
@@ -205,11 +214,11 @@ def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> S
 
 
 def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
-    """The messages as a template that shows these roles takes them.
+    """Adapt the messages to the roles that the template shows.
 
-    ``developer`` becomes ``system``. All system messages become one at the beginning, or where the template shows none, the
-    beginning of the user's first. Messages of the user in a row become one. What has media stays where it is, since media are
-    in the order of their places.
+    ``developer`` becomes ``system``. System messages are merged into one at the start, or into the first user message
+    if the template shows no system messages. Consecutive user messages are merged. Messages with media stay in place,
+    because media must keep their order.
     """
     found = [_renamed(message, shown) for message in messages]
     systems = [message for message in found if message["role"] == "system"]
@@ -229,11 +238,11 @@ def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
 
 
 def check_shown(role: str, path: str, shown: ShownRoles) -> None:
-    """Raises InvalidArgument for a message that the template would leave out."""
+    """Raise InvalidArgument for a message that the template would drop."""
     if role == "tool" and not shown.tool:
         raise InvalidArgument(
-            f"{path}.role is 'tool'; the model's chat template does not show such messages to the model. Say what the "
-            "tool answered in a message of the user, or serve the model with a template that shows it: --chat-template",
+            f"{path}.role is 'tool'; the model's chat template does not show such messages to the model. Put the "
+            "tool's answer into a user message, or serve the model with a template that shows it: --chat-template",
             field=f"{path}.role",
         )
 
@@ -255,7 +264,7 @@ def _without_rows(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """The first of them, with the contents of all."""
+    """Return the first message with the contents of all."""
     contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
         return {**messages[0], "content": _BETWEEN.join(filter(None, contents))}
@@ -277,19 +286,20 @@ Content = str | list[dict[str, str]]
 
 
 class MessageReader:
-    """Checks the messages of one conversation. ``places``: of its media; None where it has none. ``form``: how the template reads
-    contents.
+    """Checks and converts the messages of one conversation.
+
+    ``places`` has the positions of its media, or is None. ``form`` is how the template reads contents.
     """
 
     def __init__(self, form: ContentFormat, places: Places | None, *, by_parts: bool) -> None:
-        """``by_parts``: contents are given in parts where the template reads parts."""
+        """Create the reader. With ``by_parts``, contents are given as parts if the template reads parts."""
         self._by_parts = by_parts and form.reads_parts
         self._tells_text = form.tells_text
         self._places = places
         self._num_media = 0
 
     def variable(self, message: ChatMessage, path: str) -> dict[str, Any]:
-        """A message as chat templates read it: a key is there only where it says something, ``content`` always."""
+        """Convert a message to its template variable. ``content`` is always set; other keys only if they have a value."""
         if message.role not in ROLES:
             raise InvalidArgument(
                 f"{path}.role is {quoted(message.role)}; known: {', '.join(ROLES)}", field=f"{path}.role"
@@ -305,7 +315,7 @@ class MessageReader:
                 _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
             ]
         if message.reasoning:
-            # Templates have not agreed on its name.
+            # Templates use different names for it.
             variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
         if message.tool_call_id:
             variable["tool_call_id"] = message.tool_call_id
@@ -323,7 +333,7 @@ class MessageReader:
         return "\n".join(self._text(part) for part in content)
 
     def text_content(self, text: str) -> Content:
-        """A text as a content."""
+        """Return a text as message content."""
         return text if not self._by_parts or self._tells_text else [_text_part(text)]
 
     def _text(self, part: ContentPart) -> str:
@@ -334,7 +344,7 @@ class MessageReader:
 
 
 def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
-    """The media of a conversation, in order."""
+    """Return the media of a conversation, in order."""
     return [
         part.media
         for message in messages
@@ -345,7 +355,7 @@ def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
 
 
 def add_text(content: Content, text: str) -> Content:
-    """A content with ``text`` at its end."""
+    """Append ``text`` to a content."""
     if isinstance(content, str):
         return content + text
     if content and content[-1]["type"] == "text":
@@ -354,7 +364,7 @@ def add_text(content: Content, text: str) -> Content:
 
 
 def size_of(content: Content) -> int:
-    """Characters of its texts."""
+    """Return the number of characters in the texts of a content."""
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
@@ -366,7 +376,7 @@ def _check_part(part: ContentPart, path: str) -> None:
 
 
 def _part_variable(part: ContentPart) -> dict[str, str]:
-    """A medium is told by its type, or by a key of that name: templates look for either. What it shows is not for them."""
+    """Return a part as templates read it. Media have a type and a key of that name, because templates check either."""
     return _text_part(part.text) if part.media is None else {"type": part.media.modality, part.media.modality: ""}
 
 
@@ -379,5 +389,5 @@ def _call_variable(call: ToolCall, path: str) -> dict[str, Any]:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
     arguments = json.loads(arguments_text(call.arguments, f"{path}.arguments"))
     function = {"name": call.name, "arguments": arguments}
-    # Most templates read calls in OpenAI's form.
+    # Most templates expect calls in OpenAI's format.
     return {"id": call.id, "type": "function", "function": function}

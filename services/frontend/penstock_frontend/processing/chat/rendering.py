@@ -1,4 +1,4 @@
-"""Conversations: checked, and rendered by the model's own chat template into a prompt."""
+"""Rendering of conversations into prompts by the model's chat template, with checks."""
 
 import re
 import uuid
@@ -36,24 +36,24 @@ from penstock_frontend.processing.prompts.mixed_prompt import check_media
 from penstock_frontend.processing.prompts.sampling_params import check_conversation
 from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenizer
 
-# A template's output is tokenized as one text, in which ``<|im_end|>`` ends a turn whoever wrote it. To tell the two
-# apart, a mark is put behind the first character of every control token in the client's texts, before the template sees
-# them: what the template then writes without a mark is its own. A mark is one character that no text of the client has,
-# so templates may trim and cut texts, and no template takes a marked token for one.
+# Protection against control tokens in client texts. The rendered prompt is tokenized as one text, in which
+# ``<|im_end|>`` ends a turn no matter who wrote it. So a mark is inserted after the first character of every control
+# token in client texts before the template runs. Control tokens without the mark then come from the template. The mark
+# is one character that occurs in no client text, so templates may trim and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
-"""Rare Chinese characters: they have no case, are no blanks, and stay what they are in a template that writes the form of a
-value in Python or JSON.
+"""Code points of possible marks: rare Chinese characters, which have no case, are not whitespace, and stay unchanged
+when a template writes a value as Python or JSON.
 """
 
 _IN_BRACKETS = re.compile(r"<.+>|\[.+\]")
 
 
 class ControlTokens:
-    """The control tokens of a model. ``names``: by their texts, what ``Tokenizer.guard`` calls them."""
+    """Control tokens of a model. ``names`` maps their texts to the names of ``Tokenizer.guard``."""
 
     def __init__(self, names: Mapping[str, str], *, always: bool = False) -> None:
-        """``always``: guard every conversation, also one without the texts of control tokens."""
+        """Create the set. With ``always``, every conversation is guarded, even without texts of control tokens."""
         self._names = names
         self._always = always
         self._token = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
@@ -61,8 +61,10 @@ class ControlTokens:
         self._firsts = {token[0] for token in names}
 
     def guarded(self, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """A template's variables, in which no text has a control token, nor the begin of one at its end; and the mark that is in
-        them. Without such texts the variables are the same, and the mark is empty. Raises InvalidArgument.
+        """Mark the control tokens in template variables. Returns the variables, and the mark.
+
+        In the result, no text contains a control token or ends with the start of one. If there are none, the variables
+        are unchanged and the mark is empty. Raises InvalidArgument.
         """
         texts = texts_in(variables)
         together = "\n".join(texts)
@@ -76,7 +78,7 @@ class ControlTokens:
         return changed(variables, marked), mark
 
     def text(self, rendered: str, mark: str) -> str:
-        """What a template made of guarded variables, without the mark. Only control tokens without the mark are tokens."""
+        """Remove the mark from rendered text. Only control tokens without the mark become tokens."""
         if not mark and not self._always:
             return rendered
         named = self._token.sub(lambda match: self._names[match[0]], rendered)
@@ -84,25 +86,29 @@ class ControlTokens:
 
 
 def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> ControlTokens | None:
-    """The control tokens of a model, None for a model without any. The tokenizer can tell them from their texts from now on.
+    """Return the control tokens of a model, or None. From now on, the tokenizer can treat their texts as plain text.
 
     Raises ConfigError.
     """
     tokens = [token for token in tokenizer.added_tokens() if _controls(token, templates)]
     if not tokens:
-        get_logger().warning("model.special_tokens_in_content is 'text'; the model's tokenizer has no special tokens")
+        get_logger().warning(
+            "model.special_tokens_in_content is 'text', but the model's tokenizer has no special tokens"
+        )
         return None
     try:
         names = tokenizer.guard([token.content for token in tokens])
     except ConfigError as e:
         raise ConfigError(f"model.special_tokens_in_content is 'text': {e}") from e
-    # A normalizer may make a token's characters of others, which no search of the text finds.
+    # A normalizer may form a token from other characters, which a text search cannot find.
     return ControlTokens(names, always=tokenizer.normalizes and any(token.normalized for token in tokens))
 
 
 def _controls(token: tokenizers.AddedToken, templates: ChatTemplates) -> bool:
-    """Whether a token is special, or is in brackets and named by a template: not every model calls all of its control tokens
-    special. Other tokens are left alone where a template looks for them in messages, as for ``</think>``.
+    """Return whether a token is special, or is in brackets and named by a template.
+
+    Some models do not declare all of their control tokens as special. Tokens that a template searches for in messages,
+    such as ``</think>``, do not count.
     """
     text = token.content
     if token.special:
@@ -111,7 +117,7 @@ def _controls(token: tokenizers.AddedToken, templates: ChatTemplates) -> bool:
 
 
 def _unused(text: str) -> str:
-    """A character that is not in the text."""
+    """Return a mark that does not occur in the text."""
     used = set(text)
     for point in _MARKS:
         if chr(point) not in used:
@@ -123,12 +129,12 @@ def _unused(text: str) -> str:
 
 
 _NOT_SHOWN = (
-    "tools: the model's chat template does not show them to the model, which would not know of them. Leave them out, or set "
-    "tool_choice to 'none'. Where messages tell the model of its tools, its calls can be read with "
-    "--set frontend.model.tool_parser=..., which is one of: "
+    "tools: the model's chat template does not show them to the model, so it would ignore them. Leave them out, "
+    "or set tool_choice to 'none'. If your messages describe the tools, calls can be parsed with --set "
+    "frontend.model.tool_parser=..., which is one of: "
 )
 MAX_TEMPLATE = 64 << 10
-"""Length limit of a request's own template, in characters."""
+"""Maximum length of a request's own template, in characters."""
 _HIDES_TOOLS = (
     "tools: the request's chat_template does not show them to the model. Leave them out, or set tool_choice to 'none'"
 )
@@ -136,23 +142,28 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 
 
 class _Prepared(NamedTuple):
-    """A conversation between its checks and its prompt."""
+    """A checked conversation before rendering."""
 
     variables: dict[str, Any]
     form: ContentFormat
     places: Places | None
     mark: str
-    """Stands behind the last message, where that one is continued."""
+    """Mark after the last message, if that message is continued; empty otherwise."""
     control_mark: str
 
 
 class ChatRenderer:
-    """Conversations to prompts. Every error names the message, its field and what is wrong with it.
+    """Renders conversations into prompts. Every error names the message, its field and the problem.
 
-    ``tool_parser``: the one that the configuration names. Tools that the template cannot show are refused, unless it names one:
-    then messages tell the model of its tools. ``family``: None for a model that reads text alone. ``control``: control tokens
-    that texts of clients must not become; None: they may. ``own_templates``: where requests may bring templates of their own,
-    what renders them; None: such requests are refused.
+    Args:
+        templates: Chat templates of the model.
+        tokenizer: Tokenizer of the model.
+        limits: Limits of requests.
+        tool_parser: Configured tool parser. If the template does not show tools, tools are refused unless this names a parser:
+            then messages may describe the tools.
+        family: Media family of the model; None for a text-only model.
+        control: Control tokens that client texts must not become; None to allow them.
+        own_templates: Process that renders templates of requests; None to refuse such templates.
     """
 
     def __init__(
@@ -182,7 +193,7 @@ class ChatRenderer:
         return not self._why_no_tools
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
-        """The request with its conversation as a prompt. Raises InvalidArgument."""
+        """Return the request with its conversation rendered as a prompt. Raises InvalidArgument."""
         check_conversation(request.messages, request.tools, self._limits.now)
         if request.template:
             prompt = await self._by_own_template(request)
@@ -199,14 +210,15 @@ class ChatRenderer:
         )
 
     async def close(self) -> None:
-        """End the process that renders requests' own templates. Idempotent."""
+        """End the process that renders templates of requests. Idempotent."""
         if self._own_templates is not None:
             await self._own_templates.close()
 
     async def _by_own_template(self, request: ChatRequest) -> str | MixedPrompt:
         if self._own_templates is None:
             raise Unimplemented(
-                "chat_template is set; this server takes none from requests unless model.request_chat_templates is true",
+                "chat_template is set, but this server accepts no templates from requests unless "
+                "model.request_chat_templates is true",
                 field="chat_template",
             )
         if len(request.template) > MAX_TEMPLATE:
@@ -230,7 +242,7 @@ class ChatRenderer:
             raise InvalidArgument(f"chat_template, {e}", field="chat_template") from None
         if request.may_call and not traits.shows_tools:
             raise InvalidArgument(_HIDES_TOOLS, field="tools")
-        # It runs in a process of its own, where nothing is tried.
+        # The template runs in another process, so no trial rendering is possible here.
         shown = ShownRoles(developer="developer" in traits.looked_for)
         return self._prepared(request, traits.form, shown)
 
@@ -241,7 +253,10 @@ class ChatRenderer:
         return self._shown[form]
 
     def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
-        """Templates write them. Those of models that take media may leave it to the processor, which sees whether they did."""
+        """Return whether the tokenizer must add special tokens.
+
+        Templates usually write them. Templates of multimodal models may leave them to the processor.
+        """
         if self._family is None:
             return False
         first = prompt if isinstance(prompt, str) else prompt.parts[0]
@@ -261,8 +276,8 @@ class ChatRenderer:
         places = Places(self._family, media) if self._family is not None and media else None
         reader = MessageReader(form, places, by_parts=self._family is not None)
         messages = as_shown(self._messages(request, reader, shown), shown)
-        # A mark that no conversation has shows where the template wrote the end of the last message; the blank behind it,
-        # whether the template trims messages.
+        # A random mark shows where the template wrote the end of the last message. The space after it shows whether the
+        # template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
         if mark:
             messages[-1]["content"] = add_text(messages[-1]["content"], f"{mark} ")
@@ -313,7 +328,7 @@ class ChatRenderer:
 
 
 def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates read them. Raises InvalidArgument for a name that is missing or there twice."""
+    """Return tools as chat templates read them. Raises InvalidArgument for a missing or repeated name."""
     variables = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -334,18 +349,18 @@ def _mixed(parts: Sequence[str | MediaPart]) -> MixedPrompt:
 
 
 def _up_to(mark: str, prompt: str) -> str:
-    """The prompt up to the end of the last message, which is marked."""
+    """Return the prompt up to the mark at the end of the last message."""
     before, found, after = prompt.rpartition(mark)
     if not found:
         raise InvalidArgument(
-            "continue_final_message is set; the model's chat template does not write the last message's content",
+            "continue_final_message is set, but the model's chat template does not write the last message's content",
             field="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _check_unicode(prompt: str) -> None:
-    """JSON can spell halves of characters, which no tokenizer takes."""
+    """Raise InvalidArgument for lone surrogates. JSON can express them, but tokenizers cannot encode them."""
     try:
         prompt.encode()
     except UnicodeEncodeError as e:
@@ -360,7 +375,8 @@ def _check_turns(request: ChatRequest) -> None:
     if request.continue_final_message and request.messages[-1].role != "assistant":
         index = len(request.messages) - 1
         raise InvalidArgument(
-            f"continue_final_message is set; messages[{index}].role is {quoted(request.messages[-1].role)}, not 'assistant'",
+            f"continue_final_message is set, but messages[{index}].role is {quoted(request.messages[-1].role)}, "
+            "not 'assistant'",
             field="continue_final_message",
         )
 

@@ -1,4 +1,4 @@
-"""Renders chat templates that clients send, in a child process."""
+"""Child process that renders chat templates from clients."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.process import start_python
 
-# What a frontend and the process that renders clients' chat templates say to each other: JSON behind its length.
+# Messages between a frontend and the template process: JSON, preceded by its length.
 
 LENGTH = struct.Struct("<I")
-"""In front of each message: its length in bytes."""
+"""Length of a message in bytes, sent before it."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A template to render. ``max_chars``: length limit of the prompt, in characters."""
+    """A template to render. ``max_chars`` is the maximum length of the prompt in characters."""
 
     source: str
     special_tokens: dict[str, str]
@@ -30,7 +30,7 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt, or why there is none: ``error`` is about ``field`` of the request."""
+    """The prompt, or an ``error`` about ``field`` of the request."""
 
     prompt: str = ""
     error: str = ""
@@ -38,25 +38,25 @@ class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def framed(message: TemplateJob | TemplateAnswer) -> bytes:
-    """A message as it is sent."""
+    """Encode a message for sending."""
     encoded = msgspec.json.encode(message)
     return LENGTH.pack(len(encoded)) + encoded
 
 
 _MODULE = "penstock_frontend.processing.chat.template_worker"
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
-"""What the process gets of the frontend's environment: no keys, no addresses."""
+"""Environment variables that the process inherits. It gets no keys and no addresses."""
 KILLED_AFTER = 3.0
-"""Seconds after which the process is killed. It looks at the clock itself, but not within one operation."""
+"""Seconds after which the process is killed. It checks the time itself, but not within a single operation."""
 _START_LIMIT = 60.0
-"""Seconds that the start of the process may take."""
+"""Timeout of the process start, in seconds."""
 _FIELD = "chat_template"
 
 
 class TemplateProcess:
-    """Renders one template after the other. The process is started when the first one comes, and again after it was killed.
+    """Renders templates one at a time. The process starts with the first template, and again after it was killed.
 
-    All calls must come from one event loop. ``variables`` are data of JSON.
+    All calls must come from one event loop. ``variables`` must be JSON values.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class TemplateProcess:
     async def render(
         self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any], *, max_chars: int
     ) -> str:
-        """The prompt. Raises InvalidArgument for a template that is wrong, or takes too long or too much memory."""
+        """Return the prompt. Raises InvalidArgument for a template that is wrong or needs too much time or memory."""
         job = TemplateJob(
             source=source, special_tokens=dict(special_tokens), variables=dict(variables), max_chars=max_chars
         )
@@ -124,7 +124,7 @@ class TemplateProcess:
                 await _answer(self._channel)
             ready = True
         except (TimeoutError, OSError, EOFError) as e:
-            raise Unavailable("the process that renders templates of requests could not be started") from e
+            raise Unavailable("the process that renders templates from requests could not be started") from e
         finally:
             if not ready:
                 await self._end()

@@ -1,7 +1,7 @@
-"""The process that renders clients' chat templates: ``python -m penstock_frontend.processing.chat.template_worker SOCKET``.
+"""Entry point of the template process: ``python -m penstock_frontend.processing.chat.template_worker SOCKET``.
 
-A template is a program. Jinja's sandbox keeps it from what is not its own, but bounds neither the memory nor the time of a single
-operation; this process may ask for little memory, and its frontend kills it when it takes too long.
+A template is a program. Jinja's sandbox restricts its access, but limits neither the memory nor the time of a single
+operation. This process therefore has a memory limit, and the frontend kills it if it takes too long.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from penstock_frontend.processing.chat.templates import ChatTemplates
 SECONDS = 2.0
 """Time limit of one template, in seconds."""
 MEMORY = 256 << 20
-"""Bytes that templates may need beyond what the process has at its start."""
+"""Memory that templates may allocate beyond the process's memory at its start, in bytes."""
 _NICENESS = 10
 
 
 def answer_to(job: TemplateJob) -> TemplateAnswer:
-    """The prompt, or what is wrong with the template."""
+    """Return the prompt, or the error of the template."""
     templates = ChatTemplates({"default": job.source}, job.special_tokens, subject="chat_template")
     if templates.broken:
         return TemplateAnswer(error=f"chat_template, {templates.broken}", field="chat_template")
@@ -35,12 +35,12 @@ def answer_to(job: TemplateJob) -> TemplateAnswer:
         return TemplateAnswer(
             error=e.message, field="messages" if e.message.startswith("messages") else "chat_template"
         )
-    # JSON has no halves of characters; the frontend refuses prompts with such.
+    # JSON cannot contain lone surrogates. The frontend refuses prompts with them.
     return TemplateAnswer(prompt=prompt.encode(errors="replace").decode())
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer jobs until the other end closes the socket. Raises EOFError then."""
+    """Answer jobs until the other end closes the socket, then raise EOFError."""
     channel.sendall(framed(TemplateAnswer()))
     while True:
         (length,) = LENGTH.unpack(_take(channel, LENGTH.size))
@@ -63,7 +63,7 @@ def _take(channel: socket.socket, size: int) -> bytes:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``argv``: the number of the socket."""
+    """Run the process. ``argv`` has the file descriptor of the socket."""
     end_with_parent()
     name_process("template-worker")
     os.nice(_NICENESS)

@@ -1,4 +1,4 @@
-"""Compiles and runs chat templates: jinja2 programs in a sandbox with limits of time and size."""
+"""Chat templates: jinja2 programs that run in a sandbox with time and size limits."""
 
 import datetime as dt
 import json
@@ -23,20 +23,26 @@ from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# How a chat template reads what a message says: as a text, or part by part. It is seen from what the template does with it.
+# Detection of how a chat template reads message content: as text, or part by part. It is derived from the template's
+# code.
 
 _MESSAGES, _CONTENT = "messages", "content"
 
 
 class ContentFormat(NamedTuple):
-    """``reads_parts``: it goes through the parts of a content; ``tells_text``: it asks whether a content is a text."""
+    """Form in which a template reads message content.
+
+    Attributes:
+        reads_parts: Whether the template iterates over the parts of a content.
+        tells_text: Whether the template checks if a content is a string.
+    """
 
     reads_parts: bool
     tells_text: bool
 
 
 def content_format(template: nodes.Template) -> ContentFormat:
-    """Of a template's tree."""
+    """Return the content format of a parsed template."""
     contents = _Contents(template)
     return ContentFormat(
         reads_parts=any(contents.has(loop.iter) for loop in template.find_all(nodes.For)),
@@ -45,8 +51,9 @@ def content_format(template: nodes.Template) -> ContentFormat:
 
 
 class _Contents:
-    """Which expressions of a template are a message's content. Names are followed through assignments, loops and macros, wherever
-    they stand: a template does not call two things by one name.
+    """Finds the expressions of a template that are message contents.
+
+    Names are followed through assignments, loops and macros, regardless of scope, assuming that a name has one meaning.
     """
 
     def __init__(self, template: nodes.Template) -> None:
@@ -61,7 +68,7 @@ class _Contents:
                     self._messages.add(loop.target.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Whether an expression is a content, or made of one."""
+        """Return whether an expression is a content, or derived from one."""
         node = _base(node)
         if isinstance(node, nodes.Name):
             return node.name in self._names
@@ -87,7 +94,7 @@ class _Contents:
 
 
 def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator[tuple[str, nodes.Node]]:
-    """Names and what they are given: by assignments, and as arguments of macros."""
+    """Yield names and their values, from assignments and macro arguments."""
     for assign in template.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name):
             yield assign.target.name, assign.node
@@ -98,7 +105,7 @@ def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator
 
 
 def _base(node: nodes.Node) -> nodes.Node:
-    """An expression without filters and slices, and the first branch of a choice."""
+    """Strip filters and slices from an expression, and take the first branch of a conditional."""
     inner = _inner(node)
     return node if inner is None else _base(inner)
 
@@ -112,7 +119,7 @@ def _inner(node: nodes.Node) -> nodes.Node | None:
 
 
 def _owner_of(node: nodes.Node, name: str) -> nodes.Node | None:
-    """What has an attribute of that name which an expression is: ``x.name``, ``x['name']``, ``x.get('name')``."""
+    """Return the object whose attribute ``name`` the expression reads: ``x.name``, ``x['name']`` or ``x.get('name')``."""
     if isinstance(node, nodes.Getattr):
         return node.node if node.attr == name else None
     if isinstance(node, nodes.Getitem):
@@ -126,12 +133,13 @@ def _is(node: nodes.Node, text: str) -> bool:
     return isinstance(node, nodes.Const) and node.value == text
 
 
-# Which words a chat template looks for in the texts that it is given.
+# Words that a chat template searches for in its input texts.
 
 
 def looked_for(template: nodes.Template) -> set[str]:
-    """The constants that a template compares with, or gives to methods and filters: ``'</think>' in content``,
-    ``content.split('</think>')``.
+    """Return the string constants that a template compares with, or passes to methods and filters.
+
+    Examples: ``'</think>' in content``, ``content.split('</think>')``.
     """
     return {
         node.value
@@ -144,35 +152,36 @@ def looked_for(template: nodes.Template) -> set[str]:
 def _places(template: nodes.Template) -> Iterator[nodes.Node]:
     yield from template.find_all(nodes.Compare)
     for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):  # of a value; calls of macros write what they are given
+        if isinstance(call.node, nodes.Getattr):  # a method call; macro calls only write their arguments
             yield from call.args
     for filtered in template.find_all(nodes.Filter):
         yield from filtered.args
 
 
 TIME_LIMIT = 5.0
-"""Seconds that rendering one conversation may take."""
+"""Time limit for rendering one conversation, in seconds."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _MAX_TEMPLATE_BYTES = 4 << 20
-"""Size limit of a template's file, in bytes. Published ones have less than 64 KiB."""
+"""Maximum size of a template file in bytes. Published templates have less than 64 KiB."""
 _TOOLS = "tools"
-"""The variable of a template that has the tools."""
+"""Name of the template variable with the tools."""
 
 
 class TemplateTraits(NamedTuple):
-    """What a template's source shows of it, without running any of it."""
+    """Properties of a template that its source shows, without running it."""
 
     form: ContentFormat
     looked_for: set[str]
-    """Words that it looks for in the texts that it is given."""
+    """Words that the template searches for in its input texts."""
     shows_tools: bool
 
 
 class ChatTemplates:
-    """The templates of one model by name; most have one, ``default``. ``special_tokens``: their texts, as ``bos_token``.
+    """Chat templates of one model by name; most models have one, ``default``. ``special_tokens`` are texts by name,
+    like ``bos_token``.
 
-    Thread-safe: a conversation is rendered in one of the tokenizer's threads.
+    Thread-safe: conversations are rendered in the tokenizer's threads.
     """
 
     def __init__(
@@ -182,7 +191,7 @@ class ChatTemplates:
         *,
         subject: str = "messages: the model's chat template",
     ) -> None:
-        """``subject``: what errors call the template, behind the field that they are about."""
+        """Compile the templates. ``subject`` is the name of the template in errors, after the field."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
@@ -192,7 +201,7 @@ class ChatTemplates:
         self._formats: dict[str, ContentFormat] = {}
         self._subject = subject
         self.looked_for: set[str] = set()
-        """Words that a template looks for in the texts that it is given."""
+        """Words that the templates search for in their input texts."""
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
@@ -207,36 +216,36 @@ class ChatTemplates:
 
     @property
     def source(self) -> str:
-        """All templates' text; empty when the model has none."""
+        """Text of all templates; empty if the model has none."""
         return "\n".join(self._sources.values())
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """The texts of the model's special tokens by the names that templates have for them."""
+        """Texts of the model's special tokens, by their names in templates."""
         return self._special_tokens
 
     @property
     def broken(self) -> str:
-        """Why the template of conversations without tools cannot be read; empty: it can, or there is none."""
+        """Reason why the template for conversations without tools is invalid; empty if it is valid or missing."""
         return self._broken.get(_DEFAULT, "")
 
     @property
     def begin(self) -> str:
-        """The text of the token that a prompt begins with; empty where the model names none."""
+        """Text of the token that begins a prompt; empty if the model has none."""
         return self._special_tokens.get("bos_token", "")
 
     @property
     def hides_tools(self) -> bool:
-        """Whether conversations with tools are rendered by a template that does not look at the tools."""
+        """Whether conversations with tools are rendered by a template that ignores the tools."""
         name = self._name_of(with_tools=True)
         return name in self._templates and name not in self._showing_tools
 
     def content_format(self, *, with_tools: bool) -> ContentFormat:
-        """How contents are read by the template that renders conversations with tools, or without."""
+        """Return the content format of the template for conversations with or without tools."""
         return self._formats.get(self._name_of(with_tools=with_tools), ContentFormat(False, True))
 
     def render(self, variables: Mapping[str, Any], *, max_chars: int, seconds: float = TIME_LIMIT) -> str:
-        """The prompt. Raises InvalidArgument when there is no template, or it refuses the conversation."""
+        """Render the prompt. Raises InvalidArgument if there is no template, or if it refuses the conversation."""
         template = self._pick(with_tools=bool(variables.get("tools")))
         pieces: list[str] = []
         size = 0
@@ -253,7 +262,7 @@ class ChatTemplates:
                 pieces.append(piece)
         except InvalidArgument:
             raise
-        except Exception as e:  # the template is the model's program: whatever it raises is about this conversation
+        except Exception as e:  # The template is a program, and any error that it raises concerns this conversation.
             raise InvalidArgument(f"{self._subject} refuses them: {_first_line(e)}", field="messages") from e
         return "".join(pieces)
 
@@ -272,7 +281,7 @@ class ChatTemplates:
 
 
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:
-    """The templates of a directory or hub id; files of their own win over tokenizer_config.json. Raises ConfigError."""
+    """Load the templates of a directory or hub id. Template files override tokenizer_config.json. Raises ConfigError."""
     folder = resolve(config)
     if config.chat_template:
         return given_template(
@@ -290,10 +299,10 @@ def load_chat_templates(config: ModelConfig) -> ChatTemplates:
 
 
 def template_traits(source: str) -> TemplateTraits:
-    """What the source of a template shows of it; it is parsed, and nothing of it runs.
+    """Analyze the source of a template without running it.
 
     Raises:
-        ValueError: It cannot be read. The text says why, and names the line.
+        ValueError: The template is invalid. The text has the reason and the line.
     """
     try:
         return _traits(_Environment(), source)
@@ -310,11 +319,11 @@ def _traits(environment: jinja2.Environment, source: str) -> TemplateTraits:
 def given_template(
     path: str, special_tokens: Mapping[str, str], *, setting: str = "model.chat_template"
 ) -> ChatTemplates:
-    """The template of a file that is used instead of a model's own ones. ``setting``: what errors call it. Raises ConfigError."""
+    """Load a template file that replaces the model's templates. ``setting`` names it in errors. Raises ConfigError."""
     try:
         source = read_input(Path(path), _MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{setting} is {path!r}, which cannot be read: {e}") from None
+        raise ConfigError(f"{setting} is {path!r}, but the file cannot be read: {e}") from None
     if not source.strip():
         raise ConfigError(f"{setting} is {path!r}: the file is empty")
     templates = ChatTemplates({_DEFAULT: source}, special_tokens)
@@ -329,7 +338,7 @@ def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
 
 
 def _listed(value: Any, folder: Path) -> dict[str, str]:
-    """Templates as tokenizer_config.json has them: one text, or a list of named ones."""
+    """Return the templates of tokenizer_config.json, which has one text or a list of named templates."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -338,7 +347,7 @@ def _listed(value: Any, folder: Path) -> dict[str, str]:
         return {str(each["name"]): str(each["template"]) for each in value}
     except (TypeError, KeyError):
         raise ConfigError(
-            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a string nor a list of named templates"
         ) from None
 
 
@@ -355,7 +364,7 @@ def _read(file: Path) -> str:
 
 
 def _what_is_wrong(error: Exception) -> str:
-    """The line and the cause of a template that cannot be read."""
+    """Return the line and the cause of a template error."""
     if isinstance(error, TemplateSyntaxError):
         return excerpt(f"line {error.lineno}: {error.message}")
     return "it nests too deeply" if isinstance(error, RecursionError) else _first_line(error)
@@ -366,7 +375,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Checked(CodeGenerator):
-    """Compiles every block (a loop's body, a macro's) to look at the clock first: no template runs for ever."""
+    """Compiles every block, such as a loop body, to check the time first, so that no template runs forever."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.checkpoint()")
@@ -384,20 +393,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _Namespace
         self.globals["dict"] = _Dict()
-        del self.globals["lipsum"]  # no template for chats writes Latin at length
+        del self.globals["lipsum"]  # No chat template needs filler text of any length.
         self._running = threading.local()
 
     def begin(self, limit: float) -> None:
-        """Templates of this thread may run for ``limit`` seconds from now."""
+        """Start the time limit of ``limit`` seconds for templates in this thread."""
         self._running.deadline = time.monotonic() + limit
 
     def checkpoint(self) -> None:
-        """Raise SecurityError when the time is up."""
+        """Raise SecurityError if the time limit has passed."""
         if time.monotonic() > getattr(self._running, "deadline", float("inf")):
             raise SecurityError("it takes too long")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Products of long texts and powers of large numbers would cost memory that no clock sees."""
+        """Refuse products of long texts and powers of large numbers, whose memory use no time limit prevents."""
         del context
         if operator == "*":
             for repeated, count in ((left, right), (right, left)):
@@ -414,7 +423,7 @@ def _check_size(size: int) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant wrote, for training. Here it is as if the tags were not there."""
+    """Support for ``{% generation %}``, which marks an assistant's output for training. The tags are ignored."""
 
     tags = {"generation"}
 
@@ -424,22 +433,22 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's variables that outlive a loop. Names of Python's own attributes are no variables."""
+    """Template variables that outlive a loop. Names of Python's own attributes are refused."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise SecurityError(f"{name} is no name of a variable")
+            raise SecurityError(f"{name} is not a valid variable name")
         super().__setitem__(name, value)
 
 
 class _Dict:
-    """Makes dicts; the methods of Python's own class would change objects that the sandbox keeps as they are."""
+    """Creates dicts. Methods of Python's own class would modify objects that the sandbox protects."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """A dict with these keys, which all have ``value``."""
+        """Return a dict that maps each of these keys to ``value``."""
         return dict.fromkeys(keys, value)
 
 

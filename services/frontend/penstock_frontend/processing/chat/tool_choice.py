@@ -1,4 +1,4 @@
-"""Calls of tools that a client insists on, as constraints on the model's output."""
+"""Forced tool calls, as constraints on the model's output."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParse
 CHOICES = ("auto", "none", "required")
 _FIELD = "sampling_params.structured_output"
 _OF_TOOL = re.compile(r"\S+: #\S*?/tags/(?P<index>[0-9]+)/content/json_schema(?P<what>.*)", re.DOTALL)
-"""An error about the schema of one tool, at its place in the constraint."""
+"""Pattern of an error about the schema of one tool, with its position in the constraint."""
 _OPEN_FORMS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -27,18 +27,19 @@ def tool_constraint(
     reasoning: type[ReasoningParser] | None = None,
     prompt: str = "",
 ) -> StructuredOutput | None:
-    """What keeps the model to calls of tools: with ``required`` one or more of any, with ``named`` one of that.
+    """Return a constraint that forces tool calls: ``required`` forces one or more, ``named`` exactly one of that tool.
 
-    None with ``auto`` and ``none``. Arguments fit the tool's schema, and are written as ``parser`` reads them. With ``reasoning``
-    the constraint itself lets the model reason first, where engines do not; ``prompt`` tells whether it is already about to.
-    Raises InvalidArgument.
+    Returns None for ``auto`` and ``none``. Arguments match the tool's schema and are written in the format of
+    ``parser``. With ``reasoning``, the constraint itself allows reasoning first, for engines that do not; ``prompt``
+    shows whether the reasoning has already begun. Raises InvalidArgument.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":
         return None
     if parser is None:
         raise InvalidArgument(
-            "tool_choice asks for a call; how this model writes calls is not known (the frontend's model.tool_parser)",
+            "tool_choice asks for a call, but the call format of this model is unknown; set the frontend's "
+            "model.tool_parser",
             field="tool_choice",
         )
     form = parser.form
@@ -58,7 +59,7 @@ def tool_constraint(
 
 
 def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> RequestFailed:
-    """Return an error about the constraint of ``tool_constraint``, which no client has written, as one about the tools."""
+    """Convert an error about the constraint of ``tool_constraint`` to one about the tools, which the client wrote."""
     if not error.field.startswith(_FIELD):
         return error
     message, field = error.message, "tools"
@@ -74,14 +75,14 @@ def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> 
 
 
 def named_choice(name: str, *, field: str) -> tuple[str, str]:
-    """The ``tool_choice`` and ``named_tool`` of a chat in which the tool ``name`` must be called. Raises InvalidArgument."""
+    """Return ``tool_choice`` and ``named_tool`` of a chat that must call the tool ``name``. Raises InvalidArgument."""
     if not name:
         raise InvalidArgument(f"{field} is empty", field=field)
     return "auto", name
 
 
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
-    """Raise InvalidArgument for a choice that is not known, or that the tools do not allow."""
+    """Raise InvalidArgument for an unknown choice, or one that the tools do not allow."""
     if choice not in CHOICES:
         raise InvalidArgument(f"tool_choice is {quoted(choice)}; known: {', '.join(CHOICES)}", field="tool_choice")
     if named and named not in {tool.name for tool in tools}:
@@ -94,7 +95,7 @@ def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
 def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
     if not any(schema.get(name) is not None for name in _OPEN_FORMS):
-        schema = {**schema, "type": "object"}  # arguments are an object, though the schema does not say so
+        schema = {**schema, "type": "object"}  # arguments are always an object, even if the schema does not say so
     return {
         "type": "tag",
         "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)).replace("{bare}", tool.name),

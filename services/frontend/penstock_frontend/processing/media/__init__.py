@@ -1,1 +1,1 @@
-"""Images, sound and video of requests: read, checked and processed for the model."""
+"""Media of requests (images, audio and video): reading, checks, and processing for the model."""

@@ -1,4 +1,4 @@
-"""Decodes ``data:`` URLs, also those that are not written to the letter of RFC 2397 and RFC 4648."""
+"""Decoder of ``data:`` URLs, including URLs that deviate from RFC 2397 and RFC 4648."""
 
 import binascii
 import re
@@ -12,7 +12,9 @@ from penstock_common.errors import quoted
 _HEAD = re.compile(r"[ \t\r\n\f]*data:([^,]{0,256}?)(; *base64 *)?,", re.IGNORECASE)
 _WHITESPACE = " \t\r\n\f"
 _SLICE = 128 * 1024
-"""Characters that are decoded in one go, a multiple of four: canonical base64 takes half a millisecond of the interpreter."""
+"""Number of characters to decode at once, a multiple of four. Canonical base64 of this length holds the GIL for half a
+millisecond.
+"""
 _MAX_PADDING = 2
 _DIGITS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
@@ -20,7 +22,9 @@ _TOKEN = re.compile(r"%[0-9A-Fa-f]{2}|[\s\S]")
 
 
 class DataUrlError(ValueError):
-    """The text is no ``data:`` URL, or its data cannot be decoded. The message continues the field's name."""
+    """Error for a text that is not a ``data:`` URL, or whose data cannot be decoded. The message continues the field's
+    name.
+    """
 
 
 class DataUrl(NamedTuple):
@@ -33,7 +37,7 @@ class DataUrl(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the number of bytes, from the text's length alone; exact for base64 without whitespace."""
+        """Upper bound of the number of bytes, from the length of the text alone. Exact for base64 without whitespace."""
         length = len(self.text) - self.start
         if not self.is_base64:
             return length
@@ -41,7 +45,7 @@ class DataUrl(NamedTuple):
 
 
 def is_data_url(url: str) -> bool:
-    """Return whether the medium is in the URL itself. Whitespace may stand before it."""
+    """Return whether the URL itself contains the media. Whitespace may precede it."""
     return (url if url[:1] not in _WHITESPACE else url.lstrip(_WHITESPACE))[:5].lower() == "data:"
 
 
@@ -49,23 +53,23 @@ def parse_data_url(url: str) -> DataUrl:
     """Find the data of a ``data:`` URL. Its media type is ignored.
 
     Raises:
-        DataUrlError: the URL has no comma near its start, or neither ``;base64`` nor any percent-encoded byte.
+        DataUrlError: The URL has no comma near its start, or neither ``;base64`` nor any percent-encoded byte.
     """
     if (head := _HEAD.match(url)) is None:
-        raise DataUrlError("is no data: URL: there is no comma after its type")
+        raise DataUrlError("is not a data: URL: it has no comma after its type")
     if head.end() == len(url):
         raise DataUrlError("is empty")
     is_base64 = head[2] is not None
-    if not is_base64 and "%" not in url:  # no file of a picture or a sound can be written so
+    if not is_base64 and "%" not in url:  # No image or audio file can be written this way.
         raise DataUrlError("is a data: URL without ;base64 before its comma")
     return DataUrl(url, head.end(), is_base64)
 
 
 def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
-    """Decode the data of a ``data:`` URL. See ``decode_base64``, whose ``unwritten`` this is.
+    """Decode the data of a ``data:`` URL. For ``unwritten`` see ``decode_base64``.
 
     Raises:
-        DataUrlError: the data cannot be decoded.
+        DataUrlError: The data cannot be decoded.
     """
     if url.is_base64:
         return decode_base64(url.text, url.start, len(url.text), unwritten=unwritten)
@@ -79,18 +83,19 @@ def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
 
 
 def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> bytes:
-    """Decode ``text[start:end]``, which is base64 as programs write it.
+    """Decode ``text[start:end]``, base64 in any common form.
 
     Both alphabets (RFC 4648 sections 4 and 5), whitespace, missing padding and percent-encoding are accepted.
 
     Args:
-        text: the text of a request that has the base64.
-        start: position of the first character.
-        end: position after the last character.
-        unwritten: number of characters at the start of ``text`` that the client did not write.
+        text: Text of a request that contains the base64.
+        start: Position of the first character.
+        end: Position after the last character.
+        unwritten: Number of characters at the start of ``text`` that the client did not write.
 
     Raises:
-        DataUrlError: names the first wrong character, and its position in the client's text, counted from 1.
+        DataUrlError: The text is not base64. The message has the first wrong character and its position in the client's text,
+            counted from 1.
     """
     if start == end:
         raise DataUrlError("is empty")
@@ -101,14 +106,14 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
 
 
 def _decode_canonical(text: str, start: int, end: int) -> bytes:
-    """Decode base64 to the letter. Raises ValueError."""
+    """Decode strictly valid base64. Raises ValueError."""
     decoded: list[bytes] = []
     for begin in range(start, end, _SLICE):
         if decoded:
-            time.sleep(0)  # let others have the interpreter
+            time.sleep(0)  # let other threads run
         decoded.append(binascii.a2b_base64(text[begin : min(begin + _SLICE, end)], strict_mode=True))
     data = decoded[0] if len(decoded) == 1 else b"".join(decoded)
-    # binascii takes more padding than two characters, and each slice may have some.
+    # binascii accepts more than two padding characters, and each slice may have some.
     if len(data) != (end - start) // 4 * 3 - text.count("=", max(start, end - _MAX_PADDING), end):
         raise ValueError("padding in a wrong place")
     return data
@@ -116,7 +121,7 @@ def _decode_canonical(text: str, start: int, end: int) -> bytes:
 
 def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
     decoded: list[bytes] = []
-    rest = b""  # digits of a group of four that the next slice completes
+    rest = b""  # characters of an incomplete group of four
     num_digits = padding = 0
     for begin, piece in _slices(text, start, end):
         raw = piece.encode("utf-8", "replace")
@@ -135,19 +140,19 @@ def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
         raise DataUrlError("is empty")
     if len(rest) == 1:
         raise DataUrlError(
-            f"has {num_digits} characters of base64; there cannot be one more than a multiple of four: the text is cut off, or a "
-            "character is missing"
+            f"has {num_digits} characters of base64, which cannot be one more than a multiple of four; the text "
+            "is cut off, or a character is missing"
         )
     decoded.append(binascii.a2b_base64(rest + b"=" * (-len(rest) % 4)))
     return b"".join(decoded)
 
 
 def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yield pieces of the text with their positions; none ends inside a percent-encoded byte."""
+    """Yield pieces of the text with their positions. No piece ends inside a percent-encoded byte."""
     begin = start
     while begin < end:
         if begin > start:
-            time.sleep(0)  # let others have the interpreter
+            time.sleep(0)  # let other threads run
         stop = begin + _SLICE
         if (percent := text.find("%", stop - 2, stop)) >= 0:
             stop = percent + 3
@@ -157,7 +162,9 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
-    """Return the error of the first character of a slice that is not base64. ``padding``: how many ``=`` came before it."""
+    """Return the error of the first character of a slice that is not base64. ``padding`` is the number of ``=`` before
+    the slice.
+    """
     for token in _TOKEN.finditer(piece):
         value = unquote_to_bytes(token[0]) if len(token[0]) == 3 else token[0].encode("utf-8", "replace")
         if value.translate(_TO_STANDARD, _WHITESPACE.encode()) == b"":
@@ -165,7 +172,7 @@ def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
         if value == b"=":
             padding += 1
         if padding > _MAX_PADDING or (value != b"=" and (padding or value.translate(None, _DIGITS + b"-_"))):
-            why = "which stands after base64's padding" if padding else "which is not base64"
+            why = "after base64's padding" if padding else "which is not base64"
             return _wrong(token[0], begin + token.start(), why)
     raise AssertionError("every character of the slice is base64")
 

@@ -1,4 +1,6 @@
-"""Files to pixels and samples, in a media worker: opened as the one format that they show, refused by their headers."""
+"""Decoding of files to pixels and samples in a media worker. Headers are checked first, and only the detected format is
+tried.
+"""
 
 import math
 import struct
@@ -17,26 +19,26 @@ from penstock_frontend.processing.media.rgb import flattened, transparent_colour
 from penstock_frontend.processing.media.sniff import image_format, sound_format
 from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
 
-# Sound at another sampling rate, with numpy alone.
+# Resampling of audio, with numpy alone.
 
 Samples = npt.NDArray[np.float32]
 
 _ZERO_CROSSINGS = 32
-"""Of the kernel, on each side."""
+"""Zero crossings of the kernel on each side."""
 _BETA = 12.0
-"""Of its Kaiser window: side lobes at -118 dB."""
+"""Shape of the kernel's Kaiser window, with side lobes at -118 dB."""
 _POINTS = 8192
 _WINDOW = np.kaiser(2 * _POINTS + 1, _BETA)[_POINTS:]
-"""Its right half, which is looked up: it falls to 0.00005 at the end."""
+"""Right half of the window as a lookup table. It falls to 0.00005 at its end."""
 _ROLLOFF = 0.95
-"""Where the kernel cuts off, as a part of the lower rate's Nyquist frequency."""
+"""Cutoff of the kernel, as a fraction of the lower rate's Nyquist frequency."""
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """``samples``, [n] at ``rate`` Hz, at ``wanted`` Hz: [ceil(n * wanted / rate)].
+    """Resample ``samples``, [n] at ``rate`` Hz, to ``wanted`` Hz. Returns [ceil(n * wanted / rate)].
 
-    Band-limited interpolation: a sum of sinc functions under a Kaiser window (Smith and Gossett, 1984), a filter for each phase
-    that outputs have between inputs.
+    Band-limited interpolation: a sum of sinc functions under a Kaiser window (Smith and Gossett, 1984), with one filter
+    for each phase of the outputs between inputs.
     """
     if rate == wanted:
         return samples
@@ -63,19 +65,19 @@ def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samp
     return scaled
 
 
-# WAV files whose header does not say how long they are, because their writer did not know it yet.
+# WAV files whose header does not have the length, because their writer did not know it yet.
 
 _UNKNOWN = (0, 0xFFFF_FFFF)
-"""Sizes that programs write before they know how much sound a stream has."""
+"""Sizes that programs write while the length of a stream is unknown."""
 _RIFF_HEADER = 12
 _CHUNK = struct.Struct("<4sI")
 
 
 def with_size(data: bytes) -> bytes:
-    """Return the file with the size of its samples in the header, where the header has 0 or 0xFFFFFFFF.
+    """Return the file with the size of its samples in the header, if the header has 0 or 0xFFFFFFFF.
 
-    Everything behind such a header counts as samples, unless its size is 0 and other chunks follow to the end of the file.
-    Files that say their size, and files without samples, are returned as they are.
+    Everything after such a header counts as samples, unless its size is 0 and other chunks follow up to the end of the
+    file. Files with a size, and files without samples, are returned unchanged.
     """
     offset = _RIFF_HEADER
     while offset + _CHUNK.size <= len(data):
@@ -92,7 +94,7 @@ def with_size(data: bytes) -> bytes:
 
 
 def _are_chunks(data: bytes, offset: int) -> bool:
-    """Return whether nothing but whole chunks is there up to the end of the file."""
+    """Return whether only complete chunks follow up to the end of the file."""
     while offset + _CHUNK.size <= len(data):
         name, size = _CHUNK.unpack_from(data, offset)
         if not (name.isascii() and name.decode().isprintable()):
@@ -101,26 +103,26 @@ def _are_chunks(data: bytes, offset: int) -> bool:
     return offset in (len(data), len(data) + 1)
 
 
-Pillow.MAX_IMAGE_PIXELS = None  # ours is looked at before any pixel is decoded
+Pillow.MAX_IMAGE_PIXELS = None  # Penstock's own limit is checked before any pixel is decoded.
 
 _SOUND_FORMATS = {"WAV": ("WAV", "WAVEX"), "FLAC": ("FLAC",), "OGG": ("OGG",), "MP3": ("MP3", "MPEG")}
 _BLOCK = 256 * 1024
-"""Samples of all channels that are decoded in one go."""
+"""Number of samples, over all channels, to decode at once."""
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 384_000
-"""Samples a second."""
+"""Limits of the sampling rate in Hz."""
 
 
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
-    """The picture, undecoded: its size is known and within the limits. Raises TooLarge, Unreadable."""
+    """Open an image without decoding it. Its size is known and within the limits. Raises TooLarge, Unreadable."""
     if (kind := image_format(data)) is None:
-        raise Unreadable("is no JPEG, PNG, WebP or GIF file")
+        raise Unreadable("is not a JPEG, PNG, WebP or GIF file")
     try:
         image: Image = Pillow.open(BytesIO(data), formats=[kind])
     except MemoryError:
         raise
-    except Exception as e:  # decoders raise what they like
-        raise Unreadable(f"is no {kind} file that can be read") from e
+    except Exception as e:  # decoders raise various errors
+        raise Unreadable(f"is not a readable {kind} file") from e
     width, height = image.size
     if width < 1 or height < 1:
         raise Unreadable(f"has {width} x {height} pixels")
@@ -130,10 +132,10 @@ def open_image(data: bytes, limits: DecodeLimits) -> Image:
 
 
 def decode_image(image: Image) -> Image:
-    """Return the first picture of an open file in RGB, turned as its EXIF data says, with transparent pixels on white.
+    """Decode the first image of an open file to RGB. EXIF rotation is applied, and transparent pixels become white.
 
     Raises:
-        Unreadable: the file is broken.
+        Unreadable: The file is broken.
     """
     try:
         if (colour := transparent_colour(image)) is not None:
@@ -142,12 +144,12 @@ def decode_image(image: Image) -> Image:
         return flattened(image)
     except MemoryError:
         raise
-    except Exception as e:  # decoders raise what they like
+    except Exception as e:  # decoders raise various errors
         raise Unreadable(f"is a broken {image.format} file") from e
 
 
 class VideoFrames(Sequence[Image]):
-    """Frames of a video, each decoded when it is asked for. Raises TooLarge, Unreadable at once where headers show it."""
+    """Frames of a video, each decoded on access. Raises TooLarge or Unreadable immediately if headers show a problem."""
 
     def __init__(self, files: Sequence[bytes], limits: DecodeLimits) -> None:
         if not files:
@@ -169,29 +171,29 @@ class VideoFrames(Sequence[Image]):
     def __getitem__(self, index: slice) -> Sequence[Image]: ...
 
     def __getitem__(self, index: int | slice) -> Image | Sequence[Image]:
-        """A frame, or some of them, undecoded."""
+        """Return a frame, or a slice of undecoded frames."""
         if isinstance(index, slice):
             return VideoFrames(self._files[index], self._limits)
         return decode_image(open_image(self._files[index], self._limits))
 
 
 def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.NDArray[np.float32]:
-    """Mono samples, the mean of all channels, at ``sampling_rate`` in Hz. Raises TooLarge, Unreadable."""
+    """Decode audio to mono samples at ``sampling_rate`` Hz, the mean of all channels. Raises TooLarge, Unreadable."""
     if (kind := sound_format(data)) is None:
-        raise Unreadable("is no WAV, FLAC, Ogg or MP3 file")
+        raise Unreadable("is not a WAV, FLAC, Ogg or MP3 file")
     try:
         with soundfile.SoundFile(BytesIO(with_size(data) if kind == "WAV" else data)) as file:
             if file.format not in _SOUND_FORMATS[kind]:
-                raise Unreadable(f"is no {kind} file")
+                raise Unreadable(f"is not a {kind} file")
             samples, rate = _read(file, limits), file.samplerate
     except (MemoryError, TooLarge, Unreadable):
         raise
-    except Exception as e:  # decoders raise what they like
-        raise Unreadable(f"is no {kind} file that can be read") from e
+    except Exception as e:  # decoders raise various errors
+        raise Unreadable(f"is not a readable {kind} file") from e
     if not len(samples):
         raise Unreadable("has no samples")
     if not np.isfinite(samples).all():
-        raise Unreadable("has samples that are no numbers")
+        raise Unreadable("has samples that are not finite numbers")
     return resampled(samples, rate, sampling_rate)
 
 
@@ -201,12 +203,12 @@ def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.flo
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
         raise Unreadable(f"has {file.samplerate} samples a second; it must have {MIN_RATE} to {MAX_RATE}")
     most = int(limits.max_audio_seconds * file.samplerate)
-    known = file.frames if file.frames < 2**62 else 0  # libsndfile's word for unknown
+    known = file.frames if file.frames < 2**62 else 0  # libsndfile's value for unknown
     _check_seconds(known, most, file.samplerate, limits)
     blocks: list[npt.NDArray[np.float32]] = []
     total = 0
     while len(block := file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)):
-        _check_seconds(total := total + len(block), most, file.samplerate, limits)  # whatever the header said
+        _check_seconds(total := total + len(block), most, file.samplerate, limits)  # the header may be wrong
         blocks.append(block.mean(axis=1, dtype=np.float32))
     return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 

@@ -1,4 +1,4 @@
-"""Fetches media files from other hosts over HTTP, from checked addresses only, without blocking the event loop."""
+"""HTTP client that fetches media files from checked addresses only, without blocking the event loop."""
 
 import asyncio
 import socket
@@ -17,53 +17,54 @@ from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
 
-# Parses the HTTP answer of a media host as its bytes arrive.
+# Incremental parser of a media host's HTTP response.
 
 _MOST_HEADERS = 256
 _MOST_INFORMATIONAL = 16
 _FRAMING = 64 * 1024
-"""Bytes that an answer may have beside its body: headers, informational answers, chunk sizes and their extensions, trailers, and
-what TLS adds.
+"""Maximum number of bytes of a response besides its body: headers, informational responses, chunk sizes and their
+extensions, trailers, and TLS overhead.
 """
 _FRAMING_SHARE = 4
-"""Such a part of its body an answer may have beside it in addition. Chunks of 24 bytes and more are within that."""
+"""Divisor of the body's size that gives the overhead allowed in addition. Chunks of 24 bytes or more stay within it."""
 
 
 class BadAnswer(Exception):  # noqa: N818 - it says what is wrong with the answer
-    """The host breaks the protocol, or a limit. The text continues "could not be fetched: "."""
+    """Error for a host that violates the protocol or a limit. The text continues "could not be fetched: "."""
 
 
 class Answer:
-    """The final answer to one GET request, without informational ones (1xx) before it.
+    """Final response to one GET request, without informational responses (1xx) before it.
 
-    The parser is compiled, and the limits are checked after every slice of bytes. A host that sends one-byte chunks, headers
-    without end or other answers with little content is given up after some 64 KiB.
+    The parser is compiled, and the limits are checked after every slice of bytes. A host that sends one-byte chunks,
+    endless headers, or other responses with little content is given up after about 64 KiB.
     """
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """None until all headers are here."""
+        """Status code; None until all headers have arrived."""
         self.headers: dict[str, str] = {}
-        """By name in lower case."""
+        """Headers by lower-case name."""
         self.body = bytearray()
         self.is_complete = False
         self._is_until_close = False
         self._num_headers = 0
         self._num_informational = 0
         self._parser = httptools.HttpResponseParser(self)
-        # Some hosts end lines with LF alone, or pad chunk sizes. No second answer follows that could be hidden so.
+        # Some hosts end lines with LF only, or pad chunk sizes. This is safe, because no second response follows on the
+        # connection.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
 
     def feed(self, data: bytes, num_received: int) -> None:
         """Parse the next bytes.
 
         Args:
-            data: the bytes; none where the host has closed the connection.
-            num_received: bytes that the host has sent so far in all, with those of TLS.
+            data: The bytes; empty if the host has closed the connection.
+            num_received: Total number of bytes that the host has sent so far, including TLS.
 
         Raises:
-            BadAnswer: the answer breaks the protocol or a limit.
-            ConnectionResetError: the answer is not complete, and the connection is closed.
+            BadAnswer: The response violates the protocol or a limit.
+            ConnectionResetError: The response is incomplete, and the connection is closed.
         """
         if not data:
             self._close()
@@ -71,8 +72,8 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self.is_complete:  # what comes behind the answer is not looked at
-                raise BadAnswer("its host breaks the protocol") from None
+            if not self.is_complete:  # bytes after the response are ignored
+                raise BadAnswer("its host violates the HTTP protocol") from None
         self._check(num_received)
 
     def _close(self) -> None:
@@ -91,16 +92,16 @@ class Answer:
                 f"1/{_FRAMING_SHARE} of the file; it should send chunks of 1 KiB or more"
             )
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; those behind the body are only counted."""
+        """Store a header. Headers after the body are only counted."""
         self._num_headers += 1
         if self.status is None:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
-        """Keep the status, unless the answer is informational."""
+        """Store the status, unless the response is informational."""
         if self.status is not None:
             return
         status = self._parser.get_status_code()
@@ -112,62 +113,63 @@ class Answer:
         self._is_until_close = not self.headers.keys() & {"content-length", "transfer-encoding"}
 
     def on_body(self, data: bytes) -> None:
-        """Keep a part of the body."""
+        """Append a part of the body."""
         if not self.is_complete:
             self.body += data
 
     def on_message_complete(self) -> None:
-        """The body is complete, unless the answer is informational."""
+        """Mark the body as complete, unless the response is informational."""
         self.is_complete = self.status is not None
 
 
-# Connections to media hosts, read in slices, so that no host can keep the event loop busy.
+# Connections to media hosts. They are read in slices, so that no host can block the event loop.
 
 RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
 
 BYTES_PER_TURN = 64 * 1024
-"""Bytes from media hosts that all connections together process in one turn of the event loop. If they are one-byte chunks,
-which cost the most, parsing them takes 1 ms.
+"""Number of bytes from media hosts that all connections together process per turn of the event loop.
+
+Parsing them takes 1 ms in the worst case, one-byte chunks.
 """
 _SLICE = 16 * 1024
-"""Bytes that one read takes from a socket."""
+"""Maximum number of bytes per read from a socket."""
 _SMALLEST_CHARGE = 2 * 1024
-"""Bytes that each read counts for at least. A read costs some 50 us, also where the host sends single bytes."""
+"""Minimum number of bytes charged per read. A read costs about 50 us, even if the host sends single bytes."""
 _LONGEST_HANDSHAKE = 128 * 1024
 
 
 class Wire:
     """One connection, with or without TLS. The caller closes it.
 
-    TLS runs over memory buffers: asyncio's own TLS decrypts up to 256 KiB in one turn of the event loop, however small the
-    records are.
+    TLS uses memory buffers. asyncio's own TLS decrypts up to 256 KiB in one turn of the event loop, even for small
+    records.
     """
 
     def __init__(self, connection: socket.socket, pace: Pace) -> None:
         """Wrap a connected, non-blocking socket.
 
         Args:
-            connection: the socket, which the wire owns from now on.
-            pace: the bytes per turn of the event loop, shared by all wires.
+            connection: The socket, which the wire owns from now on.
+            pace: Limit of bytes per turn of the event loop, shared by all wires.
         """
         self._socket = connection
         self._pace = pace
         self._tls: ssl.SSLObject | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.num_received = 0
-        """Bytes that the host has sent after the TLS handshake, before decryption."""
+        """Number of bytes that the host has sent after the TLS handshake, before decryption."""
 
     async def start_tls(self, context: ssl.SSLContext, name: str, run_in_thread: RunInThread) -> None:
         """Do the TLS handshake and check the certificate.
 
         Args:
-            context: the trusted authorities.
-            name: the name that the certificate must have.
-            run_in_thread: runs the steps of the handshake. One can take a large part of a second if the host chooses large keys.
+            context: TLS context with the trusted authorities.
+            name: Expected name in the certificate.
+            run_in_thread: Runs the steps of the handshake. A step can take a large part of a second if the host uses large keys.
 
         Raises:
-            ssl.SSLCertVerificationError: the certificate is not trusted.
-            OSError: the handshake fails, or the connection is lost.
+            ssl.SSLCertVerificationError: The certificate is not trusted.
+            OSError: The handshake fails, or the connection is lost.
         """
         tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
         while not await run_in_thread(lambda: _has_shaken_hands(tls)):
@@ -189,7 +191,7 @@ class Wire:
             await self._flush()
 
     async def read(self) -> bytes:
-        """Return the next bytes, at most some 32 KiB, or none at the end. Raises OSError."""
+        """Return the next bytes, at most about 32 KiB, or an empty result at the end. Raises OSError."""
         if self._tls is None:
             return await self._receive()
         while True:
@@ -205,11 +207,11 @@ class Wire:
             if (data := b"".join(pieces)) or is_over:
                 return data
             if not (received := await self._receive()):
-                return b""  # many hosts close the connection without TLS's own end
+                return b""  # many hosts close the connection without a TLS close message
             self._incoming.write(received)
 
     def close(self) -> None:
-        """Close the connection at once, whatever was not sent."""
+        """Close the connection immediately, even if data is unsent."""
         self._socket.close()
 
     async def _flush(self) -> None:
@@ -217,7 +219,7 @@ class Wire:
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def _receive(self) -> bytes:
-        """Return what the host has sent, once there is room in a turn of the event loop to process it."""
+        """Return received bytes, once the event loop's turn has capacity to process them."""
         data = await asyncio.get_running_loop().sock_recv(self._socket, _SLICE)
         self.num_received += len(data)
         await self._pace.take(max(len(data), _SMALLEST_CHARGE))
@@ -238,7 +240,7 @@ async def connect(address: str, port: int, pace: Pace) -> Wire:
 
 
 def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
-    """Go on with the handshake. Return False if it needs more bytes from the host."""
+    """Continue the handshake. Returns False if it needs more bytes from the host."""
     try:
         tls.do_handshake()
     except ssl.SSLWantReadError:
@@ -246,18 +248,18 @@ def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
     return True
 
 
-# One GET request to a media host, and its answer.
+# One GET request to a media host, and its response.
 
 Counted = Callable[[int], None]
-"""Called with the number of further bytes in memory. Raises ResourceExhausted."""
+"""Function called with the number of additional bytes in memory. Raises ResourceExhausted."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which another try may bring the file."""
+"""Status codes after which a retry may succeed."""
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(self, wire: Wire, field: str, max_bytes: int, counted: Counted) -> None:
         self._wire = wire
@@ -270,8 +272,8 @@ class Exchange:
         """Return the file, or the checked target of a redirect.
 
         Raises:
-            OSError: the connection is lost.
-            RequestFailed: the answer is no file, or more than may be.
+            OSError: The connection is lost.
+            RequestFailed: The response is not a file, or exceeds a limit.
         """
         answer = self._answer
         await self._wire.send(_request(target))
@@ -299,7 +301,7 @@ class Exchange:
         try:
             return urljoin(target.url, location)
         except ValueError:
-            raise sources.fetch_failed(self._field, "it redirects to what is no URL", for_now=False) from None
+            raise sources.fetch_failed(self._field, "it redirects to an invalid URL", for_now=False) from None
 
     async def _body(self, announced: int) -> bytes:
         self._check_size(announced)
@@ -324,7 +326,7 @@ class Exchange:
 
 
 def _request(target: Target) -> bytes:
-    """Targets have no line breaks: sources.py encodes paths and checks hosts."""
+    """Encode a request. Targets have no line breaks, because sources.py encodes paths and checks hosts."""
     lines = (
         f"GET {target.path} HTTP/1.1",
         f"Host: {target.authority}",
@@ -336,26 +338,26 @@ def _request(target: Target) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
 
-# Fetching files of media from other hosts: what is dialled is what was checked, and nothing is sent but the request.
+# Fetching of media files from other hosts. Only checked addresses are dialed, and only the request is sent.
 
 T = TypeVar("T")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""All addresses of a host, as text. Raises OSError."""
+"""Function that returns all addresses of a host as text. Raises OSError."""
 
 _RESOLVING_THREADS = 8
 _HANDSHAKE_THREADS = 2
-"""OpenSSL computes without Python's lock, so that the event loop goes on beside these threads."""
+"""Number of threads for TLS handshakes. OpenSSL computes without the GIL, so the event loop keeps running."""
 
 
 class Fetcher:
-    """Fetches files by URL. Names are resolved once, all their addresses are checked, and one of these is dialled.
+    """Fetches files by URL. A name is resolved once, all of its addresses are checked, and one of them is dialed.
 
-    There are no proxies, cookies, credentials, content codings or connections that are used again.
+    There are no proxies, cookies, credentials, content codings, or reused connections.
     """
 
     def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
-        """``resolver``: in place of the system's. Raises ConfigError."""
+        """Create the fetcher. ``resolver`` replaces the system's resolver. Raises ConfigError."""
         self._config = config
         self._private = config.private_networks
         self._resolver = resolver or self._resolve
@@ -364,31 +366,35 @@ class Fetcher:
         self._pace = Pace(BYTES_PER_TURN)
         try:
             self._tls = ssl.create_default_context(cafile=config.ca or None)
-        except OSError as e:  # SSLError is one
-            raise ConfigError(f"media.ca: {config.ca} has no certificates that can be read: {e}") from None
+        except OSError as e:  # includes SSLError
+            raise ConfigError(f"media.ca: cannot read certificates from {config.ca}: {e}") from None
         self._tls.options |= ssl.OP_NO_RENEGOTIATION
         self._room = asyncio.Semaphore(config.max_fetches)
         self.num_waiting = 0
         self._closed = False
 
     def close(self) -> None:
-        """Look up no more names, and begin no more TLS handshakes."""
+        """Stop: no more names are resolved, and no more TLS handshakes are started."""
         self._closed = True
         self._threads.shutdown(wait=False)
         self._handshakes.shutdown(wait=False)
 
     def check(self, url: str, *, field: str) -> Target:
-        """What the URL asks for. Raises PermissionDenied or InvalidArgument where it may not be fetched, before anything is."""
+        """Return the target of a URL. Raises PermissionDenied or InvalidArgument, before any connection, if it may not
+        be fetched.
+        """
         target = read_url(url, field=field)
         check_domain(target, self._config.allowed_domains, field=field)
         return target
 
     async def fetch(self, url: str, *, field: str, counted: Counted = lambda _: None) -> bytes:
-        """The file. Raises as ``check``, and RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, ResourceExhausted."""
+        """Fetch a file. Raises like ``check``, RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, or
+        ResourceExhausted.
+        """
         target = self.check(url, field=field)
         if self.num_waiting >= self._config.max_queued:
             raise ResourceExhausted(
-                f"{self.num_waiting} URLs wait to be fetched; media.max_queued is {self._config.max_queued}",
+                f"{self.num_waiting} URLs are waiting to be fetched; media.max_queued is {self._config.max_queued}",
                 field=field,
                 retry_after=1.0,
             )
@@ -420,7 +426,7 @@ class Fetcher:
         )
 
     async def _get(self, target: Target, field: str, counted: Counted) -> bytes | Target:
-        """The file, or where it is instead."""
+        """Return the file, or the target of a redirect."""
         wire = await self._connect(target, field)
         try:
             return await Exchange(wire, field, self._config.max_bytes, counted).get(target, self.check)
@@ -437,7 +443,7 @@ class Fetcher:
                 raise sources.fetch_failed(field, "its host's certificate is not trusted", for_now=False) from None
             except OSError:
                 continue
-        raise sources.fetch_failed(field, "its host takes no connections", for_now=True)
+        raise sources.fetch_failed(field, "its host accepts no connections", for_now=True)
 
     async def _dial(self, address: str, target: Target) -> Wire:
         wire = await connect(address, target.port, self._pace)
@@ -450,7 +456,7 @@ class Fetcher:
         return wire
 
     async def _addresses(self, target: Target, field: str) -> Sequence[str]:
-        """All of the host's. Raises PermissionDenied where one of them is not public: which one it is, is not told."""
+        """Return all addresses of the host. Raises PermissionDenied if any is not public; the error does not say which."""
         if target.address is not None:
             addresses: Sequence[str] = [target.host]
         else:

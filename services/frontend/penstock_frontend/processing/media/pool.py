@@ -1,4 +1,4 @@
-"""Runs media workers: a fair bounded queue in front of processes that are replaced when they end or take too long."""
+"""Pool of media workers: a fair bounded queue before processes that are replaced if they end or take too long."""
 
 import asyncio
 import contextlib
@@ -39,39 +39,40 @@ from penstock_frontend.processing.media.worker_messages import (
     framed,
 )
 
-# A queue that tenants share: each in turn gives the first of what it has waiting.
+# Queue shared by tenants, which take turns.
 
 T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Who has much waiting delays nobody else: one of each tenant's is taken before the second of any. Of one tenant they go in
-    the order in which they came.
+    """Queue in which a tenant with many items does not delay others: each tenant's next item is taken in turn.
+
+    The items of one tenant keep their order.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
-        """By tenant, whose turn is next first; none is empty."""
+        """Waiting items by tenant, in order of their turns. No deque is empty."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def put(self, tenant: str, item: T) -> None:
-        """Behind the tenant's others. Who has none waiting is last in turn."""
+        """Add an item after the tenant's other items. A tenant without items gets the last turn."""
         self._waiting.setdefault(tenant, deque()).append(item)
         self._count += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Before all others: it was taken, and is to be taken again."""
+        """Put an item that was taken back at the front of the queue."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant, last=False)
         self._count += 1
 
     def take(self) -> T:
-        """The next. IndexError when there is none."""
+        """Return and remove the next item. Raises IndexError if there is none."""
         if not self._waiting:
-            raise IndexError("nothing waits")
+            raise IndexError("the queue is empty")
         tenant, items = self._waiting.popitem(last=False)
         item = items.popleft()
         if items:
@@ -80,8 +81,10 @@ class FairQueue(Generic[T]):
         return item
 
     def displace(self, tenant: str) -> T | None:
-        """Take out the last of the tenant with most waiting, so that one of ``tenant`` has its place. None where that would leave
-        ``tenant`` with as many as the other: then there is no room for it.
+        """Remove the last item of the tenant with the most items, to make space for ``tenant``. Returns the item.
+
+        Returns None if ``tenant`` would then have as many items as the other tenant. There is no space for it in that
+        case.
         """
         if not self._waiting:
             return None
@@ -93,12 +96,12 @@ class FairQueue(Generic[T]):
         return item
 
 
-# A media worker as the frontend sees it: its process, and the socket between them.
+# Process of a media worker, and the socket to it.
 
 _MODULE = "penstock_frontend.processing.media.worker"
 _LONGEST_HEAD = 1024 * 1024
 _MOST_EMBEDS = 1024 * 1024
-"""Of one item: no model reads as many tokens."""
+"""Maximum number of embeddings of one item. No model reads as many tokens."""
 _ENVIRONMENT = (
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -110,7 +113,7 @@ _ENVIRONMENT = (
     "TMPDIR",
     "XDG_CACHE_HOME",
 )
-"""What a worker gets of the frontend's environment: no keys, no addresses."""
+"""Environment variables that a worker inherits. It gets no keys and no addresses."""
 _OF_WORKERS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -121,28 +124,28 @@ _OF_WORKERS = {
 
 
 class Job(NamedTuple):
-    """An item to decode and process: a file, or those of a video's frames with when they are seen, in seconds."""
+    """An item to decode and process: one file, or the frames of a video with their times in seconds."""
 
     modality: Modality
     files: Sequence[bytes]
     timestamps: Sequence[float]
     arguments: bytes
-    """Of the processor: a JSON object."""
+    """Arguments of the processor, as a JSON object."""
 
 
 class WorkerLost(Exception):  # noqa: N818 - it says what happened
-    """The process is gone, or says what no worker says."""
+    """Error if the process has ended, or sent an invalid message."""
 
 
 class NoWorker(Exception):  # noqa: N818 - it says what happened
-    """A worker cannot make its processor. The text says why."""
+    """Error if a worker cannot create its processor. The text has the reason."""
 
 
 class WorkerProcess:
-    """One process. What it says is not trusted further than it can be checked: it has opened files of clients."""
+    """Process of one worker. Its messages are checked, because it opens files of clients."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Starts it. ``most_bytes``: of an item's tensors."""
+        """Start the process. ``most_bytes`` is the maximum size of an item's tensors."""
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._most_bytes = most_bytes
@@ -154,7 +157,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
@@ -163,7 +166,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     async def set_up(self, setup: Setup) -> None:
-        """Wait until it has its processor. Raises NoWorker, WorkerLost."""
+        """Wait until the worker has created its processor. Raises NoWorker, WorkerLost."""
         with self._lost_if_broken():
             await asyncio.get_running_loop().sock_sendall(self._channel, framed(setup))
             ready = decode_ready(await self._head())
@@ -171,7 +174,7 @@ class WorkerProcess:
             raise NoWorker(ready.error)
 
     async def process(self, job: Job) -> tuple[ProcessedItem, float] | Refused:
-        """What comes of an item, and the seconds it took. Raises WorkerLost."""
+        """Process an item. Returns the result and the seconds it took, or a refusal. Raises WorkerLost."""
         loop = asyncio.get_running_loop()
         head = JobHead(
             modality=job.modality,
@@ -189,12 +192,12 @@ class WorkerProcess:
             return await self._item(answer, job.modality), answer.seconds
 
     async def ended(self) -> None:
-        """Wait until it has ended, or says something though it has no item. Can be cancelled."""
+        """Wait until the process has ended, or sends data without having an item. Can be cancelled."""
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_recv(self._channel, 1)
 
     async def end(self) -> int:
-        """Kill it. Returns its exit code, negative for a signal."""
+        """Kill the process. Returns its exit code, negative for a signal."""
         self._process.kill()
         self._channel.close()
         return await asyncio.to_thread(self._process.wait)
@@ -229,7 +232,7 @@ class WorkerProcess:
         return await self._take(length)
 
     async def _take(self, size: int) -> bytearray:
-        """Read to where it stays: what comes of an item is not copied again."""
+        """Read into a new buffer, which the result keeps without another copy."""
         taken = bytearray(size)
         view, loop = memoryview(taken), asyncio.get_running_loop()
         while len(view):
@@ -240,13 +243,13 @@ class WorkerProcess:
 
 
 _ATTEMPTS = 2
-"""Workers that may end while they have an item: the first may have ended for a reason of its own."""
+"""Number of workers that may end while they have the same item. The first may have ended for another reason."""
 _STARTS = 3
-"""Workers that may end while they start, one after the other in each place, before nobody waits for the next."""
+"""Number of consecutive failed starts per place in the pool, after which waiting items fail."""
 _PAUSE = 1.0
-"""Seconds before a worker is started again after one that did not start."""
+"""Seconds to wait before the next start after a failed start."""
 _UNMEASURED = 1.0
-"""Seconds that clients are told to wait before any item has been processed, so that there is no rate to go by."""
+"""Retry delay in seconds for clients before any item was processed, when the processing rate is unknown."""
 
 
 class _Waiting:
@@ -262,13 +265,13 @@ class _Waiting:
         self.attempts = 0
 
     def fail(self, error: Exception) -> None:
-        """Idempotent, also after its client has gone."""
+        """Fail the item. Idempotent, even after its client is gone."""
         if not self.result.done():
             self.result.set_exception(error)
 
 
 class WorkerPool:
-    """``start`` and ``close`` it; ``process`` items between. On one event loop."""
+    """Pool of media workers. Call ``start``, then ``process`` items, then ``close``, all on one event loop."""
 
     def __init__(
         self,
@@ -277,7 +280,7 @@ class WorkerPool:
         config: MediaConfig,
         metrics: MediaMetrics,
     ) -> None:
-        """``make_processor``: called in each worker. ``sampling_rate``: of sound, in Hz."""
+        """Create the pool. ``make_processor`` is called in each worker. ``sampling_rate`` is the rate of audio in Hz."""
         self._config = config
         self._metrics = metrics
         self._setup = Setup(
@@ -298,28 +301,35 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that are ready."""
+        """Process ids of the ready workers."""
         return [worker.pid for worker in self._workers]
 
     @property
     def num_queued(self) -> int:
-        """Items that wait for a worker."""
+        """Number of items waiting for a worker."""
         return len(self._queue)
 
     async def start(self) -> None:
-        """Wait for the first worker; the others come beside. Raises ConfigError when the model's processor cannot be made."""
+        """Wait for the first worker; the others start concurrently. Raises ConfigError if the model's processor cannot
+        be created.
+        """
         try:
             first = await self._started()
         except (NoWorker, WorkerLost) as e:
-            raise ConfigError(f"the model's processor of media cannot be made: {e}") from None
+            raise ConfigError(f"the model's media processor cannot be created: {e}") from None
         self._tasks = [
             asyncio.create_task(self._serve(first if number == 0 else None), name=f"media worker {number}")
             for number in range(self._config.num_workers)
         ]
 
     async def process(self, job: Job, tenant: str = "") -> ProcessedItem:
-        """Raises TooLarge, Unreadable; ResourceExhausted while the queue is full, or where it was and the place went to a tenant
-        that had fewer waiting; Unavailable where there is no worker.
+        """Process an item.
+
+        Raises:
+            TooLarge: The item exceeds a limit.
+            Unreadable: The item cannot be decoded or processed.
+            ResourceExhausted: The queue is full, or the item was displaced by a tenant with fewer waiting items.
+            Unavailable: There is no worker.
         """
         if self._closed:
             raise sources.shutting_down()
@@ -338,7 +348,7 @@ class WorkerPool:
     def _make_room(self, tenant: str) -> None:
         seconds = self._rate.time_for(time.monotonic(), 1, 0)
         full = ResourceExhausted(
-            f"{len(self._queue)} items wait for a media worker; media.max_queued is {self._config.max_queued}",
+            f"{len(self._queue)} items are waiting for a media worker; media.max_queued is {self._config.max_queued}",
             retry_after=retry_after(_UNMEASURED if seconds is None else seconds),
         )
         if (displaced := self._queue.displace(tenant)) is None:
@@ -346,7 +356,7 @@ class WorkerPool:
         displaced.fail(full)
 
     async def close(self) -> None:
-        """End all workers; what waits fails as Unavailable. Idempotent."""
+        """End all workers. Waiting items fail with Unavailable. Idempotent."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -358,7 +368,7 @@ class WorkerPool:
             self._queue.take().fail(error())
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
-        """A place in the pool: a worker, and the next when that is gone."""
+        """Run one place of the pool: a worker, and its replacement whenever it ends."""
         try:
             while True:
                 if worker is None and (worker := await self._replaced()) is None:
@@ -375,21 +385,21 @@ class WorkerPool:
                 await self._end(worker)
 
     async def _next(self, worker: WorkerProcess) -> _Waiting | None:
-        """The next item; None when the worker has ended before there is one."""
+        """Return the next item, or None if the worker ends while there is none."""
         while True:
             while self._queue:
-                if not worker.alive:  # which is no item's fault
+                if not worker.alive:  # An idle worker's end is not caused by an item.
                     return None
                 waiting = self._queue.take()
                 self._metrics.series("penstock:media_queued").set(len(self._queue))
-                if not waiting.result.done():  # its client may have gone
+                if not waiting.result.done():  # The client may be gone.
                     return waiting
             self._work.clear()
             if not await self._work_for(worker):
                 return None
 
     async def _work_for(self, worker: WorkerProcess) -> bool:
-        """Wait until there may be something to do; False when the worker has ended before."""
+        """Wait until there may be work. Returns False if the worker ends first."""
         work, end = asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(worker.ended())
         try:
             await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
@@ -401,10 +411,10 @@ class WorkerPool:
 
     async def _lost_idle(self, worker: WorkerProcess) -> None:
         self._metrics.series("penstock:media_workers_replaced").inc()
-        get_logger().warning("a media worker ended while it had nothing to do", code=await self._end(worker))
+        get_logger().warning("idle media worker ended", code=await self._end(worker))
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
-        """Have an item processed. Returns whether the worker goes on."""
+        """Process an item. Returns whether the worker can continue."""
         job = waiting.job
         if not waiting.attempts:
             self._metrics.series("penstock:media_seconds", job.modality, "queue").observe(
@@ -439,7 +449,7 @@ class WorkerPool:
     def _refuse(self, waiting: _Waiting, refused: Refused) -> None:
         if refused.unexpected:
             get_logger().info(
-                "a medium could not be processed", modality=waiting.job.modality, error=refused.unexpected
+                "media item could not be processed", modality=waiting.job.modality, error=refused.unexpected
             )
         if refused.kind == "too_large":
             waiting.fail(TooLarge(refused.what, refused.setting, refused.limit))
@@ -448,7 +458,7 @@ class WorkerPool:
 
     async def _lost(self, worker: WorkerProcess, waiting: _Waiting) -> None:
         code = await self._end(worker)
-        get_logger().warning("a media worker ended", code=code, modality=waiting.job.modality)
+        get_logger().warning("media worker ended", code=code, modality=waiting.job.modality)
         if code == -signal.SIGXCPU:
             waiting.fail(self._too_slow())
         elif waiting.attempts >= _ATTEMPTS:
@@ -467,11 +477,11 @@ class WorkerPool:
         except (NoWorker, WorkerLost, OSError) as e:
             self._num_lost += 1
             if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:
-                # Whatever killed it need not kill the next.
-                get_logger().warning("a media worker ended while it started", error=str(e))
+                # The cause of its death may not affect the next worker.
+                get_logger().warning("media worker ended while starting", error=str(e))
                 return None
             self._failure = str(e) or type(e).__name__
-            get_logger().error("a media worker does not start", error=self._failure)
+            get_logger().error("media worker cannot start", error=self._failure)
             if not self._workers:
                 self._fail_all(_no_worker)
             await asyncio.sleep(_PAUSE)
@@ -494,4 +504,4 @@ class WorkerPool:
 
 
 def _no_worker() -> Unavailable:
-    return Unavailable("no media worker starts", reason="NO_MEDIA_WORKER", retry_after=_PAUSE)
+    return Unavailable("no media worker can start", reason="NO_MEDIA_WORKER", retry_after=_PAUSE)

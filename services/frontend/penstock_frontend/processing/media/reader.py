@@ -1,4 +1,4 @@
-"""Reads media of requests into bytes and identifiers: fetched, decoded from base64 or given as features."""
+"""Reader of request media: fetches or decodes files, checks them, and computes their identifiers."""
 
 import asyncio
 import hashlib
@@ -22,17 +22,19 @@ from penstock_frontend.processing.media.data_urls import DataUrlError, decode_da
 from penstock_frontend.processing.media.http_client import Fetcher, Resolver
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
 
-# Tensors that clients have processed themselves: what must be so whatever the model is.
+# Checks of tensors that clients have processed themselves, for all models.
 
 _MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
 _BEYOND_IN_BFLOAT16 = 0x4780
-"""The bits, without the sign, of the least bfloat16 beyond ``LARGEST_NUMBER``."""
+"""Smallest bfloat16 bit pattern, without the sign, above ``LARGEST_NUMBER``."""
 
 
 def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
-    """Raise InvalidArgument for too many tensors, for bytes that are not those of the shape, and for numbers that are not finite
-    or beyond float16's range. Looks at every number: for a thread, where they are many.
+    """Raise InvalidArgument for invalid tensors.
+
+    There may be too many tensors, bytes that do not match the shape, or numbers that are not finite or exceed float16's
+    range. The check reads every number, so run it in a thread for large tensors.
     """
     if not tensors:
         raise sources.unreadable(field, "has no tensors")
@@ -51,7 +53,7 @@ def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
         if not needed:
             raise sources.unreadable(where, "is empty")
         if not _is_in_range(tensor):
-            raise sources.unreadable(where, f"has numbers that are not finite, or beyond {LARGEST_NUMBER}")
+            raise sources.unreadable(where, f"has numbers that are not finite, or above {LARGEST_NUMBER}")
 
 
 def _is_in_range(tensor: TensorData) -> bool:
@@ -64,21 +66,23 @@ def _is_in_range(tensor: TensorData) -> bool:
     return bool((np.abs(numbers) <= LARGEST_NUMBER).all())
 
 
-# What a medium is known by in every store and cache.
+# Identifiers of media, used in every store and cache.
 
 _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8
 _canonical = msgspec.json.Encoder(order="deterministic")
 
 _DECODING = b"2"
-"""Version of how files become pixels and samples. Raise it when the same file gives other ones: engines and tiers keep embeddings
-and KV blocks for longer than a frontend runs. 2: alpha is composited on white, and 16-bit grey is scaled.
+"""Version of the decoding from files to pixels and samples.
+
+Increase it when the same file gives different values, because engines and tiers keep embeddings and KV blocks for
+longer than a frontend runs. 2: alpha is composited on white, and 16-bit grey is scaled.
 """
 
 Arguments = bytes
-"""Of a processor: a JSON object, the same for the same whatever order they came in."""
+"""Arguments of a processor as a JSON object in canonical order."""
 Content = EncodedFile | Frames | Features
-"""A medium that is here."""
+"""Content of a media item that is in memory."""
 
 
 def identifier(
@@ -89,10 +93,10 @@ def identifier(
     arguments: Arguments,
     cache_salt: str,
 ) -> str:
-    """64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over all that the medium's embeddings depend on, each with its
-    length.
+    """Return 64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over everything that the item's embeddings depend
+    on.
 
-    ``family``: ``Family.identity``. What clients call a medium is no part of it.
+    Each part is preceded by its length. ``family`` is ``Family.identity``. Client-side names of media are not included.
     """
     hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
     for field in (modality.encode(), family, arguments, *_fields(content)):
@@ -102,11 +106,11 @@ def identifier(
 
 
 def arguments_of(processor_kwargs: Mapping[str, Any]) -> Arguments:
-    """Raises ValueError for what JSON has no word for."""
+    """Encode processor arguments. Raises ValueError for values that JSON cannot express."""
     try:
         return _canonical.encode(dict(processor_kwargs))
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
-        raise ValueError("cannot be written as JSON") from e
+        raise ValueError("cannot be encoded as JSON") from e
 
 
 def _key(cache_salt: str) -> bytes:
@@ -115,7 +119,7 @@ def _key(cache_salt: str) -> bytes:
 
 
 def _fields(content: Content) -> Iterator[bytes | bytearray]:
-    """Begins with the kind, so that none can be taken for another."""
+    """Yield the parts of the content, starting with its kind, so that contents of different kinds never collide."""
     if isinstance(content, EncodedFile):
         yield from (b"file", _DECODING, content.data)
     elif isinstance(content, Frames):
@@ -135,13 +139,13 @@ def _tensors(tensors: Iterable[tuple[str, TensorData]]) -> Iterator[bytes | byte
 T = TypeVar("T")
 
 _LONG = 256 * 1024
-"""Bytes from which on a thread looks at them, while the event loop goes on."""
+"""Number of bytes above which a thread processes them, so that the event loop keeps running."""
 _COUNTED_AT_ONCE = 1024 * 1024
-"""Bytes of a file that comes without its size are counted in such pieces."""
+"""Step in bytes for counting a file whose size is not known in advance."""
 
 
 class Counted:
-    """Counts a medium's bytes until it is processed."""
+    """Counts the bytes of a media item in flight until it is processed."""
 
     def __init__(self, in_flight: BytesInFlight, field: str) -> None:
         self._in_flight, self._field = in_flight, field
@@ -149,7 +153,7 @@ class Counted:
         self._uncounted = 0
 
     def __call__(self, size: int) -> None:
-        """So many more. Raises ResourceExhausted."""
+        """Count more bytes. Raises ResourceExhausted."""
         self._uncounted += size
         if self._held and self._uncounted < _COUNTED_AT_ONCE:
             return
@@ -173,36 +177,36 @@ class MediaReader:
     """Reads the sources of media."""
 
     def __init__(self, config: MediaConfig, metrics: MediaMetrics, resolver: Resolver | None = None) -> None:
-        """``resolver``: finds the addresses of hosts, in place of the system. Raises ConfigError."""
+        """Create the reader. ``resolver`` replaces the system's resolver for host names. Raises ConfigError."""
         self._config = config
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
-        # One: several that want the interpreter would keep it from the event loop all the longer.
+        # A single thread: several would compete with the event loop for the GIL.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-bytes")
         self._closed = False
 
     def close(self) -> None:
-        """What is being read is read to its end; more cannot be."""
+        """Finish current reads, and refuse new ones."""
         self._closed = True
         self._fetcher.close()
         self._thread.shutdown(wait=False)
 
     def check(self, part: MediaPart) -> None:
-        """What can be said before anything is read. Raises PermissionDenied for what is not allowed, InvalidArgument."""
+        """Check what is possible before reading. Raises PermissionDenied for forbidden sources, and InvalidArgument."""
         if isinstance(part.source, Features) and not self._config.allow_features:
             raise sources.not_allowed(part.field, "has tensors; media.allow_features is false")
         if isinstance(part.source, Url) and not is_data_url(part.source.url):
             self._fetcher.check(part.source.url, field=part.field)
 
     async def look(self, content: Content, work: Callable[[], T]) -> T:
-        """What ``work`` returns, which looks at all of a medium: beside the event loop where that takes long."""
+        """Return the result of ``work``, which reads a whole item. Large items are processed in a thread."""
         if size_of(content) <= _LONG:
             return work()
         self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def read(self, part: MediaPart, counted: "Counted") -> Content:
-        """The medium itself, checked as far as its first bytes show it. Raises RequestFailed."""
+        """Return the content of a part, checked by its first bytes. Raises RequestFailed."""
         source = part.source
         if isinstance(source, Features):
             size = size_of(source)
@@ -223,7 +227,7 @@ class MediaReader:
             self._check_size(len(data), part.field)
             counted(len(data))
         if part.modality == "video":
-            raise sources.unreadable(part.field, "is a file; video is taken as frames")
+            raise sources.unreadable(part.field, "is a file; video must be given as frames")
         self._check_format(part, data)
         return EncodedFile(data)
 
@@ -266,11 +270,12 @@ class MediaReader:
             if not before <= frame.timestamp < float("inf"):
                 raise sources.unreadable(
                     field,
-                    f"has a timestamp of {frame.timestamp} at frame {index}; they must be finite and rise from 0 on",
+                    f"has a timestamp of {frame.timestamp} at frame {index}; timestamps must be finite and ascend "
+                    "from 0",
                 )
             before = frame.timestamp
             if not is_of("video", frame.data):
-                raise sources.unreadable(field, f"has a frame {index} that is no {_either('video')} file")
+                raise sources.unreadable(field, f"has a frame {index} that is not a {_either('video')} file")
 
     def _check_size(self, size: int, field: str) -> None:
         if not size:
@@ -280,11 +285,11 @@ class MediaReader:
 
     def _check_format(self, part: MediaPart, data: bytes) -> None:
         if not is_of(part.modality, data):
-            raise sources.unreadable(part.field, f"is no {_either(part.modality)} file")
+            raise sources.unreadable(part.field, f"is not a {_either(part.modality)} file")
 
 
 def size_of(content: Content) -> int:
-    """Bytes."""
+    """Return the size of a content in bytes."""
     if isinstance(content, EncodedFile):
         return len(content.data)
     if isinstance(content, Frames):

@@ -1,4 +1,4 @@
-"""Images of any mode to RGB: transparent pixels show white, and 16-bit grey is scaled to 8 bits."""
+"""Conversion of images of any mode to RGB. Transparent pixels become white, and 16-bit grey is scaled to 8 bits."""
 
 from typing import Any
 
@@ -7,10 +7,8 @@ from PIL import Image as Pillow
 from PIL import ImageFile
 from PIL.Image import Image
 
-# Images of any mode to RGB: transparent pixels show white, and 16-bit grey is scaled to 8 bits.
-
 _TILE = 1024
-"""Pixels on each side of a tile. Tiles bound the memory beyond the image and its result to some 16 MiB."""
+"""Tile size in pixels per side. Tiles limit the additional memory to about 16 MiB."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MAX_DEEP = 65_535
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
@@ -20,9 +18,9 @@ _GREY_STEPS = {"L;2": 85, "L;4": 17}
 def flattened(image: Image) -> Image:
     """Return the image in RGB.
 
-    Alpha is composited on white, as by ``convert_to_rgb`` of transformers: also the alpha of palettes, and a transparent colour.
-    Modes of more than 8 bits of grey (I and I;16) count as 16 bits, of which the upper 8 are taken, as Pillow does in
-    colour images of 16 bits. F is clipped to 0 to 255, as Pillow does.
+    Alpha is composited on white, like ``convert_to_rgb`` in transformers. This includes alpha in palettes, and a
+    transparent color. Grey modes of more than 8 bits (I and I;16) count as 16 bits and keep the upper 8, like Pillow
+    does for 16-bit color images. F is clipped to 0 to 255, like in Pillow.
 
     Raises:
         ValueError: Pillow cannot convert the mode.
@@ -40,10 +38,10 @@ def flattened(image: Image) -> Image:
 
 
 def transparent_colour(image: Image) -> Any:
-    """Return the transparent colour of an undecoded PNG file as its pixels have it once they are decoded; None if it has none.
+    """Return the transparent color of an undecoded PNG file in terms of its decoded pixels, or None if it has none.
 
-    Pillow gives the samples of the file: 2 and 4 bits of grey are not scaled, and 16 bits per colour are not cut to 8.
-    Colours of 16 bits that differ in the lower 8 bits only count as the same.
+    Pillow gives the samples of the file: grey of 2 and 4 bits is not scaled, and 16 bits per color are not reduced to
+    8. 16-bit colors that differ only in the lower 8 bits count as equal.
     """
     colour = image.info.get("transparency")
     if image.format != "PNG" or not isinstance(image, ImageFile.ImageFile) or not image.tile:
@@ -61,7 +59,7 @@ def _with_alpha(tile: Image) -> Image:
     """Return the tile in RGBA."""
     if tile.mode in _DEEP:
         return _deep_with_alpha(tile)
-    if tile.mode == "La":  # which Pillow converts to LA only
+    if tile.mode == "La":  # Pillow can convert this mode only to LA.
         tile = tile.convert("LA")
     return tile.convert("RGBA")
 

@@ -1,4 +1,4 @@
-"""Prepares the media of requests: fetched, checked, named and processed once per identifier."""
+"""Media service, which fetches, checks, identifies and processes the media of requests, once per identifier."""
 
 import asyncio
 import contextlib
@@ -22,18 +22,18 @@ from penstock_frontend.processing.media.pool import Job, WorkerPool
 from penstock_frontend.processing.media.reader import Arguments, Content, Counted, MediaReader, arguments_of, identifier
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 
-# Processed items by identifier: each made once, while it is kept here or some request has it.
+# Store of processed items by identifier. An item is created once, as long as it is cached here or used by a request.
 
 
 class _Alive(NamedTuple):
-    """An item as long as somebody has its tensors."""
+    """An item that can be found while its tensors are in use."""
 
     item: ProcessedItem
-    """Without tensors."""
+    """The item without its tensors."""
     tensors: dict[str, "weakref.ref[TensorData]"]
 
     def whole(self) -> ProcessedItem | None:
-        """The item with its tensors; None when they are gone."""
+        """Return the item with its tensors, or None if they were freed."""
         data = {name: found for name, tensor in self.tensors.items() if (found := tensor()) is not None}
         if len(data) < len(self.tensors):
             return None
@@ -41,7 +41,7 @@ class _Alive(NamedTuple):
 
 
 class _Flight:
-    """An item in the making, and how many wait for it."""
+    """An item that is being created, with the number of waiting callers."""
 
     __slots__ = ("task", "waiting")
 
@@ -51,10 +51,10 @@ class _Flight:
 
 
 class MediaStore:
-    """The least recently used of what it keeps goes when that has more than ``max_bytes``.
+    """LRU cache of processed items, limited to ``max_bytes``.
 
-    Requests pin items by their tensors: those of a request that lives are found, kept or not, and are not made a second time.
-    On one event loop.
+    Requests keep items alive through their tensors. Items of a live request are found even if they were evicted, and
+    are not created again. Used on one event loop.
     """
 
     def __init__(self, max_bytes: int, metrics: MediaMetrics) -> None:
@@ -64,19 +64,20 @@ class MediaStore:
         self._alive: dict[str, _Alive] = {}
         self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
-        """Of what is kept, whoever else has it."""
+        """Size of the cached items in bytes, whether or not requests also use them."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_alive(self) -> int:
-        """Items that can be found: kept, or pinned by requests."""
+        """Number of items that can be found, cached or in use by requests."""
         return len(self._alive)
 
     async def get(self, identifier: str, make: Callable[[], Awaitable[ProcessedItem]]) -> ProcessedItem:
-        """The item, made by ``make`` where it is not there. All who ask meanwhile get what it makes, or what it raises; it is
-        cancelled only when none of them waits any more.
+        """Return an item, creating it with ``make`` if needed.
+
+        Concurrent callers share the result or the error of ``make``. It is cancelled only if no caller waits anymore.
         """
         flight = self._flights.get(identifier)
         found = self._find(identifier) if flight is None else None
@@ -95,11 +96,11 @@ class MediaStore:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():
                 flight.task.cancel()
-                if self._flights.get(identifier) is flight:  # whoever comes now begins anew
+                if self._flights.get(identifier) is flight:  # Later callers start again.
                     del self._flights[identifier]
 
     def clear(self) -> None:
-        """Forget all items; requests keep theirs."""
+        """Drop all items. Requests keep theirs."""
         self._kept.clear()
         self._alive.clear()
         self.num_bytes = 0
@@ -152,7 +153,7 @@ def _with_data(item: ProcessedItem, data: dict[str, TensorData]) -> ProcessedIte
 
 
 def _look_at(task: "asyncio.Task[ProcessedItem]") -> None:
-    """So that nobody is told of an error that nobody waited for."""
+    """Retrieve the error of a task, so that asyncio does not report it as unhandled."""
     if not task.cancelled():
         task.exception()
 
@@ -160,15 +161,13 @@ def _look_at(task: "asyncio.Task[ProcessedItem]") -> None:
 T = TypeVar("T")
 
 _AT_ONCE = 8
-"""Items of one request that are read at once."""
+"""Number of items of one request to read concurrently."""
 _LONGEST_ARGUMENTS = 64 * 1024
-"""Bytes of what a request gives the processor."""
+"""Maximum size of processor arguments in bytes."""
 
 
 class MediaService:
-    """The MediaPreparer of a frontend whose model takes media. It starts with the first that is to be processed,
-    or by ``start``.
-    """
+    """MediaPreparer of a frontend with a multimodal model. It starts with the first item to process, or by ``start``."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class MediaService:
         *,
         resolver: Resolver | None = None,
     ) -> None:
-        """``resolver``: finds the addresses of hosts, in place of the system. Raises ConfigError."""
+        """Create the service. ``resolver`` replaces the system's resolver for host names. Raises ConfigError."""
         self.family = family
         self._limits = limits
         self._metrics = metrics
@@ -194,22 +193,22 @@ class MediaService:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Of the media workers that are ready."""
+        """Process ids of the ready media workers."""
         return self._pool.pids
 
     async def start(self) -> None:
-        """Start the media workers. Raises ConfigError when the model's processor cannot be made. Idempotent."""
+        """Start the media workers. Raises ConfigError if the model's processor cannot be created. Idempotent."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._pool.start())
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
-            if self._closed and self._starting.cancelled():  # not whoever waits for it
+            if self._closed and self._starting.cancelled():  # The start itself was cancelled, not the caller.
                 raise sources.shutting_down() from None
             raise
 
     async def close(self) -> None:
-        """End the media workers; what still comes fails as Unavailable. Idempotent."""
+        """End the media workers. Later requests fail with Unavailable. Idempotent."""
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -220,7 +219,7 @@ class MediaService:
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """As ``MediaPreparer`` has it."""
+        """Prepare media as described in ``MediaPreparer``."""
         if not parts:
             return []
         if self._closed:
@@ -234,14 +233,14 @@ class MediaService:
             raise DeadlineExceeded("the deadline passed before the request's media were processed") from None
 
     def _check(self, parts: Sequence[MediaPart]) -> None:
-        """What can be said before anything is read."""
+        """Check what is possible before reading."""
         counts: dict[str, int] = {}
         with _refused_as(self._metrics, parts[0]):
             for part in parts:
                 if part.modality not in self.family.modalities:
                     takes = ", ".join(sorted(self.family.modalities))
                     raise InvalidArgument(
-                        f"{part.field} is of {part.modality}; the model takes {takes}", field=part.field
+                        f"{part.field} is {part.modality}; the model accepts {takes}", field=part.field
                     )
                 counts[part.modality] = counts.get(part.modality, 0) + 1
                 if (limit := self._limits.now.max_media.of(part.modality)) < counts[part.modality]:
@@ -275,14 +274,14 @@ class MediaService:
     def _making(
         self, modality: Modality, content: Content, arguments: Arguments, tenant: str
     ) -> Callable[[], Awaitable[ProcessedItem]]:
-        """What makes the item where it is not there. The one made is for all who ask, so its errors name no field."""
+        """Return a function that creates the item. Callers share its result, so its errors name no field."""
 
         async def describe() -> ProcessedItem:
-            assert isinstance(content, Features)  # noqa: S101 - for the type
+            assert isinstance(content, Features)  # noqa: S101 - narrows the type
             try:
                 return self.family.described(modality, content.tensors)
             except ValueError as e:
-                raise Unreadable(f"has tensors that the model does not take: {e}") from None
+                raise Unreadable(f"has tensors that the model does not accept: {e}") from None
 
         if isinstance(content, Features):
             return describe
@@ -307,7 +306,7 @@ def _refused_as(metrics: MediaMetrics, part: MediaPart) -> Any:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in order; the first error ends the others, which is waited for."""
+    """Return the results in order. The first error cancels the others and waits for them to end."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Which format a file has, by its first bytes: what it is called or declared as means nothing."""
+"""Detection of file formats by their first bytes. File names and declared types are ignored."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ FORMATS: dict[Modality, tuple[str, ...]] = {
     "audio": ("WAV", "FLAC", "Ogg", "MP3"),
     "video": ("JPEG", "PNG", "WebP", "GIF"),
 }
-"""What files of each modality may be, as people write it; a video's are those of its frames."""
+"""Accepted formats of each modality, for messages. For video, the formats of its frames."""
 
 
 def image_format(data: bytes) -> ImageFormat | None:
-    """The picture's format, under Pillow's name; None for any other."""
+    """Return the image format under Pillow's name, or None for any other format."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -27,7 +27,7 @@ def image_format(data: bytes) -> ImageFormat | None:
 
 
 def sound_format(data: bytes) -> SoundFormat | None:
-    """The sound's format, under libsndfile's name; None for any other."""
+    """Return the audio format under libsndfile's name, or None for any other format."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "WAV"
     if data.startswith(b"fLaC"):
@@ -38,7 +38,9 @@ def sound_format(data: bytes) -> SoundFormat | None:
 
 
 def _is_mp3_frame(data: bytes) -> bool:
-    """The header of a frame of layer III: 11 bits set, a known version, layer, bit rate and sampling rate."""
+    """Return whether data begins with a layer III frame header: 11 set bits, and known version, layer, bit rate and
+    sampling rate.
+    """
     if len(data) < 4 or data[0] != 0xFF or data[1] & 0xE0 != 0xE0:
         return False
     version, layer = data[1] >> 3 & 3, data[1] >> 1 & 3
@@ -46,5 +48,5 @@ def _is_mp3_frame(data: bytes) -> bool:
 
 
 def is_of(modality: Modality, data: bytes) -> bool:
-    """Whether a file of that modality may begin so."""
+    """Return whether data begins like a file of that modality."""
     return (sound_format(data) if modality == "audio" else image_format(data)) is not None

@@ -1,4 +1,4 @@
-"""Decides where media may be fetched, and words the errors for media that are refused."""
+"""Rules for where media may be fetched from, and the errors for refused media."""
 
 import ipaddress
 import re
@@ -16,7 +16,8 @@ from penstock_common.errors import (
 )
 from penstock_frontend.config.media import ANY_DOMAIN, Network
 
-# Why a medium is not taken, in the words of a client's error. No message has anything of a medium, nor a URL's path or query.
+# Reasons why a media item is refused, as client errors. No message contains media content, or the path or query of a
+# URL.
 
 UNREADABLE = "MEDIA_UNREADABLE"
 TOO_LARGE = "MEDIA_TOO_LARGE"
@@ -26,19 +27,21 @@ FETCH_FAILED = "MEDIA_FETCH_FAILED"
 
 
 def unreadable(field: str, why: str) -> InvalidArgument:
-    """It is no such medium, or a broken one. ``why`` continues the field's name: ``is empty``."""
+    """Return the error for an invalid or broken media item. ``why`` continues the field's name, such as ``is empty``."""
     return InvalidArgument(f"{field} {why}", field=field, reason=UNREADABLE)
 
 
 def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
-    """``what`` continues the field's name, with the value: ``has 70000000 pixels``."""
-    # Limits come from workers as float: 64000000.0 pixels would look odd.
+    """Return the error for a media item above a limit. ``what`` continues the field's name, such as ``has 70000000
+    pixels``.
+    """
+    # Workers send limits as floats, and 64000000.0 pixels would look odd.
     number = int(limit) if limit == int(limit) else limit
     return InvalidArgument(f"{field} {what}; {setting} is {number}", field=field, reason=TOO_LARGE)
 
 
 def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgument:
-    """A request has ``count`` items of that modality."""
+    """Return the error for a request with too many items of a modality."""
     setting = f"limits.max_media.{modality}"
     return InvalidArgument(
         f"the request has {count} items of {modality}; {setting} is {limit}", field=field, reason=TOO_MANY
@@ -46,18 +49,20 @@ def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgume
 
 
 def not_allowed(field: str, why: str) -> PermissionDenied:
-    """Where it is said to be, or what it is, is not for this frontend."""
+    """Return the error for a source that this frontend does not permit."""
     return PermissionDenied(f"{field} {why}", field=field, reason=NOT_ALLOWED)
 
 
 def shutting_down() -> Unavailable:
-    """The frontend ends."""
+    """Return the error for a frontend that is shutting down."""
     return Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
 
 
 def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
-    """Its host gave no file. ``for_now``: later it may. Never Unavailable: whoever names a dead host must not make clients try
-    again by themselves, nor gateways think that this frontend is down.
+    """Return the error for a host that sent no file. ``for_now`` means that a later attempt may succeed.
+
+    It is never Unavailable. A request that names a dead host must not trigger automatic retries, and gateways must not
+    assume that this frontend is down.
     """
     kind = FailedPrecondition if for_now else InvalidArgument
     return kind(f"{field} could not be fetched: {why}", field=field, reason=FETCH_FAILED)
@@ -69,9 +74,9 @@ _LONGEST_URL = 8192
 _PORTS = {"https": 443, "http": 80}
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _SAFE = "/%:@!$&'()*+,;=~-._"
-"""Characters of paths that go out as they are."""
+"""Characters of paths that are sent unencoded."""
 _NUMERIC = re.compile(r"([0-9]+|0x[0-9a-f]*)")
-"""A last label that makes a host an IPv4 address, in one of the many ways that C libraries read."""
+"""Pattern of a last label that makes a host an IPv4 address, in any notation that C libraries accept."""
 
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
@@ -98,48 +103,50 @@ _NOT_PUBLIC = tuple(
     )
 )
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""All else of IPv6 is special: mapped IPv4 addresses, NAT64, unique local, link-local, multicast."""
+"""Global unicast range. All other IPv6 ranges are special: mapped IPv4, NAT64, unique local, link-local, multicast."""
 
 
 class Target(NamedTuple):
-    """What a URL asks which host for."""
+    """Parsed URL of a media file."""
 
     scheme: str
     host: str
-    """In lower case: a name, or an address without brackets."""
+    """Host name in lower case, or an address without brackets."""
     port: int
     path: str
-    """With its query, encoded."""
+    """Path with the query, encoded."""
 
     @property
     def is_tls(self) -> bool:
-        """Whether the connection is encrypted and the host proves its name."""
+        """Whether the connection uses TLS."""
         return self.scheme == "https"
 
     @property
     def authority(self) -> str:
-        """What the header Host says."""
+        """Value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
     @property
     def address(self) -> Address | None:
-        """Where the URL gives an address in place of a name."""
+        """Address of the host, if the URL has an address instead of a name."""
         return _address(self.host)
 
     @property
     def url(self) -> str:
-        """To join redirects with."""
+        """Complete URL, used to resolve redirects."""
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
 def read_url(url: str, *, field: str) -> Target:
-    """What an ``http:`` or ``https:`` URL asks for. Raises PermissionDenied for other schemes and credentials, InvalidArgument
-    for what is no URL: also hosts with characters beyond ASCII, which are to be written as in DNS (``xn--``).
+    """Parse an ``http:`` or ``https:`` URL.
+
+    Raises PermissionDenied for other schemes and for credentials, and InvalidArgument for an invalid URL. Hosts with
+    non-ASCII characters are invalid; they must be written as in DNS (``xn--``).
     """
     if len(url) > _LONGEST_URL:
         raise too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
-    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit takes some of them out
+    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit silently removes some of them
         raise _no_url(field)
     try:
         parts = urlsplit(url)
@@ -159,7 +166,7 @@ def read_url(url: str, *, field: str) -> Target:
 
 
 def _host(netloc: str) -> str | None:
-    """In lower case; None for what is neither a name nor an address in its only written form."""
+    """Return the host in lower case, or None if it is neither a name nor an address in canonical form."""
     netloc = netloc.lower()
     if netloc.startswith("["):
         inner, bracket, port = netloc[1:].partition("]")
@@ -183,11 +190,11 @@ def _address(host: str) -> Address | None:
 
 
 def _no_url(field: str) -> InvalidArgument:
-    return unreadable(field, "is no URL that can be fetched")
+    return unreadable(field, "is not a URL that can be fetched")
 
 
 def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
-    """Raise PermissionDenied unless one of ``media.allowed_domains`` names the host and the port."""
+    """Raise PermissionDenied unless ``media.allowed_domains`` contains the host and port."""
     if not any(_names(domain, target) for domain in allowed):
         raise not_allowed(
             field,
@@ -209,7 +216,7 @@ def _names(domain: str, target: Target) -> bool:
 
 
 def is_allowed_address(text: str, private: Sequence[Network]) -> bool:
-    """Whether a connection may be made to that address: it is public, or in one of the ``private`` networks."""
+    """Return whether connections to an address are allowed: it is public, or in one of the ``private`` networks."""
     address = _address(text)
     if address is None or getattr(address, "scope_id", None):
         return False

@@ -1,7 +1,6 @@
-"""The process that decodes media and prepares them for the model: ``python -m penstock_frontend.processing.media.worker SOCKET``.
+"""Entry point of a media worker process: ``python -m penstock_frontend.processing.media.worker SOCKET``.
 
-What a client sends is opened here and nowhere else. torch cannot be imported, whether it is installed or not: transformers then
-uses numpy and Pillow.
+Media from clients are opened only here. torch imports are blocked, so transformers uses numpy and Pillow.
 """
 
 import contextlib
@@ -41,17 +40,17 @@ from penstock_frontend.processing.media.worker_messages import (
 _BLOCKED = ("torch", "torchvision", "torchaudio", "torchcodec", "tensorflow", "jax")
 _NICENESS = 10
 _LONGEST_REASON = 300
-"""Characters of what a processor says of arguments that it does not take."""
+"""Maximum length of a processor's message about its arguments, in characters."""
 
 
 class MediaWorker:
-    """Takes items from its socket, one after the other, until the other end closes it."""
+    """Processes items from its socket one after the other, until the other end closes it."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 
     def run(self) -> None:
-        """Raises EOFError when the frontend has gone."""
+        """Run the worker. Raises EOFError when the frontend is gone."""
         setup = decode_setup(self._head())
         try:
             make_processor = pickle.loads(setup.make_processor)  # noqa: S301 - the frontend's own
@@ -71,7 +70,7 @@ class MediaWorker:
                 return
 
     def _answer(self, processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> bool:
-        """Whether the worker goes on."""
+        """Process an item and send the answer. Returns whether the worker can continue."""
         started = time.perf_counter()
         try:
             item = _process(processor, setup, job, files)
@@ -80,12 +79,12 @@ class MediaWorker:
         except Unreadable as e:
             return self._refuse(Refused(kind="unreadable", what=str(e)))
         except MemoryError:
-            what = "needs more memory than a media worker may ask for"
+            what = "needs more memory than a media worker may use"
             limit = setup.memory
             return self._refuse(
                 Refused(kind="too_large", what=what, setting="media.worker_memory", limit=limit, ends=True)
             )
-        except ValueError as e:  # what the processor is asked to do it cannot do
+        except ValueError as e:  # The processor does not accept the arguments.
             return self._refuse(Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON]))
         except Exception as e:
             return self._refuse(Refused(kind="unreadable", what="cannot be processed", unexpected=_where(e)))
@@ -131,34 +130,34 @@ def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequ
 
 
 def _where(error: Exception) -> str:
-    """The error's kind and place. What it says is left out: it may quote the medium."""
+    """Return the error's type and place. Its message is left out, because it may quote the media."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
     return f"{type(error).__name__} at {' > '.join(places)}"
 
 
 def _say_nothing() -> None:
-    """Decoders in C print what they find odd in a file, which clients could fill logs with."""
+    """Discard all output, because decoders in C print warnings about files, and clients could flood the logs."""
     with Path(os.devnull).open("wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
 
 
 def _limit_seconds(seconds: float) -> None:
-    """Let the process compute for so long from now on; the frontend looks at the clock, this at a frontend that cannot."""
+    """Limit the CPU time from now on. The frontend checks the time too; this limit applies if the frontend cannot."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit_resource(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
 
 
 def main(argv: Sequence[str]) -> None:
-    """``argv``: the number of the socket."""
+    """Run the worker. ``argv`` has the file descriptor of the socket."""
     end_with_parent()
     for module in _BLOCKED:
         sys.modules[module] = None  # type: ignore[assignment]  # which makes its import fail
-    warnings.filterwarnings("ignore", module="PIL")  # of what is odd in a file, which is its client's affair
+    warnings.filterwarnings("ignore", module="PIL")  # warnings about odd client files
     name_process("media-worker")
     os.nice(_NICENESS)
-    # Also where the frontend was killed, or has given up.
+    # The socket also closes if the frontend was killed, or has given up on the worker.
     with socket.socket(fileno=int(argv[0])) as channel, contextlib.suppress(EOFError, ConnectionError):
         MediaWorker(channel).run()
 

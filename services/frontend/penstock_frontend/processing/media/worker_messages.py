@@ -1,4 +1,4 @@
-"""Defines the messages and decode limits that a frontend and its media workers share."""
+"""Messages and decode limits shared by a frontend and its media workers."""
 
 import struct
 from typing import Literal
@@ -7,11 +7,11 @@ import msgspec
 
 from penstock_common.types.media import Modality, TensorDtype
 
-# How much of a medium is decoded, and what is wrong with one that is not.
+# Limits of decoding, and errors for media that cannot be decoded.
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
-    """What is decoded at most, as ``MediaConfig`` has it."""
+    """Decode limits, with the values of ``MediaConfig``."""
 
     max_pixels: int
     max_frames: int
@@ -19,7 +19,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 
 
 class TooLarge(Exception):  # noqa: N818 - it says what is wrong with the medium
-    """``what``: the value; ``setting`` and ``limit``: what it is above of."""
+    """Error for a media item above a limit. ``what`` is its value; ``setting`` and ``limit`` name the limit."""
 
     def __init__(self, what: str, setting: str, limit: float) -> None:
         super().__init__(what)
@@ -27,16 +27,22 @@ class TooLarge(Exception):  # noqa: N818 - it says what is wrong with the medium
 
 
 class Unreadable(Exception):  # noqa: N818 - it says what is wrong with the medium
-    """It is in no format that is taken, or broken. The text has nothing of it."""
+    """Error for a media item that is broken or has an unsupported format. The text contains no media content."""
 
 
 LENGTH = struct.Struct("<I")
-"""Bytes of the head, in front of it."""
+"""Length of a message head in bytes, sent before it."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a worker. ``make_processor``: a pickle of what makes its FamilyProcessor. ``memory``: bytes that it
-    may ask for beyond what it has then. ``seconds``: of an item.
+    """First message to a worker.
+
+    Attributes:
+        make_processor: Pickled function that creates the FamilyProcessor.
+        sampling_rate: Sampling rate of audio in Hz.
+        limits: Decode limits.
+        memory: Bytes that the worker may allocate beyond its memory at that time.
+        seconds: Time limit per item in seconds.
     """
 
     make_processor: bytes
@@ -47,14 +53,19 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker's first message. ``error``: why there is no processor; empty: there is one."""
+    """First message of a worker. ``error`` is the reason why it has no processor, or empty."""
 
     error: str = ""
 
 
 class JobHead(msgspec.Struct, frozen=True, kw_only=True):
-    """An item. Behind it a file, or those of a video's frames. ``timestamps``: of these, in seconds. ``arguments``:
-    of the processor, a JSON object.
+    """Head of an item, followed by its file or by the frames of a video.
+
+    Attributes:
+        modality: Modality of the item.
+        sizes: Sizes of the files in bytes.
+        timestamps: Times of the frames in seconds.
+        arguments: Arguments of the processor, as a JSON object.
     """
 
     modality: Modality
@@ -64,7 +75,7 @@ class JobHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorHead(msgspec.Struct, frozen=True):
-    """A tensor whose ``size`` bytes come behind the head, in the order of these."""
+    """Description of a tensor, whose ``size`` bytes follow after the head, in order."""
 
     name: str
     dtype: TensorDtype
@@ -73,7 +84,7 @@ class TensorHead(msgspec.Struct, frozen=True):
 
 
 class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A ProcessedItem. ``seconds``: what the worker took for it."""
+    """A ProcessedItem. ``seconds`` is the processing time in the worker."""
 
     modality: Modality
     tensors: tuple[TensorHead, ...]
@@ -83,9 +94,15 @@ class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Why there is no item. ``what`` continues its name; with a ``setting`` it is above that ``limit``.
+    """Reason why an item was not processed.
 
-    ``unexpected``: where the processor failed, for the log, without what it said. ``ends``: the worker ends after this.
+    Attributes:
+        kind: Kind of the refusal.
+        what: Text that continues the item's name.
+        setting: Setting whose ``limit`` the item exceeds; empty if there is none.
+        limit: Value of that setting.
+        unexpected: Place of an unexpected error for the log, without its message.
+        ends: Whether the worker ends after this answer.
     """
 
     kind: Literal["unreadable", "too_large"]
@@ -106,6 +123,6 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def framed(head: Setup | Ready | JobHead | Answer) -> bytes:
-    """The head with its length in front."""
+    """Encode a head with its length before it."""
     encoded = _encoder.encode(head)
     return LENGTH.pack(len(encoded)) + encoded

@@ -1,1 +1,1 @@
-"""Detokenization, stop strings, log-probabilities, and the collector that a client reads from."""
+"""Request outputs: detokenization, stop strings, log-probabilities, and the collector that clients read from."""

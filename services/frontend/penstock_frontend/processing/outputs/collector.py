@@ -1,4 +1,4 @@
-"""Between the engine's steps and a client's reading: one slot per sequence, whatever the client's speed."""
+"""Buffer between the engine's steps and a client: one slot per sequence, independent of the client's speed."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ from penstock_frontend.processing.outputs.detokenizer import TextDelta
 
 
 class OutputCollector:
-    """Holds what the client has not taken yet of each of a request's sequences; a new delta merges into it.
+    """Holds the output of a request's sequences that the client has not taken yet. New deltas are merged into it.
 
-    A slow client thus costs memory proportional to its output, and holds up nobody. Also decides when there is something
-    to take of a sequence: for FINAL at its end only; else at its first output, every ``stream_interval`` tokens, and at its
-    end. Sequences with something to take are served in turn.
+    A slow client uses memory proportional to its output, and delays no other request. The collector also decides when
+    output can be taken. For FINAL that is at the end of a sequence. Otherwise it is at the first output, every
+    ``stream_interval`` tokens, and at the end. Sequences with output are served in turn.
     """
 
     __slots__ = ("_due", "_error", "_num_unfinished", "_reader", "_slots", "cumulative")
@@ -22,8 +22,8 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
         self.cumulative = kind is OutputKind.CUMULATIVE
         self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
-        self._due: dict[int, None] = {}  # indexes of slots in the order they became due
-        self._reader: asyncio.Future[None] | None = None  # waits; there is one at most
+        self._due: dict[int, None] = {}  # indexes of slots, in the order in which they became due
+        self._reader: asyncio.Future[None] | None = None  # the waiting reader; there is at most one
         self._num_unfinished = num_sequences
         self._error: RequestFailed | None = None
 
@@ -34,7 +34,7 @@ class OutputCollector:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take, or an error."""
+        """Whether there is output to take, or an error."""
         return bool(self._due) or self._error is not None
 
     def put(
@@ -45,18 +45,18 @@ class OutputCollector:
         index: int = 0,
         prompt_logprobs: Logprobs | None = None,
     ) -> None:
-        """Add what is new of a sequence. ``finish`` with the last of it; ``prompt_logprobs`` before its first token."""
+        """Add new output of a sequence. ``finish`` marks the last output. ``prompt_logprobs`` precede the first token."""
         if self._slots[index].put(delta, finish, prompt_logprobs):
             self._due[index] = None
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """End all sequences with ``error`` instead of more output. What was not taken is lost. The first error counts."""
+        """End all sequences with ``error``. Output that was not taken is lost. The first error wins."""
         self._error = self._error or error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for output and take it. Raises what the request failed with. Nothing comes once it is ``finished``."""
+        """Wait for output and take it. Raises the error of the request. Do not call it after ``finished``."""
         if not self.ready:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -78,7 +78,7 @@ class OutputCollector:
 
 
 class _Slot:
-    """What the client has not taken yet of one sequence; CUMULATIVE keeps also what was taken."""
+    """Output of one sequence that was not taken yet. With CUMULATIVE, output that was taken is kept too."""
 
     __slots__ = (
         "_finish",
@@ -101,12 +101,12 @@ class _Slot:
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = None
         self._prompt_logprobs: Logprobs | None = None
-        self._num_untaken = 0  # of the tokens
+        self._num_untaken = 0  # number of tokens not taken yet
         self._started = False
         self._finish: Finish | None = None
 
     def put(self, delta: TextDelta, finish: Finish | None, prompt_logprobs: Logprobs | None) -> bool:
-        """Add what is new. Returns whether there is something to take now."""
+        """Add new output. Returns whether it can be taken now."""
         if delta.text:
             self._text.append(delta.text)
         self._token_ids.extend(delta.token_ids)
@@ -122,7 +122,7 @@ class _Slot:
         return True
 
     def take(self) -> RequestOutput:
-        """The output to send now."""
+        """Return the output to send now."""
         output = RequestOutput(
             index=self._index,
             text="".join(self._text),

@@ -1,4 +1,4 @@
-"""From tokens to the text of one request: detokenization, stop strings, and what may be shown."""
+"""Conversion of one request's tokens to text: detokenization, stop strings, and the release of final text."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,24 +9,23 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
-"""Prompt tokens that give the first output tokens their context (leading spaces depend on it)."""
+"""Number of prompt tokens used as context for the first output tokens, whose leading spaces depend on it."""
 _MAX_CONTEXT = 32
 _MAX_PENDING = 8
-"""Longest run of undecodable tokens kept together; a character spans at most four."""
+"""Maximum number of undecodable tokens kept together. A character spans at most four tokens."""
 
 
 class IncrementalDetokenizer:
     """Decodes a growing output.
 
-    A decoder is not a map from token to text: spaces depend on the neighbours, and a character may be spread over several
-    tokens, which decode to U+FFFD until the last of them is there. So a short window of tokens is decoded anew with every
-    token (the prefix-offset scheme known from text-generation-inference): ``window[:read]`` is text already returned,
-    kept as context, and what lies behind it is returned once it does not end in U+FFFD. What was returned is never
-    changed. The text of all calls together is what decoding all tokens at once gives, for decoders that work byte by
-    byte (byte-level BPE).
+    The text of a token depends on its neighbors, and a character may span several tokens, which decode to U+FFFD until
+    it is complete. So a short window of tokens is decoded again with every token (the prefix-offset scheme of
+    text-generation-inference). ``window[:read]`` is context whose text was already returned. The text after it is
+    returned once it does not end in U+FFFD. Returned text never changes. For byte-level decoders, the joined text
+    equals decoding all tokens at once.
 
-    Decoders that put a space between any two tokens (word pieces) put one between special tokens too, unless
-    ``spaces_between_special_tokens`` is False. Others never do.
+    Word-piece decoders put a space between any two tokens. They also put one between special tokens, unless
+    ``spaces_between_special_tokens`` is False. Other decoders never do.
     """
 
     __slots__ = ("_after_special", "_decode", "_joined", "_known", "_read", "_skipped", "_window")
@@ -55,15 +54,17 @@ class IncrementalDetokenizer:
 
     @property
     def num_pending(self) -> int:
-        """How many of the last tokens do, those without text aside."""
+        """Number of last tokens that wait for the rest of their character."""
         return len(self._window) - self._read
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens alone."""
+        """Return the text of these tokens alone."""
         return self._decode([token for token in token_ids if token not in self._skipped])
 
     def push(self, token_id: int) -> str:
-        """The text that this token settles; ``""`` for a skipped special token and in the middle of a character."""
+        """Return the text that this token completes. Empty for a skipped special token, or in the middle of a
+        character.
+        """
         if token_id in self._skipped:
             return ""
         if not self._joined:
@@ -73,7 +74,7 @@ class IncrementalDetokenizer:
         return text.removeprefix(" ") if after_special and self._after_special else text
 
     def flush(self) -> str:
-        """What was held back, at the end of the output: an unfinished character comes out as U+FFFD."""
+        """Return the held-back text at the end of the output. An incomplete character becomes U+FFFD."""
         return self._settle(self._decode(self._window)) if self.pending else ""
 
     def _grow(self, token_id: int) -> str:
@@ -89,12 +90,14 @@ class IncrementalDetokenizer:
             del self._window[: self._read]
             self._known = self._decode(self._window)
         elif len(self._window) > _MAX_CONTEXT:
-            self._window.pop()  # tokens without text may come without end
+            self._window.pop()  # there may be any number of tokens without text
         self._read = len(self._window)
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Undecodable tokens may come without end: let go of those in front that later ones cannot change any more."""
+        """Return the front tokens' text once later tokens cannot change it, because the run of undecodable tokens may
+        be endless.
+        """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
             if front + self._decode(self._window[end:]) == text:
@@ -105,29 +108,27 @@ class IncrementalDetokenizer:
         return ""
 
 
-# Holds the output of one request as text and tokens, finds stop strings, and says what may be shown.
-
-# Finding the first of several strings in a text that arrives in pieces.
+# Search for the first of several stop strings in a text that arrives in pieces.
 
 
 class StopMatch(NamedTuple):
-    """``stop`` was found; ``end`` is the index in the fed piece just behind it."""
+    """A found stop string. ``end`` is the index after it in the fed piece."""
 
     stop: str
     end: int
 
 
 class StopMatcher:
-    """An Aho-Corasick automaton over the stop strings: constant time per character, however many there are.
+    """Aho-Corasick automaton over the stop strings, with constant time per character for any number of strings.
 
-    The stop string that is complete first wins; of several that end at the same character, the longest. So the result
-    does not depend on how the text was cut into pieces.
+    The stop string that completes first wins. If several end at the same character, the longest wins. So the result
+    does not depend on how the text is split into pieces.
     """
 
     __slots__ = ("_depth", "_fail", "_found", "_goto", "_state")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """``stops``: at least one, none empty."""
+        """Build the automaton. ``stops`` must have at least one string, and none may be empty."""
         self._goto: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found: list[str] = [""]
@@ -138,11 +139,11 @@ class StopMatcher:
 
     @property
     def partial(self) -> int:
-        """Length of the longest end of the text so far that a stop string begins with."""
+        """Length of the longest suffix of the text so far that is a prefix of a stop string."""
         return self._depth[self._state]
 
     def feed(self, text: str) -> StopMatch | None:
-        """The first stop string that is complete within ``text``, given everything fed before."""
+        """Return the first stop string that completes within ``text``, or None. Earlier pieces count."""
         state, goto, fail, found = self._state, self._goto, self._fail, self._found
         for index, char in enumerate(text):
             while state and char not in goto[state]:
@@ -168,7 +169,9 @@ class StopMatcher:
         self._found[state] = stop
 
     def _link(self) -> list[int]:
-        """Failure links, breadth first; a state also finds what its link finds, unless it ends a longer stop string."""
+        """Build the failure links, breadth first. A state also matches what its link matches, unless it ends a longer
+        stop string.
+        """
         fail = [0] * len(self._goto)
         queue = deque(self._goto[0].values())
         while queue:
@@ -184,9 +187,13 @@ class StopMatcher:
 
 
 class TextDelta(NamedTuple):
-    """What became final: text and the tokens that carry it. ``stop``: the stop string that ended the output, or ``""``.
+    """Text that became final, and its tokens.
 
-    ``logprobs`` has one position per token; None without tokens, or when log-probabilities were not asked for.
+    Attributes:
+        text: Final text.
+        token_ids: Tokens of the text.
+        stop: Stop string that ended the output, or ``""``.
+        logprobs: One position per token; None without tokens, or if not requested.
     """
 
     text: str = ""
@@ -196,12 +203,12 @@ class TextDelta(NamedTuple):
 
 
 class OutputText:
-    """Turns new tokens into what a client may see of them.
+    """Converts new tokens to output that a client may see.
 
-    Text is released once no stop string can swallow it any more, a token once all of its text is released. So the pieces
-    of a stream joined together are the text of the whole output. A stop string cuts both: of the tokens those remain
-    whose text ends before the cut, or all up to the one that completed the stop string when it is included.
-    Log-probabilities go with their tokens.
+    Text is released once it cannot be part of a stop string anymore, and a token once all of its text is released. So
+    the joined pieces of a stream equal the text of the whole output. A stop string cuts text and tokens. Tokens remain
+    if their text ends before the cut, or, if the stop string is included, up to the token that completes it.
+    Log-probabilities are released with their tokens.
     """
 
     __slots__ = (
@@ -226,19 +233,19 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Without a detokenizer there is no text, and tokens are released at once."""
+        """Create the state. Without a detokenizer there is no text, and tokens are released immediately."""
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._text = ""  # held back
-        self._tokens: deque[int] = deque()  # held back
-        self._logprobs: Logprobs | None = None  # of the held tokens, and of those that are still to be looked at
-        self._ends: deque[int] = deque()  # where the text of the held tokens ends, as far as it is settled
-        self._length = 0  # of all text so far
-        self._released = 0  # of it
+        self._text = ""  # held-back text
+        self._tokens: deque[int] = deque()  # held-back tokens
+        self._logprobs: Logprobs | None = None  # log-probabilities of held-back tokens and of tokens not processed yet
+        self._ends: deque[int] = deque()  # end positions of the held-back tokens' text, as far as known
+        self._length = 0  # length of all text so far
+        self._released = 0  # length of the released text
         self.num_tokens = 0
-        """Output tokens so far, those of a stop string included."""
+        """Number of output tokens so far, including those of a stop string."""
 
     def add(
         self,
@@ -248,12 +255,10 @@ class OutputText:
         ended: bool = False,
         stop_token: bool = False,
     ) -> TextDelta:
-        """Take the next tokens and their log-probabilities, which are kept and must not be changed afterwards.
+        """Add the next tokens with their log-probabilities, which the caller must not change afterwards.
 
-        ``ended``: there are no more; ``stop_token``: the last of them stopped the output.
-
-        The token that stopped an output is one of its tokens; its text is shown only with ``include_stop``.
-        Tokens after a stop string are dropped.
+        ``ended`` marks the last tokens. ``stop_token`` says that the last token stopped the output. That token is part
+        of the output, but its text is shown only with ``include_stop``. Tokens after a stop string are dropped.
         """
         if self._detokenizer is None:
             self.num_tokens += len(token_ids)
@@ -280,7 +285,7 @@ class OutputText:
         return self._stops is None and not self._tokens and self._logprobs is None
 
     def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
-        """What most outputs are, with less work: tokens whose text is released with them, but those whose character goes on."""
+        """Fast path for most outputs: release tokens with their text, except those of an incomplete character."""
         text, settled = "", 0
         for number, token_id in enumerate(token_ids, start=1):
             text += detokenizer.push(token_id)
@@ -295,7 +300,9 @@ class OutputText:
         return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
-        """Take in new text; the cut if a stop string is complete. ``settled``: every token's text is there."""
+        """Add new text. Returns the final delta if a stop string completes. ``settled``: the text of every token is
+        complete.
+        """
         before = self._length
         self._text += text
         self._length += len(text)

@@ -1,4 +1,4 @@
-"""Turns engine outputs of pooling requests into answers: one answer per engine request."""
+"""Conversion of pooling outputs to answers, with one answer per engine request."""
 
 import asyncio
 import time
@@ -11,11 +11,9 @@ from penstock_common.types.request import EngineCoreRequest, Vectors
 from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.processing.outputs.request_states import RequestStates, failure_of
 
-# Pooling requests on their way out: one answer per engine request.
-
 
 class PooledState:
-    """One engine request until its answer."""
+    """State of one pooling request until its answer."""
 
     __slots__ = ("answer", "external_id", "num_prompt", "request_id", "started")
 
@@ -27,8 +25,8 @@ class PooledState:
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
 
     def settle(self, output: EngineCoreOutput) -> None:
-        """Give the call its answer."""
-        if not self.answer.done():  # cancelled with its call
+        """Give the answer to the call."""
+        if not self.answer.done():  # The call was cancelled.
             self.answer.set_result(output)
 
     def fail(self, error: RequestFailed) -> None:
@@ -37,13 +35,13 @@ class PooledState:
             self.answer.set_exception(error)
 
     def moved(self) -> None:
-        """It goes on on another engine. Nothing is kept of the one before."""
+        """Record that the request continues on another engine. No state depends on the engine."""
 
 
 class PooledOutputs(RequestStates[PooledState]):
-    """The ``OutputHandler`` of pooling requests: follows every one of this frontend until its answer.
+    """``OutputHandler`` of pooling requests, which tracks each until its answer.
 
-    ``on_done``: called for each that ends well, with the id of the engine that did it.
+    ``on_done`` is called for each successful request, with the id of its engine.
     """
 
     def __init__(self, on_done: Callable[[PooledState, str], None]) -> None:
@@ -51,7 +49,7 @@ class PooledOutputs(RequestStates[PooledState]):
         self._on_done = on_done
 
     def add(self, request: EngineCoreRequest) -> PooledState:
-        """Follow a request from now on."""
+        """Track a request from now on."""
         state = self._states[request.request_id] = PooledState(request)
         return state
 
@@ -63,7 +61,7 @@ class PooledOutputs(RequestStates[PooledState]):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Take one step's outputs; those of other requests are not looked at. Returns what the engine need not go on with."""
+        """Process one step's outputs, ignoring those of other requests. Returns the ids that the engine should abort."""
         del timestamp, tokens, drafts
         to_abort: list[str] = []
         for output in outputs:
@@ -90,7 +88,7 @@ class PooledOutputs(RequestStates[PooledState]):
 
 
 class SplitOutputs:
-    """Hands engines' outputs to several handlers, of which each knows its own requests."""
+    """Passes engine outputs to several handlers, each of which knows its own requests."""
 
     def __init__(self, *handlers: OutputHandler) -> None:
         self._handlers = handlers
@@ -103,30 +101,30 @@ class SplitOutputs:
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Have each handler take its part of a step's outputs; returns the ids that the engine need not go on with."""
+        """Pass a step's outputs to each handler. Returns the ids that the engine should abort."""
         return [
             id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens, drafts)
         ]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests, whichever handler knows them."""
+        """End these requests in all handlers."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.fail(ids, error)
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request of every handler; returns their ids."""
+        """End every request of every handler. Returns their ids."""
         return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests have lost their engine and go on elsewhere."""
+        """Record that these requests have lost their engine and continue on another one."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.moved(ids)
 
 
 def vectors_of(output: EngineCoreOutput) -> Vectors:
-    """What an input came to. Raises TypeError for the output of a request that generates."""
+    """Return the vectors of an input. Raises TypeError for the output of a generation request."""
     if output.pooling_output is None:
-        raise TypeError("an output without vectors is no answer")
+        raise TypeError("the output has no vectors")
     return output.pooling_output

@@ -1,4 +1,4 @@
-"""From what engines produce to what clients read."""
+"""Conversion of engine outputs to client outputs."""
 
 import time
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from penstock_frontend.processing.outputs.request_states import RequestStates, f
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# Log-probabilities as clients read them: each entry with its text, and none twice.
+# Log-probabilities for clients, with a text per entry and without duplicates.
 
 
 class LogprobsReader:
-    """Gives the entries of one sequence their texts; none where the request wants no text.
+    """Adds texts to the log-probability entries of one sequence, unless the request wants no text.
 
-    The text of an entry is what its token adds behind another one: leading spaces are kept. A token that holds a part of a
-    character is U+FFFD, a special token is its name. So the texts of the chosen tokens are the output's text only where
-    every character is whole in one token.
+    The text of an entry is what its token adds after another token, with leading spaces. A partial character is U+FFFD,
+    and a special token is its name. So the joined texts of the chosen tokens equal the output only if no character
+    spans several tokens.
     """
 
     __slots__ = ("_num_prompt_left", "_tokenizer", "_wanted")
@@ -44,9 +44,9 @@ class LogprobsReader:
         self._num_prompt_left = num_prompt_tokens - 1 if params.prompt_logprobs is not None else 0
 
     def read(self, logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:
-        """Those of an output, None when it has no tokens.
+        """Return the log-probabilities of an output, or None if it has no tokens.
 
-        Raises ValueError when they are wanted and not as many as its tokens.
+        Raises ValueError if they are requested but their number differs from the number of tokens.
         """
         if not self._wanted:
             return None
@@ -56,7 +56,9 @@ class LogprobsReader:
         return None if logprobs is None or not num_positions else self._with_texts(logprobs)
 
     def read_prompt(self, logprobs: Logprobs | None) -> Logprobs | None:
-        """Those of further prompt tokens, as many as there still can be; None when none are left."""
+        """Return the log-probabilities of further prompt tokens, up to the number of tokens left, or None if none is
+        left.
+        """
         if logprobs is None:
             return None
         count = min(len(logprobs), self._num_prompt_left)
@@ -74,13 +76,19 @@ _NO_DRAFTS = SpecDecodingStats()
 
 
 class RequestState:
-    """One sequence from acceptance to its end, on however many engines.
+    """State of one sequence from its acceptance to its end, on any number of engines.
 
-    ``engine_id``: the engine of its last output. ``index``: which of its call's sequences it is; ``collector``: where its outputs
-    go, shared by all of them. ``first_token_after``: seconds from arrival to the first token; ``finish``: how it ended, when it
-    ended normally. The times of the engine are on the engine's clock, 0 before they are known, and again when it goes on on
-    another engine; ``decoded``: seconds from first to last token on the engines before. ``num_preemptions``: how often it lost
-    its blocks to another one. ``speculation``: what engines have said of its drafts.
+    Attributes:
+        engine_id: Engine of the last output.
+        index: Index of the sequence in its call.
+        collector: Collector of the outputs, shared by all sequences of the call.
+        first_token_after: Seconds from arrival to the first token.
+        finish: End of the sequence, if it ended normally.
+        decoded: Seconds from first to last token on earlier engines.
+        num_preemptions: Number of preemptions.
+        speculation: Draft statistics that engines reported.
+
+    Engine times are on the engine's clock. They are 0 until known, and again after a move to another engine.
     """
 
     __slots__ = (
@@ -147,29 +155,29 @@ class RequestState:
         )
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         drafts, num_tokens = self.speculation, self.text.num_tokens
         return Usage(
             self.num_prompt,
             self.num_cached,
             num_tokens,
-            # Behind a stop string there may have been more, which are none of its output.
+            # Tokens after a stop string are not part of the output.
             min(drafts.num_accepted_tokens, num_tokens),
             drafts.num_draft_tokens - drafts.num_accepted_tokens,
             media_tokens=self.media_tokens,
         )
 
     def fail(self, error: RequestFailed) -> None:
-        """End the call, with all of its sequences."""
+        """End the call with all of its sequences."""
         self.collector.fail(error)
 
     def moved(self) -> None:
-        """It goes on on another engine, whose clock says nothing of the times before."""
+        """Record a move to another engine, whose clock is unrelated to the earlier times."""
         self.decoded += self.last_token_time - self.first_token_time
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
 
     def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
-        """Note when the engine queued the request, when it first scheduled it and how often it preempted it."""
+        """Record when the engine queued and first scheduled the request, and how often it preempted it."""
         for event in events:
             if event.type is EventType.QUEUED:
                 self.queued_time = event.timestamp
@@ -180,9 +188,9 @@ class RequestState:
 
 
 class OutputProcessor(RequestStates[RequestState]):
-    """Follows every request of this frontend and turns engine steps into deltas.
+    """Tracks every generation request of this frontend, and converts engine steps to deltas.
 
-    The outputs of a sequence come in order and without gaps, whichever engines they are from: the journal sees to that.
+    The outputs of a sequence arrive in order and without gaps, from any engine. The journal ensures that.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
@@ -191,7 +199,7 @@ class OutputProcessor(RequestStates[RequestState]):
         self._metrics = metrics
 
     def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
-        """Follow the sequences of one call from now on; their outputs go to one collector, under their index."""
+        """Track the sequences of one call from now on. Their outputs go to one collector, by index."""
         params = requests[0].sampling_params
         collector = OutputCollector(params.output_kind, params.stream_interval, len(requests))
         states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
@@ -199,7 +207,7 @@ class OutputProcessor(RequestStates[RequestState]):
         return states
 
     def abort(self, state: RequestState) -> bool:
-        """End a request with what there is of its output. Returns whether it had not ended yet."""
+        """End a request with its output so far. Returns False if it had already ended."""
         if not self.remove(state):
             return False
         try:
@@ -223,10 +231,14 @@ class OutputProcessor(RequestStates[RequestState]):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Take one step's outputs; returns the ids of requests that the engine need not go on with.
+        """Process one step's outputs. Returns the ids of requests that the engine should abort.
 
-        ``engine``: the engine's id; ``timestamp``: when the step ended, on the engine's clock; ``tokens``: outputs that are new
-        tokens and nothing else, which come before the others; ``drafts``: what is known of the drafts of some of these.
+        Args:
+            outputs: Outputs with more than new tokens.
+            engine: Id of the engine.
+            timestamp: End of the step, on the engine's clock.
+            tokens: Outputs that are only new tokens. They precede the others.
+            drafts: Draft statistics of some of these requests.
         """
         for request_id, speculation in drafts:
             if (drafted := self._states.get(request_id)) is not None:
@@ -236,7 +248,7 @@ class OutputProcessor(RequestStates[RequestState]):
         for request_id, token_ids in tokens:
             state = self._states.get(request_id)
             if state is None:
-                continue  # ended
+                continue  # the request has ended
             state.engine_id = engine
             try:
                 ended_here = self._advance_tokens(state, token_ids, metrics, step)
@@ -248,11 +260,11 @@ class OutputProcessor(RequestStates[RequestState]):
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
-                continue  # ended
+                continue  # the request has ended
             state.engine_id = engine
             try:
                 ended_here = self._advance(state, output, metrics, step)
-            except Exception as e:  # one request's defect must not end the others of the step
+            except Exception as e:  # an error in one request must not end the others of the step
                 self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
                 ended_here = True
             if ended_here and output.finish_reason is None:
@@ -266,8 +278,8 @@ class OutputProcessor(RequestStates[RequestState]):
     def _advance_tokens(
         self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
-        """As ``_advance``, for an output that is new tokens and nothing else. Hot: once per output."""
-        logprobs = state.logprobs.read(None, len(token_ids))  # raises where they are wanted
+        """Process an output that is only new tokens. Hot path: called once per output."""
+        logprobs = state.logprobs.read(None, len(token_ids))  # raises if log-probabilities are requested
         _count_tokens(state, len(token_ids), metrics, step)
         delta = state.text.add(token_ids, logprobs=logprobs)
         if not delta.stop:
@@ -286,14 +298,14 @@ class OutputProcessor(RequestStates[RequestState]):
     def _advance(
         self, state: RequestState, output: EngineCoreOutput, metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
-        """Give one output to its request. Returns whether the request has ended."""
+        """Process one output of a request. Returns whether the request has ended."""
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fail(state, failure_of(output))
             return True
         token_ids = output.new_token_ids
         logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
-        if output.num_nans_in_logits:  # of an engine of an earlier release, which goes on with such a request
+        if output.num_nans_in_logits:  # Engines of an earlier release report NaN logits and continue the request.
             metrics.nans(output.num_nans_in_logits)
             _report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:
@@ -326,17 +338,17 @@ class OutputProcessor(RequestStates[RequestState]):
 
 def _report_nans(state: RequestState, count: int) -> None:
     if state.num_nans == 0:
-        get_logger().warning("NaN logits: the tokens of this request mean nothing", request=state.external_id)
+        get_logger().warning("NaN logits: the tokens of this request are meaningless", request=state.external_id)
     state.num_nans += count
 
 
 def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
-    """Hot: once per output. What can be counted per step is left to its end."""
+    """Count new tokens. Hot path: called once per output, so per-step totals are left to the end of the step."""
     now = step.timestamp
     if state.last_token_time:
         gap = now - state.last_token_time
         step.gaps[gap] = step.gaps.get(gap, 0) + 1
-    elif state.num_received:  # on another engine before
+    elif state.num_received:  # The request was on another engine before.
         state.first_token_time = now
     else:
         state.first_token_after = time.monotonic() - state.started
@@ -348,7 +360,7 @@ def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step:
 
 
 def _forget_dropped(state: RequestState, step: EngineSteps) -> None:
-    """What came behind a stop string, in the frame in which it was complete, is none of the output: nobody is told of it."""
+    """Uncount tokens that arrived after a stop string in the same frame. They are not part of the output."""
     dropped = state.num_received - state.text.num_tokens
     state.num_received -= dropped
     step.num_tokens -= dropped

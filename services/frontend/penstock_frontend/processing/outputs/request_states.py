@@ -1,4 +1,4 @@
-"""The requests that a frontend follows until they end, whatever they produce."""
+"""Tracking of a frontend's requests until they end, for all kinds of requests."""
 
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
@@ -8,42 +8,42 @@ from penstock_common.types.outputs import EngineCoreOutput, FinishReason
 
 
 class State(Protocol):
-    """What is kept of one request."""
+    """State of one request."""
 
     request_id: str
 
     def fail(self, error: RequestFailed) -> None:
-        """End it for its client."""
+        """End the request for its client with an error."""
 
     def moved(self) -> None:
-        """It goes on on another engine, whose clock is another one."""
+        """Record a move to another engine, which has a different clock."""
 
 
 S = TypeVar("S", bound=State)
 
 
 class RequestStates(Generic[S]):
-    """The states by request id, and the part of an ``OutputHandler`` that is the same for all kinds of requests."""
+    """States by request id, with the part of ``OutputHandler`` that all kinds of requests share."""
 
     def __init__(self) -> None:
         self._states: dict[str, S] = {}
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._states)
 
     def remove(self, state: S) -> bool:
-        """Stop following a request. Returns whether it had not ended yet."""
+        """Stop tracking a request. Returns False if it had already ended."""
         return self._states.pop(state.request_id, None) is not None
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """These requests go on on another engine."""
+        """Record that these requests continue on another engine."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
                 state.moved()
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests, where they have not ended yet."""
+        """End these requests with an error, unless they have already ended."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
                 self._fail(state, error)
@@ -59,10 +59,11 @@ class RequestStates(Generic[S]):
 
 
 def failure_of(output: EngineCoreOutput) -> RequestFailed:
-    """What a request ends with whose engine ended it with an error, or aborted it."""
+    """Return the error of a request that its engine ended with an error or aborted."""
     if output.error is not None:
         return output.error.to_exception()
     if output.finish_reason is FinishReason.ABORT:
-        # Requests that the client ended are not followed any more: the engine did this, on its way out.
+        # Requests that the client aborted are not tracked anymore, so the engine aborted this one because it shuts
+        # down.
         return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
     return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

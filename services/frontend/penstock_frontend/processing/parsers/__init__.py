@@ -1,1 +1,1 @@
-"""Parsers of tool calls and of reasoning, by the format that a model writes."""
+"""Parsers of tool calls and of reasoning, one per model format."""

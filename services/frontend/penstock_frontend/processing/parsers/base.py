@@ -1,4 +1,4 @@
-"""Defines the parsers of a model's answers: text in pieces in, content, reasoning and tool calls out."""
+"""Base classes of answer parsers, which split streamed text into content, reasoning and tool calls."""
 
 import abc
 import uuid
@@ -8,13 +8,17 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 _PROMPT_END = 256
-"""Characters of a prompt that are looked at for a tag and the blanks behind it."""
+"""Number of characters at the end of a prompt to search for a tag and whitespace after it."""
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one tool call. ``index`` counts the calls of an answer, ``id`` is that of the call, on every piece.
+    """New part of one tool call.
 
-    ``name`` comes whole, on the first piece of a call; ``arguments`` of all pieces together are the call's.
+    Attributes:
+        index: Number of the call in its answer, from 0.
+        id: Id of the call, repeated in every piece.
+        name: Name of the tool, complete in the first piece of the call.
+        arguments: Next part of the arguments. All parts joined are the call's arguments.
     """
 
     index: int
@@ -24,24 +28,25 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolDelta(NamedTuple):
-    """What is new of an answer: text beside calls, and calls."""
+    """New part of an answer: text outside calls, and calls."""
 
     content: str = ""
     calls: Sequence[ToolCallDelta] = ()
 
 
 class ReasoningDelta(NamedTuple):
-    """What is new of an answer: reasoning, and what comes after it."""
+    """New part of an answer: reasoning, and text after it."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ToolForm(NamedTuple):
-    """How a model can be made to write a call: ``begin``, then the arguments as JSON, then ``end``.
+    """Text form in which a model can be forced to write a call: ``begin``, the arguments as JSON, then ``end``.
 
-    In ``begin`` ``{name}`` is the tool's name as a JSON string, ``{bare}`` the name as it is. ``separator`` stands between two
-    calls; None where the model makes one call at a time. ``opening`` and ``closing`` stand around all of them.
+    In ``begin``, ``{name}`` is the tool's name as a JSON string, and ``{bare}`` is the name unchanged. ``separator`` is
+    the text between two calls, or None if the model makes one call at a time. ``opening`` and ``closing`` enclose all
+    calls.
     """
 
     begin: str
@@ -52,19 +57,22 @@ class ToolForm(NamedTuple):
 
 
 class ToolParser(abc.ABC):
-    """Finds the calls of tools in a model's answer. ``tags`` are the texts that must reach it, special tokens or not."""
+    """Base class of parsers that find tool calls in a model's answer.
+
+    ``tags`` are the texts that the parser must receive, even if they are special tokens.
+    """
 
     form: ClassVar[ToolForm]
     tags: ClassVar[Sequence[str]] = ()
     schemas: Mapping[str, Mapping[str, Any]] = {}
-    """The JSON schemas of the tools' arguments by name, for formats without types."""
+    """JSON schemas of the tools' arguments by tool name, for formats without types."""
     broken: int = 0
-    """How many calls could not be read: they are content, or end early."""
+    """Number of calls that could not be parsed. Their text becomes content, or they end early."""
 
     @classmethod
     @abc.abstractmethod
     def fits(cls, template: str) -> bool:
-        """Whether a model with this chat template writes its calls so."""
+        """Return whether a model with this chat template writes calls in this format."""
 
     def expect(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the parameter schemas of the tools that the model may call."""
@@ -72,30 +80,35 @@ class ToolParser(abc.ABC):
 
     @abc.abstractmethod
     def push(self, text: str) -> ToolDelta:
-        """Take the next piece of the answer."""
+        """Parse the next piece of the answer."""
 
     @abc.abstractmethod
     def finish(self) -> ToolDelta:
-        """What was held back, at the end of the answer."""
+        """Return the held-back text at the end of the answer."""
 
 
 class ReasoningParser(abc.ABC):
-    """Splits a model's answer into reasoning and the rest. ``tags`` as of ToolParser; the first begins, the second ends it."""
+    """Base class of parsers that split an answer into reasoning and the rest.
+
+    ``tags`` are as in ToolParser: the first one begins the reasoning, and the second one ends it.
+    """
 
     tags: ClassVar[tuple[str, str]]
     before_calls: ClassVar[str | None] = "\n\n"
-    """What stands between ``tags[1]`` and a call that must be made; None: no reasoning comes before such a call."""
+    """Text between ``tags[1]`` and a forced call; None if a forced call has no reasoning before it."""
     always: ClassVar[bool] = False
     """Whether the answer begins with reasoning even without its tag, unless the prompt has ended the reasoning."""
 
     @abc.abstractmethod
     def __init__(self, prompt: str) -> None:
-        """``prompt``: what the model goes on with; templates may begin or end the reasoning themselves."""
+        """Create the parser. ``prompt`` is the model's prompt, because templates may begin or end the reasoning
+        themselves.
+        """
 
     @classmethod
     @abc.abstractmethod
     def fits(cls, template: str) -> bool:
-        """Whether a model with this chat template reasons so."""
+        """Return whether a model with this chat template writes reasoning in this format."""
 
     @classmethod
     def ended_by(cls, prompt: str) -> bool | None:
@@ -110,27 +123,27 @@ class ReasoningParser(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> ReasoningDelta:
-        """What was held back, at the end of the answer."""
+        """Return the held-back text at the end of the answer."""
 
 
 def call_id() -> str:
-    """A random id of a call."""
+    """Return a random id for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def partial(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that ``tag`` begins with; less than all of ``tag``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``tag``."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return size
     return 0
 
 
-# A model's answer as its reader wants it: content, reasoning and tool calls.
+# Complete parser of an answer: content, reasoning and tool calls.
 
 
 class AnswerDelta(NamedTuple):
-    """What is new of an answer."""
+    """New part of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -138,9 +151,9 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser:
-    """Reads one sequence: reasoning is split off first, calls are looked for in what is left. Without parsers all is content.
+    """Parses the answer of one sequence. Reasoning is split off first, then the rest is searched for calls.
 
-    The deltas of any cutting of a text, put together, are the same.
+    Without parsers, all text is content. The joined deltas do not depend on how the text is split into pieces.
     """
 
     __slots__ = ("_reasoning", "_tool")
@@ -151,11 +164,11 @@ class AnswerParser:
 
     @property
     def broken(self) -> int:
-        """How many calls could not be read."""
+        """Number of calls that could not be parsed."""
         return self._tool.broken if self._tool is not None else 0
 
     def push(self, text: str, *, ended: bool = False) -> AnswerDelta:
-        """Take the next piece of the sequence's text. ``ended``: it is the last."""
+        """Parse the next piece of the sequence's text. ``ended`` marks the last piece."""
         reasoning, content = self._reasoning.push(text) if self._reasoning else ReasoningDelta("", text)
         if ended and self._reasoning:
             rest = self._reasoning.finish()

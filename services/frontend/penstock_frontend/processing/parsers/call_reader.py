@@ -1,4 +1,4 @@
-"""Base of the parsers of calls behind a mark: content up to the mark, then one call or a list."""
+"""Base class of parsers for calls after a mark: content up to the mark, then one call or a list of calls."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -8,27 +8,29 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, 
 from penstock_frontend.processing.parsers.call_scanner import CallScanner, ObjectScanner
 
 State = Callable[[], Any]
-"""Reads from the front of ``_text``. Returns the next state; None where it needs more text, or there is none."""
+"""Function that reads from the front of ``_text``. Returns the next state, or None if it needs more text or is
+finished.
+"""
 
 _MAX_HEAD = 256
-"""Characters of a name and what stands around it."""
+"""Maximum length of a tool name with its surrounding text, in characters."""
 
 
 class CallReader(ToolParser):
-    """A machine whose states take text from the front of a buffer, or leave it there until more has come.
+    """State machine that consumes text from the front of a buffer, or waits for more text.
 
-    ``marks`` begin calls; what of ``ends`` stands behind one is dropped, and so are the blanks around all of them. What
-    a mark begins and is no call is content, mark included, and counts as broken.
+    ``marks`` begin calls. ``ends`` after a call are dropped, and so is the whitespace around marks and ends. If the
+    text after a mark is not a call, the text with the mark becomes content, and the call counts as broken.
     """
 
     marks: ClassVar[Sequence[str]]
     ends: ClassVar[Sequence[str]] = ()
 
     def __init__(self) -> None:
-        self._text = ""  # to be read
-        self._ended = False  # no more will come
-        self._mark = ""  # the last one that was read
-        self._raw = ""  # what was read of a call that is not known to be one: blanks, its mark and what follows
+        self._text = ""  # text not read yet
+        self._ended = False  # whether the answer has ended
+        self._mark = ""  # last mark that was read
+        self._raw = ""  # text of a possible call that is not confirmed yet: whitespace, mark, and following text
         self._scanner: CallScanner | ObjectScanner = ObjectScanner()
         self._state: State = self._outside
         self._calls: list[ToolCallDelta] = []
@@ -40,7 +42,7 @@ class CallReader(ToolParser):
         return self._advance()
 
     def finish(self) -> ToolDelta:
-        """What was held back: content, if it became no call."""
+        """Return the held-back text, which is content if it did not become a call."""
         self._ended = True
         return self._advance()
 
@@ -56,7 +58,7 @@ class CallReader(ToolParser):
         """Behind a mark, ``_mark``: the first state of a call."""
 
     def _outside(self) -> State | None:
-        """Content up to the next mark; the blanks before it belong to it."""
+        """Read content up to the next mark. The whitespace before a mark belongs to the mark."""
         places = [(index, mark) for mark in self.marks if (index := self._text.find(mark)) >= 0]
         if places:
             index, self._mark = min(places, key=lambda place: place[0])
@@ -72,11 +74,11 @@ class CallReader(ToolParser):
         return None
 
     def _behind(self) -> State | None:
-        """Behind a call: blanks and end marks are dropped."""
+        """Drop whitespace and end marks after a call."""
         self._raw = ""
         self._text = self._text.lstrip()
         if any(end.startswith(self._text) for end in self.ends if len(end) > len(self._text)) or not self._text:
-            return None  # at the answer's end, a part of an end mark is dropped
+            return None  # At the end of the answer, a partial end mark is dropped.
         for end in self.ends:
             if self._text.startswith(end):
                 self._text = self._text[len(end) :]
@@ -84,18 +86,18 @@ class CallReader(ToolParser):
         return self._outside
 
     def _broken(self) -> State:
-        """It is no call: what was read of it is content."""
+        """Turn the text read so far into content, because it is not a call."""
         self.broken += 1
         self._content.append(self._raw)
         self._raw = ""
         return self._outside
 
     def _wait(self) -> State | None:
-        """A call goes on with what has not come yet; one that the answer's end cuts off here is none."""
+        """Wait for more text of a call. If the answer has ended, the call is broken."""
         return self._broken() if self._ended else None
 
     def _drop(self, count: int) -> None:
-        """Read characters that nobody is to see, unless the call turns out to be none."""
+        """Consume characters that are shown only if the call turns out to be broken."""
         self._raw += self._text[:count]
         self._text = self._text[count:]
 
@@ -103,8 +105,9 @@ class CallReader(ToolParser):
         self._drop(len(self._text) - len(self._text.lstrip()))
 
     def _head(self, end: str, *, keep_end: bool = False) -> str | None:
-        """The text up to ``end``, read with it unless it is kept. None when it has not come; ``""`` when there is no text
-        before it, or too much for a name.
+        """Return the text up to ``end`` and consume it. ``end`` is consumed too, unless ``keep_end`` is set.
+
+        Returns None if ``end`` has not arrived, and ``""`` if the text before it is empty or too long for a name.
         """
         index = self._text.find(end)
         if index > _MAX_HEAD or (index < 0 and len(self._text) >= _MAX_HEAD + len(end)):
@@ -116,7 +119,7 @@ class CallReader(ToolParser):
         return head
 
     def _start(self, name: str, *, given_id: str = "", arguments: str = "") -> None:
-        """It is a call. ``given_id``: what the model calls it."""
+        """Start a confirmed call. ``given_id`` is the id that the model wrote."""
         taken = not given_id or given_id in self._ids
         self._ids.append(self._new_id() if taken else given_id)
         self._raw = ""
@@ -129,12 +132,12 @@ class CallReader(ToolParser):
         self._calls.append(ToolCallDelta(index=len(self._ids) - 1, id=self._ids[-1], name=name, arguments=arguments))
 
     def _call_object(self) -> State | None:
-        """``{"name": ..., "arguments": ...}``"""
+        """Read a call of the form ``{"name": ..., "arguments": ...}``."""
         self._scanner = CallScanner(need_arguments=False)
         return self._scan
 
     def _arguments(self) -> State | None:
-        """The arguments of a call that has started, as an object."""
+        """Read the arguments object of a call that has started."""
         self._scanner = ObjectScanner()
         return self._scan
 
@@ -158,7 +161,7 @@ class CallReader(ToolParser):
         return self._broken()
 
     def _after_scan(self) -> State | None:
-        """Behind a call's JSON."""
+        """Continue after a call's JSON."""
         return self._behind()
 
 
@@ -166,10 +169,10 @@ class CallReader(ToolParser):
 
 
 class CallListReader(CallReader):
-    """Reads the list behind a mark. A list that ends early, or that nothing closes, has the calls that it has."""
+    """Reads a list of calls after a mark. A list that ends early or has no closing bracket yields its complete calls."""
 
     def _list(self) -> State | None:
-        """Before the bracket that opens the list."""
+        """Read the opening bracket of the list."""
         self._drop_blanks()
         if not self._text:
             return self._wait()
@@ -179,14 +182,14 @@ class CallListReader(CallReader):
         return self._item
 
     def _item(self) -> State | None:
-        """Before a call."""
+        """Read the next call of the list."""
         self._drop_blanks()
         if not self._text:
             return self._wait()
         return self._call_object() if self._text[0] == "{" else self._broken()
 
     def _after_scan(self) -> State | None:
-        """Behind a call of the list: a comma and the next one, or the list's end."""
+        """Read a comma and the next call, or the end of the list."""
         self._drop_blanks()
         if not self._text:
             return self._behind if self._ended else None

@@ -1,4 +1,4 @@
-"""Scans tool calls and other JSON objects while the model writes them."""
+"""Incremental scanners of tool calls and other JSON objects."""
 
 import abc
 import enum
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolParser, call_id
 
-# The brackets of JSON that is being written.
+# Bracket matching of incomplete JSON.
 
 
 class Brackets:
-    """Follows one value from its first bracket to the one that ends it. Brackets in strings do not count."""
+    """Tracks one JSON value from its first bracket to its last. Brackets in strings do not count."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -19,7 +19,7 @@ class Brackets:
         self._escaped = False
 
     def close(self, char: str) -> bool:
-        """Take the next character. True for the one that ends the value, or for a closing bracket where none is open."""
+        """Process the next character. Returns True if it ends the value, or closes a bracket that is not open."""
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -52,9 +52,13 @@ class _At(enum.Enum):
 
 
 class Scanned(NamedTuple):
-    """``taken``: how many characters. ``name`` when the call has just become one. ``arguments``: more of them as text.
+    """Result of scanning a piece of text.
 
-    ``ended``: the object is complete, or is none: the next character does not belong to it.
+    Attributes:
+        taken: Number of characters consumed.
+        name: Name of the call, when the text is first known to be a call.
+        arguments: Next part of the arguments.
+        ended: Whether the object is complete or invalid. The next character does not belong to it.
     """
 
     taken: int
@@ -64,37 +68,38 @@ class Scanned(NamedTuple):
 
 
 def whole(text: str) -> str:
-    """The text with U+FFFD for halves of characters, which JSON can spell and no protocol takes."""
+    """Replace lone surrogates by U+FFFD. JSON can express them, but no protocol accepts them."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class CallScanner:
-    """Follows the object's outermost level and hands its arguments on as they stand.
+    """Scans the outermost level of a call object, and passes its arguments on unchanged.
 
-    It is known to be a call once its name and the begin of its arguments have been read. Arguments that are no object are
-    handed on whole: a string holds them as JSON once more, null and an empty string are none.
+    The object is known to be a call once its name and the start of its arguments are read. Arguments that are not an
+    object are passed on when complete. A string contains the arguments as JSON; null and an empty string mean no
+    arguments.
     """
 
     def __init__(self, *, need_arguments: bool) -> None:
-        """``need_arguments``: an object without any is no call; else it is one with none."""
+        """Create the scanner. With ``need_arguments``, an object without arguments is not a call."""
         self._need_arguments = need_arguments
         self._has_arguments = False
         self._at = _At.OPEN
         self._key = ""
         self._name = ""
-        self._value: list[str] = []  # of the key or value that is being read
-        self._ready: list[str] = []  # of the arguments, not handed on yet
+        self._value: list[str] = []  # key or value being read
+        self._ready: list[str] = []  # arguments that were not returned yet
         self._brackets = Brackets()
         self._escaped = False
         self.raw: list[str] = []
-        """All characters taken until it was known to be a call."""
+        """Characters consumed before the text was known to be a call."""
         self.started = False
-        """Whether it is known to be a call."""
+        """Whether the text is known to be a call."""
         self.complete = False
-        """Whether it ended as JSON does."""
+        """Whether the object ended as valid JSON."""
 
     def push(self, text: str) -> Scanned:
-        """Take characters up to the object's end."""
+        """Consume characters up to the end of the object."""
         before = self.started
         count = 0
         ended = False
@@ -113,7 +118,7 @@ class CallScanner:
         return Scanned(count, "" if before else self._name, arguments, ended)
 
     def _take(self, char: str) -> bool:
-        """Move by one character. Returns False when it does not belong here."""
+        """Process one character. Returns False if it is invalid here."""
         match self._at:
             case _At.IN_CONTAINER:
                 self._in_container(char)
@@ -129,7 +134,7 @@ class CallScanner:
                 return self._between(char)
 
     def _between(self, char: str) -> bool:
-        """A character of the outermost level, outside of keys and values."""
+        """Process a character of the outermost level, outside keys and values."""
         if char in _BLANKS:
             return True
         match self._at, char:
@@ -153,7 +158,7 @@ class CallScanner:
         self._value = []
         if self._key in _ARGUMENTS:
             if self._has_arguments:
-                self._key = ""  # the first ones count
+                self._key = ""  # the first arguments win
             self._has_arguments = True
         if char in "{[":
             self._at, self._brackets = _At.IN_CONTAINER, Brackets()
@@ -204,7 +209,7 @@ class CallScanner:
         return bool(text) or self._key != "name"
 
     def _end_value(self) -> bool:
-        """Behind a number, or a word: a name is none of these."""
+        """End a number or a word, neither of which can be a name."""
         text = "".join(self._value)
         if self._key in _ARGUMENTS:
             self._ready.append("{}" if text == "null" else text)
@@ -226,11 +231,13 @@ class CallScanner:
         return True
 
 
-# A JSON object followed to its end while it is being written.
+# Scanner of a JSON object up to its end.
 
 
 class ObjectScanner:
-    """Hands an object on as it stands, strings with brackets in them included. What begins with no bracket is none."""
+    """Passes an object on unchanged, including strings with brackets. Text that does not begin with a bracket is not an
+    object.
+    """
 
     started = True
 
@@ -238,7 +245,7 @@ class ObjectScanner:
         self._brackets = Brackets()
 
     def push(self, text: str) -> Scanned:
-        """Take characters up to the object's end."""
+        """Consume characters up to the end of the object."""
         for index, char in enumerate(text):
             if self._brackets.close(char):
                 return Scanned(index + 1, arguments=text[: index + 1], ended=True)
@@ -246,10 +253,10 @@ class ObjectScanner:
 
 
 class JsonToolParser(ToolParser):
-    """Reads calls that are JSON objects, one scanner each; its subclasses find where they begin."""
+    """Parses calls that are JSON objects, with one scanner per call. Subclasses find where they begin."""
 
     def __init__(self) -> None:
-        self._scanner: CallScanner | None = None  # of the call that is being read
+        self._scanner: CallScanner | None = None  # scanner of the current call
         self._held = ""
         self._num_calls = 0
         self._id = ""
@@ -258,13 +265,13 @@ class JsonToolParser(ToolParser):
 
     @abc.abstractmethod
     def _give_back(self, scanner: CallScanner) -> None:
-        """It is no call: what was read of it is content."""
+        """Turn the text read so far into content, because it is not a call."""
 
     def _ended(self) -> None:
-        """A call has ended."""
+        """Handle the end of a call. Subclasses may override it."""
 
     def _scan(self, scanner: CallScanner, text: str) -> str:
-        """Read on in the call that has begun. Returns what is left to read."""
+        """Scan the text of the current call. Returns the remaining text."""
         new = scanner.push(text)
         if new.name:
             self._id = call_id()

@@ -1,4 +1,4 @@
-"""Calls and reasoning as DeepSeek V3, R1 and V3.1 write them: between tags of their own."""
+"""Tool calls and reasoning of DeepSeek V3, R1 and V3.1, between DeepSeek's own tags."""
 
 import re
 from typing import ClassVar
@@ -15,7 +15,9 @@ _FENCED_NAME = re.compile(r"\s*(\S+)\s*```(?:json)?\s*")
 
 
 class DeepSeekV3ToolParser(CallReader):
-    """``function<｜tool▁sep｜>name`` and arguments in a fenced block (V3, R1), or ``name<｜tool▁sep｜>`` and arguments (V3.1)."""
+    """Parses calls as ``function<｜tool▁sep｜>name`` with fenced arguments (V3, R1), or ``name<｜tool▁sep｜>`` with
+    arguments (V3.1).
+    """
 
     form: ClassVar = ToolForm(
         f"{_CALL}function{_BEFORE}{{bare}}\n{_FENCE}json\n", f"\n{_FENCE}{_CALL_END}", "\n", _CALLS, _CALLS_END
@@ -26,11 +28,11 @@ class DeepSeekV3ToolParser(CallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kind = ""  # what stands before the separator
+        self._kind = ""  # text before the separator
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes calls between DeepSeek's tags, in fenced blocks."""
+        """Return whether the template writes calls between DeepSeek's tags, in fenced blocks."""
         return _CALLS in template and f"{_FENCE}json" in template
 
     def _begin(self) -> State | None:
@@ -68,23 +70,23 @@ class DeepSeekV3ToolParser(CallReader):
 
 
 class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
-    """The same, for models that are to write calls as V3.1 does."""
+    """Same parser, for models whose forced calls use the format of V3.1."""
 
     form: ClassVar = ToolForm(f"{_CALL}{{bare}}{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes calls between DeepSeek's tags, without fences."""
+        """Return whether the template writes calls between DeepSeek's tags, without fences."""
         return _CALLS in template and f"{_FENCE}json" not in template
 
 
 class DeepSeekR1ReasoningParser(TagReasoningParser):
-    """Reasoning comes first whether the answer begins with its tag or not, unless the prompt has ended it."""
+    """Parses reasoning that comes first even without its opening tag, unless the prompt has ended it."""
 
     tags: ClassVar = ("<think>", "</think>")
     always: ClassVar = True
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template is DeepSeek's of a model that always reasons."""
+        """Return whether the template belongs to a DeepSeek model that always reasons."""
         return "<｜Assistant｜>" in template and cls.tags[1] in template and "thinking" not in template

@@ -1,4 +1,4 @@
-"""Calls as Gemma 3 is told to write them: a list of Python's, or Python in a fenced block ``tool_code``."""
+"""Tool calls of Gemma 3: a Python list of calls, or Python in a fenced block ``tool_code``."""
 
 from typing import ClassVar
 
@@ -10,9 +10,10 @@ _FENCE, _FENCE_END = "```tool_code\n", "\n```"
 
 
 class Gemma3ToolParser(Llama4PythonicToolParser):
-    """A list stands at the begin of the answer; blocks stand anywhere, and have a call in each line, perhaps printed.
+    """Parses a list at the start of the answer, or blocks anywhere. A block has one call per line, possibly inside
+    ``print``.
 
-    Gemma has no tokens for tools: messages, or a template of one's own, tell the model of this form.
+    Gemma has no special tokens for tools. Messages or a custom template describe this format to the model.
     """
 
     tags: ClassVar = ()
@@ -21,7 +22,7 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model to write calls so, in Gemma's turns."""
+        """Return whether the template asks for calls in this format and has Gemma's turns."""
         return "<start_of_turn>" in template and ("[func_name" in template or "tool_code" in template)
 
     def _first(self) -> State | None:
@@ -37,7 +38,7 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
         return self._outside()
 
     def _begin(self) -> State | None:
-        """In a block, up to its end."""
+        """Read a block up to its end."""
         block, end, _ = self._text.partition(_FENCE_END)
         if not end:
             return self._wait()

@@ -1,4 +1,4 @@
-"""Calls as GLM 4.5 and its successors write them: ``<arg_key>key</arg_key><arg_value>value</arg_value>`` behind a name."""
+"""Tool calls of GLM 4.5 and later: a name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` per argument."""
 
 import re
 from typing import ClassVar
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[^\s<>{}]+\s*")
 
 
 class Glm45ToolParser(MarkupReader):
-    """JSON between the outer tags is read as Hermes' models write it: calls that must be made are JSON."""
+    """Parses calls between GLM's tags. JSON between the outer tags is read as in Hermes, because forced calls are JSON."""
 
     form: ClassVar[ToolForm] = HermesToolParser.form
     tags: ClassVar = (_CALL, _CALL_END, _KEY, "</arg_key>", "<arg_value>", "</arg_value>")
@@ -23,7 +23,7 @@ class Glm45ToolParser(MarkupReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes arguments between GLM's tags."""
+        """Return whether the template writes arguments between GLM's tags."""
         return _KEY in template
 
     def _begin(self) -> State | None:
@@ -33,7 +33,7 @@ class Glm45ToolParser(MarkupReader):
         return self._function if self._text else self._wait()
 
     def _function(self) -> State | None:
-        """A name up to the first tag behind it."""
+        """Read a name up to the next tag."""
         head = self._head("<", keep_end=True)
         if head is None:
             return self._wait()

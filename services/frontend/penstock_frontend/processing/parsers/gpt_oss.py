@@ -1,4 +1,4 @@
-"""Answers of gpt-oss, in OpenAI's harmony format: messages on channels, of which some are calls."""
+"""Answers of gpt-oss in OpenAI's harmony format: messages on channels, some of which are calls."""
 
 import enum
 import re
@@ -13,13 +13,14 @@ _MARKS = (_START, _CHANNEL, _END, _CALL, _RETURN)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _MAX_HEADER = 256
-"""Characters before a message."""
+"""Maximum length of a message header, in characters."""
 
 
 class GptOssToolParser(CallReader):
-    """A message with a recipient is a call: ``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}``.
+    """Parses messages with a recipient as calls: ``<|channel|>commentary to=functions.name
+    <|constrain|>json<|message|>{...}``.
 
-    Other messages are content as they stand; ``GptOssReasoningParser`` takes their headers off first.
+    Other messages are content, unchanged. ``GptOssReasoningParser`` removes their headers first.
     """
 
     form: ClassVar = ToolForm(f"{_CHANNEL}commentary to=functions.{{bare}} <|constrain|>json{_MESSAGE}", _CALL, None)
@@ -33,7 +34,7 @@ class GptOssToolParser(CallReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes messages on channels."""
+        """Return whether the template writes messages on channels."""
         return _CHANNEL in template and _MESSAGE in template
 
     def _begin(self) -> State | None:
@@ -42,7 +43,7 @@ class GptOssToolParser(CallReader):
             return self._wait()
         recipient = _RECIPIENT.search(head)
         if recipient is None:
-            self._content.append(self._raw)  # some other message
+            self._content.append(self._raw)  # another kind of message
             return self._outside
         self._recipient = recipient[1]
         return self._bracket
@@ -59,18 +60,19 @@ class GptOssToolParser(CallReader):
 
 class _At(enum.Enum):
     BETWEEN = enum.auto()
-    """Before a message's header."""
+    """Position before a message's header."""
     ANALYSIS = enum.auto()
     SHOWN = enum.auto()
-    """In a message for the user."""
+    """Position in a message for the user."""
     CALL = enum.auto()
-    """In a message for a tool, which is handed on with all marks."""
+    """Position in a message for a tool, which is passed on with all its marks."""
 
 
 class GptOssReasoningParser(ReasoningParser):
-    """Messages on the channel ``analysis`` are reasoning, the others content.
+    """Treats messages on the channel ``analysis`` as reasoning, and all others as content.
 
-    Those for tools keep their headers. Messages of one kind are a line apart. What begins without a header is content.
+    Messages for tools keep their headers. Messages of the same kind are separated by a line break. Text without a
+    header is content.
     """
 
     tags: ClassVar = (f"{_CHANNEL}analysis{_MESSAGE}", _END)
@@ -85,15 +87,15 @@ class GptOssReasoningParser(ReasoningParser):
         self._content: list[str] = []
         self._said: dict[
             _At, bool
-        ] = {}  # whether a kind of message has had text, and whether that was an earlier message's
+        ] = {}  # By kind of message: present if that kind has had text, and True if the text belonged to an earlier message.
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes messages on channels."""
+        """Return whether the template writes messages on channels."""
         return GptOssToolParser.fits(template)
 
     def push(self, text: str) -> ReasoningDelta:
-        """Take the next piece of the answer. What may be the beginning of a header is held back."""
+        """Parse the next piece of the answer. Text that may begin a header is held back."""
         self._text += text
         while self._step():
             pass
@@ -102,7 +104,7 @@ class GptOssReasoningParser(ReasoningParser):
         return delta
 
     def finish(self) -> ReasoningDelta:
-        """What was held back."""
+        """Return the held-back text."""
         self._ended = True
         return self.push("")
 
@@ -110,7 +112,7 @@ class GptOssReasoningParser(ReasoningParser):
         return self._header() if self._at is _At.BETWEEN else self._body()
 
     def _header(self) -> bool:
-        """Is there a header? Returns whether to go on."""
+        """Read a header if there is one. Returns whether to continue."""
         start = self._text.lstrip()
         if not start.startswith((_START, _CHANNEL)):
             if not self._ended and any(mark.startswith(start) for mark in (_START, _CHANNEL)):
@@ -121,7 +123,7 @@ class GptOssReasoningParser(ReasoningParser):
         if index < 0 and len(self._text) < _MAX_HEADER + len(_MESSAGE) and not self._ended:
             return False
         if not 0 <= index <= _MAX_HEADER:
-            self._say(self._text[:1])  # no header: a mark among other text
+            self._say(self._text[:1])  # no header, only a mark in other text
             self._text = self._text[1:]
             self._at = _At.SHOWN
             return bool(self._text)
@@ -137,8 +139,8 @@ class GptOssReasoningParser(ReasoningParser):
         return True
 
     def _body(self) -> bool:
-        """A message up to its end. Returns whether to go on."""
-        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS  # a call may have the other marks in its strings
+        """Read a message up to its end. Returns whether to continue."""
+        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS  # Strings of a call may contain the other marks.
         places = [(index, mark) for mark in marks if (index := self._text.find(mark)) >= 0]
         if not places:
             held = 0 if self._ended else max(partial(self._text, mark) for mark in marks)

@@ -1,4 +1,4 @@
-"""Calls and reasoning as Granite 3 writes them. Granite 4 writes calls as Hermes does."""
+"""Tool calls and reasoning of Granite 3. Granite 4 writes calls like Hermes."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ _THOUGHTS = "Here is my thought process:"
 
 
 class GraniteToolParser(CallListReader):
-    """``<|tool_call|>``, which 3.1 writes without bars, and a JSON list of calls."""
+    """Parses ``<|tool_call|>`` and a JSON list of calls. Granite 3.1 writes the mark without bars."""
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + "[", "]")
     tags: ClassVar = (_CALLS,)
@@ -20,7 +20,7 @@ class GraniteToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model of Granite's mark, in Granite's turns."""
+        """Return whether the template mentions Granite's mark and has Granite's turns."""
         return _CALLS in template and "<|start_of_role|>" in template
 
     def _begin(self) -> State | None:
@@ -28,7 +28,7 @@ class GraniteToolParser(CallListReader):
 
 
 class GraniteReasoningParser(TagReasoningParser):
-    """Reasoning behind a sentence (3.2) or between tags (3.3), which stand around the response as well."""
+    """Parses reasoning after a sentence (3.2) or between tags (3.3). The response has such tags too."""
 
     tags: ClassVar = (_THOUGHTS, "Here is my response:")
     begins: ClassVar = (_THOUGHTS, "Here's my thought process:", "<think>")
@@ -37,5 +37,5 @@ class GraniteReasoningParser(TagReasoningParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model of the sentence, or of tags around responses."""
+        """Return whether the template mentions the sentence, or tags around responses."""
         return _THOUGHTS in template or "<response>" in template

@@ -1,4 +1,4 @@
-"""Calls between tags, as Hermes and Qwen models write them: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``."""
+"""Tool calls of Hermes and Qwen models: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``."""
 
 from typing import ClassVar
 
@@ -7,12 +7,13 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMS = ("<function=", "<arg_key>")
-"""Inside the same tags, other models write calls that are no JSON."""
+"""Marks of other formats inside the same tags, whose calls are not JSON."""
 
 
 class HermesToolParser(JsonToolParser):
-    """Text beside the tags is content; blanks around them are dropped. What stands between them and is no call is content
-    too, tags included. A missing end tag is forgiven.
+    """Parses calls between tags. Text outside the tags is content, without the whitespace around the tags.
+
+    If the text between tags is not a call, it becomes content with its tags. A missing end tag is tolerated.
     """
 
     form: ClassVar = ToolForm(_BEGIN + '\n{"name": {name}, "arguments": ', "}\n" + _END, "\n")
@@ -20,16 +21,16 @@ class HermesToolParser(JsonToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gap = ""  # what was held before the call's tag, and the tag
-        self._behind = ""  # which tag was the last: _BEGIN when a call has ended, _END when its end tag was there, too
+        self._gap = ""  # held-back text before the call's tag, with the tag
+        self._behind = ""  # last tag: _BEGIN after a call has ended, _END after its end tag
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes calls in Hermes' tags, and not in the form that others put between the same tags."""
+        """Return whether the template writes calls in Hermes' tags, and not another format in the same tags."""
         return _BEGIN in template and not any(form in template for form in _OTHER_FORMS)
 
     def push(self, text: str) -> ToolDelta:
-        """Take the next piece of the answer. Text that may be the beginning of a tag is held back."""
+        """Parse the next piece of the answer. Text that may begin a tag is held back."""
         while text:
             if self._scanner is not None:
                 text = self._scan(self._scanner, text)
@@ -40,7 +41,7 @@ class HermesToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """What was held back: content, if it became no call."""
+        """Return the held-back text, which is content if it did not become a call."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if not self._behind:
@@ -49,7 +50,7 @@ class HermesToolParser(JsonToolParser):
         return self._take()
 
     def _read(self, text: str) -> str:
-        """Content up to the next tag; the blanks before it belong to it. Returns what is left to read."""
+        """Read content up to the next tag. The whitespace before it belongs to the tag. Returns the remaining text."""
         text = self._held + text
         index = text.find(_BEGIN)
         upto = len(text) - partial(text, _BEGIN) if index < 0 else index
@@ -66,7 +67,7 @@ class HermesToolParser(JsonToolParser):
         self._behind = _BEGIN
 
     def _close(self, text: str) -> str:
-        """Behind a call: blanks and the end tag are dropped. Returns what is left to read."""
+        """Drop whitespace and the end tag after a call. Returns the remaining text."""
         text = (self._held + text).lstrip()
         self._held = ""
         if self._behind == _BEGIN:
@@ -81,7 +82,7 @@ class HermesToolParser(JsonToolParser):
         return text
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """It is no call: what was read of it is content."""
+        """Turn the text read so far into content, because it is not a call."""
         self.broken += 1
         self._content.append(self._gap + "".join(scanner.raw))
         self._scanner = None

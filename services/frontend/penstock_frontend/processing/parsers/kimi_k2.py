@@ -1,4 +1,4 @@
-"""Calls as Kimi K2 writes them: ``functions.name:0`` and arguments, between tags, in a section of their own."""
+"""Tool calls of Kimi K2: ``functions.name:0`` and arguments between tags, in a separate section."""
 
 import re
 from typing import ClassVar
@@ -12,7 +12,9 @@ _ID = re.compile(r"(?:functions\.)?(\S+?)(?::\d+)?")
 
 
 class KimiK2ToolParser(CallReader):
-    """What stands before the arguments is the call's id, too: the template shows it beside the tool's answer."""
+    """Parses calls whose text before the arguments is also the call's id. The template shows the id with the tool's
+    result.
+    """
 
     form: ClassVar = ToolForm(f"{_CALL}functions.{{bare}}:0{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
     tags: ClassVar = (_CALLS, _CALL, _BEFORE, _CALL_END, _CALLS_END)
@@ -21,11 +23,11 @@ class KimiK2ToolParser(CallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._call = ""  # its id
+        self._call = ""  # id of the current call
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes calls in Kimi's section, or declares tools as it does."""
+        """Return whether the template has Kimi's tool section, or declares tools in Kimi's way."""
         return _CALLS in template or "<|im_system|>tool_declare" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,4 @@
-"""Calls as bare JSON, as Llama 3.1 to 3.3 write them: ``{"name": ..., "parameters": ...}``, perhaps behind a tag."""
+"""Tool calls of Llama 3.1 to 3.3 as bare JSON: ``{"name": ..., "parameters": ...}``, possibly after a tag."""
 
 from typing import ClassVar
 
@@ -8,13 +8,13 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 _HEADERS = ("<|start_header_id|>", "<|header_start|>")
-"""Llama 3's and Llama 4's."""
+"""Headers of Llama 3 and Llama 4."""
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """An answer that begins with such an object is a call, and so are those that follow it, divided by semicolons.
+    """Parses an answer that begins with a call object. Further calls may follow, separated by semicolons.
 
-    Anything else is content, JSON that is no call included, up to the end of the answer.
+    Everything else is content up to the end of the answer, including JSON that is not a call.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "parameters": ', "}", None)
@@ -22,16 +22,16 @@ class Llama3JsonToolParser(JsonToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gap = ""  # what stood before the call
+        self._gap = ""  # text before the call
         self._is_content = False
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model to answer with JSON that has ``parameters``, in Llama's headers."""
+        """Return whether the template asks for JSON with ``parameters`` and has Llama's headers."""
         return '"parameters": ' in template and any(header in template for header in _HEADERS)
 
     def push(self, text: str) -> ToolDelta:
-        """Take the next piece of the answer. Its beginning says whether it is calls or content, and is held back until then."""
+        """Parse the next piece of the answer. Text is held back until it is known to be a call or content."""
         while text:
             if self._is_content:
                 self._content.append(text)
@@ -40,7 +40,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """What was held back: content, if it became no call."""
+        """Return the held-back text, which is content if it did not become a call."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if self._num_calls == 0 or self._held.strip(_BETWEEN):
@@ -49,7 +49,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def _begin(self, text: str) -> str:
-        """Before a call: is it one? Returns what is left to read."""
+        """Check whether a call begins. Returns the remaining text."""
         self._held += text
         blanks = _BETWEEN if self._num_calls else None
         start = self._held.lstrip(blanks)
@@ -65,7 +65,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return ""
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """It is no call: what was read of it is content, and so is what follows."""
+        """Turn the text read so far, and all following text, into content, because it is not a call."""
         self._content.append(self._gap.lstrip(_BETWEEN) if self._num_calls else self._gap)
         self._content.append("".join(scanner.raw))
         self._scanner, self._is_content = None, True

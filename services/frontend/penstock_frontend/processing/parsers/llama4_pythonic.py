@@ -1,4 +1,4 @@
-"""Answers that are a list of calls, as Llama 4 writes them: ``[name(key="value"), ...]``."""
+"""Tool calls of Llama 4, which answers with a list of calls: ``[name(key="value"), ...]``."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,9 +12,9 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class Llama4PythonicToolParser(CallListReader):
-    """An answer that begins with such a list has calls, which are handed on once the list is complete. Anything else is content.
+    """Parses an answer that begins with a list of calls. The calls are returned once the list is complete.
 
-    A list of JSON objects is read as well: calls that must be made are JSON.
+    Any other answer is content. A list of JSON objects is accepted too, because forced calls are JSON.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", "[", "]")
@@ -30,11 +30,11 @@ class Llama4PythonicToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model to write calls so, in Llama 4's turns."""
+        """Return whether the template asks for calls in this format and has Llama 4's turns."""
         return "[func_name" in template and "<|header_start|>" in template
 
     def _first(self) -> State | None:
-        """The begin of the answer: calls stand there or nowhere."""
+        """Check the start of the answer, the only place where calls may be."""
         start = self._text.lstrip()
         if start.startswith(tuple(self.marks)):
             return self._outside
@@ -43,7 +43,7 @@ class Llama4PythonicToolParser(CallListReader):
         return self._rest
 
     def _rest(self) -> State | None:
-        """Content up to the answer's end."""
+        """Read content up to the end of the answer."""
         self._content.append(self._text)
         self._text = ""
         return None
@@ -58,7 +58,7 @@ class Llama4PythonicToolParser(CallListReader):
         return self._broken() if self._text else self._wait()
 
     def _opened(self) -> State | None:
-        """Behind the list's bracket."""
+        """Continue after the opening bracket of the list."""
         self._drop_blanks()
         if self._text.startswith("{"):
             return self._item
@@ -89,7 +89,7 @@ class Llama4PythonicToolParser(CallListReader):
         return self._behind
 
     def _no_list(self) -> State:
-        """Brackets with something else in them."""
+        """Handle brackets with other content."""
         self._content.append(self._raw)
         self._raw = ""
         return self._rest

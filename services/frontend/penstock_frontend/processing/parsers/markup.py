@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags one by one, as text without types."""
+"""Tool calls whose arguments are each enclosed in tags, as text without types."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from penstock_frontend.processing.parsers.call_reader import CallReader, State
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""What templates write of a value that is no text, in JSON or in Python."""
+"""Words that templates write for values that are not text, in JSON or in Python."""
 
 
 class Tags(NamedTuple):
-    """What stands around an argument's name and value, and ends the call."""
+    """Tags around an argument's name and value, and the tag that ends the call."""
 
     key: str
     between: str
@@ -21,11 +21,11 @@ class Tags(NamedTuple):
 
 
 class MarkupReader(CallReader):
-    """Reads ``key``, a name, ``between``, a value, ``value_end``, as often as there are arguments, then ``end``.
+    """Parses ``key``, a name, ``between``, a value and ``value_end`` for each argument, then ``end``.
 
-    A value may contain any of the tags: it ends where what comes next is an argument or the call's end. A call is handed
-    on once it is complete, since a later argument may show that it is none. Values of parameters that are strings are
-    taken as they are; others are JSON where they can be read so. ``margin``: a line break that stands around values.
+    A value may contain any of the tags. It ends where an argument or the end of the call follows. A call is returned
+    once it is complete, because a later argument may show that it is not a call. Values of string parameters stay
+    unchanged. Other values are parsed as JSON if possible. ``margin`` is a line break around values.
     """
 
     markup: ClassVar[Tags]
@@ -36,14 +36,14 @@ class MarkupReader(CallReader):
         self._name = ""
         self._key = ""
         self._values: dict[str, Any] = {}
-        self._looked = 0  # how far a value was searched for its end
+        self._looked = 0  # position up to which a value was searched for its end
 
     def _call(self, name: str) -> State:
         self._name, self._values = name, {}
         return self._argument
 
     def _argument(self) -> State | None:
-        """Before an argument, or the call's end."""
+        """Read the next argument or the end of the call."""
         self._drop_blanks()
         tags = self.markup
         if self._text.startswith(tags.end):
@@ -66,7 +66,7 @@ class MarkupReader(CallReader):
         return self._value if self._key else self._broken()
 
     def _value(self) -> State | None:
-        """A value up to an end tag behind which the call goes on."""
+        """Read a value up to an end tag after which the call continues."""
         tags = self.markup
         while (index := self._text.find(tags.value_end, self._looked)) >= 0:
             behind = self._text[index + len(tags.value_end) :].lstrip()
@@ -81,7 +81,7 @@ class MarkupReader(CallReader):
         return self._wait()
 
     def _read(self, text: str) -> Any:
-        """A value as JSON: text stays what it is where the schema says string, and where it is nothing else."""
+        """Parse a value as JSON. It stays text if the schema says string or if it is not JSON."""
         text = text.removeprefix(self.margin).removesuffix(self.margin)
         kinds = self._kinds()
         if kinds == {"string"}:
@@ -96,7 +96,7 @@ class MarkupReader(CallReader):
         return _WORDS[word] if word in _WORDS and "string" not in kinds else text
 
     def _kinds(self) -> set[str]:
-        """The types that the schema allows for the argument; nothing where it does not say."""
+        """Return the types that the schema allows for the argument. Empty if the schema does not say."""
         properties = self.schemas.get(self._name, {}).get("properties")
         schema = properties.get(self._key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None

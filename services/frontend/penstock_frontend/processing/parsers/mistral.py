@@ -1,4 +1,4 @@
-"""Calls and reasoning as Mistral's models write them: ``[TOOL_CALLS]``, ``[THINK]``."""
+"""Tool calls and reasoning of Mistral models: ``[TOOL_CALLS]``, ``[THINK]``."""
 
 import re
 import secrets
@@ -12,11 +12,13 @@ from penstock_frontend.processing.parsers.reasoning_tags import TagReasoningPars
 _CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"([^\s\[\]]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]]+\s*)?(?:\[ARGS\]\s*)?")
 _ID_LENGTH = 9
-"""Mistral's templates refuse conversations with shorter ids, some of them with longer ones, too."""
+"""Length of call ids. Mistral's templates refuse conversations with shorter ids, and some refuse longer ones too."""
 
 
 class MistralToolParser(CallListReader):
-    """``[TOOL_CALLS]`` and a JSON list of calls; models since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
+    """Parses ``[TOOL_CALLS]`` and a JSON list of calls. Models since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for
+    each call.
+    """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + " [", "]")
     tags: ClassVar = (_CALLS, _ARGUMENTS, _CALL_ID)
@@ -24,7 +26,7 @@ class MistralToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes calls behind Mistral's mark."""
+        """Return whether the template writes calls after Mistral's mark."""
         return _CALLS in template
 
     def _begin(self) -> State | None:
@@ -40,7 +42,7 @@ class MistralToolParser(CallListReader):
                 return self._named
 
     def _named(self) -> State | None:
-        """A name up to the bracket of its arguments."""
+        """Read a name up to the bracket of its arguments."""
         head = self._head("{", keep_end=True)
         if head is None:
             return self._wait()
@@ -55,11 +57,11 @@ class MistralToolParser(CallListReader):
 
 
 class MistralReasoningParser(TagReasoningParser):
-    """Reasoning of Magistral and its successors."""
+    """Parses the reasoning of Magistral and later models."""
 
     tags: ClassVar = ("[THINK]", "[/THINK]")
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template knows the tag that ends the reasoning."""
+        """Return whether the template contains the tag that ends the reasoning."""
         return cls.tags[1] in template

@@ -1,4 +1,4 @@
-"""Calls as Phi-4-mini writes them: ``functools`` and a JSON list."""
+"""Tool calls of Phi-4-mini: ``functools`` and a JSON list."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4ToolParser(CallListReader):
-    """The list stands behind the word, or between tags."""
+    """Parses a list of calls after the word, or between tags."""
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _WORD, "]")
     tags: ClassVar = (_TAG, _TAG_END)
@@ -18,7 +18,7 @@ class Phi4ToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template tells the model of the word, or shows tools between Phi-4's tags."""
+        """Return whether the template mentions the word, or shows tools between Phi-4's tags."""
         return _WORD in template or "<|tool|>" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,4 @@
-"""Calls as a list of Python's: ``[name(key="value"), other(key=[1, 2])]``."""
+"""Tool calls as a Python list: ``[name(key="value"), other(key=[1, 2])]``."""
 
 import ast
 import json
@@ -13,11 +13,11 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _MAX_NESTING = 64
 _BEGIN = re.compile(r"[A-Za-z_][\w.]*\s*\(")
-"""What calls begin with."""
+"""Pattern for the start of a call."""
 
 
 class BracketScanner:
-    """Follows a text that begins with a bracket up to the bracket's end, past strings in either kind of quotes."""
+    """Tracks a text that begins with a bracket up to its closing bracket, skipping strings in either kind of quotes."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -25,7 +25,9 @@ class BracketScanner:
         self._escaped = False
 
     def push(self, text: str) -> tuple[int, bool | None]:
-        """How many of the characters belong to it, and whether it is complete; None: the brackets do not match."""
+        """Return how many characters belong to the text, and whether it is complete. None means that brackets do not
+        match.
+        """
         for index, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -47,20 +49,21 @@ class BracketScanner:
 
 
 def may_begin_calls(text: str) -> bool | None:
-    """Whether a text behind an opening bracket begins with a call; None when more of it must be seen."""
+    """Return whether the text after an opening bracket begins with a call, or None if more text is needed."""
     if _BEGIN.match(text):
         return True
     return None if re.fullmatch(r"([A-Za-z_][\w.]*\s*)?", text) and len(text) < 256 else False
 
 
 def read_calls(text: str) -> Sequence[tuple[str, str]]:
-    """Names and JSON arguments of the calls in a text: lists of them, or one in a line, perhaps printed.
+    """Return the names and JSON arguments of the calls in a text: lists of calls, or one call per line, possibly in
+    ``print``.
 
-    Raises ValueError for what is something else.
+    Raises ValueError for any other text.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backslashes that escape nothing
+            warnings.simplefilter("ignore")  # warnings about backslashes that escape nothing
             statements = ast.parse(text.strip()).body
         calls = [_call(node) for statement in statements for node in _nodes(statement)]
     except (SyntaxError, RecursionError, MemoryError) as e:
@@ -94,7 +97,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
 
 
 def _name(node: ast.expr) -> str:
-    """A name, with those of packages before it."""
+    """Return a function name, with the names of its packages."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
+"""Tool calls of Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
 
 import re
 from typing import ClassVar
@@ -13,7 +13,7 @@ _NAME = re.compile(r"\s*[^\s<>]+\s*")
 
 
 class Qwen3CoderToolParser(MarkupReader):
-    """The outer tags may be missing. JSON between them is read as Hermes' models write it: calls that must be made are JSON."""
+    """Parses calls with optional outer tags. JSON between them is read as in Hermes, because forced calls are JSON."""
 
     form: ClassVar[ToolForm] = HermesToolParser.form
     tags: ClassVar = (_CALL, _CALL_END)
@@ -24,7 +24,7 @@ class Qwen3CoderToolParser(MarkupReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template writes functions' names into tags."""
+        """Return whether the template writes function names into tags."""
         return _FUNCTION in template and "<parameter=" in template
 
     def _begin(self) -> State | None:

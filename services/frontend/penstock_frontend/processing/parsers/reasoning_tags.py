@@ -1,4 +1,4 @@
-"""Reasoning between two tags: parsed at the start of an answer, and told to the engines for constraints behind it."""
+"""Reasoning between two tags: the parser, and the description that engines need to apply constraints after it."""
 
 import enum
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 class _At(enum.Enum):
     START = enum.auto()
-    """The answer may begin with reasoning."""
+    """Position where the answer may begin with reasoning."""
     BEGUN = enum.auto()
-    """Blanks at the begin of the reasoning."""
+    """Position in the whitespace before the reasoning."""
     REASONING = enum.auto()
     ENDED = enum.auto()
-    """Blanks behind the reasoning, and the tag that may begin the response."""
+    """Position in the whitespace after the reasoning, or in the tag that may begin the response."""
     RESPONSE = enum.auto()
-    """Behind that tag: another one ends the response."""
+    """Position after that tag. Another tag ends the response."""
     CONTENT = enum.auto()
 
 
 class TagReasoningParser(ReasoningParser):
-    """Reasoning stands at the begin of the answer, or not at all; blanks around it are dropped.
+    """Parses reasoning at the start of the answer, without the whitespace around it.
 
-    Some templates open the reasoning in the prompt, or open and close it so that there is none. ``begins`` and ``ends``:
-    ``tags`` where models spell them differently. ``always``: the reasoning begins with the answer even without its tag.
-    ``response``: tags that may stand around what follows the reasoning.
+    Some templates open the reasoning in the prompt, or open and close it so that there is none. ``begins`` and ``ends``
+    are variants of ``tags`` that models write. With ``always``, the reasoning begins with the answer even without its
+    tag. ``response`` has tags that may enclose the text after the reasoning.
     """
 
     begins: ClassVar[Sequence[str]] = ()
@@ -44,7 +44,9 @@ class TagReasoningParser(ReasoningParser):
         self._text = ""
 
     def push(self, text: str) -> ReasoningDelta:
-        """Take the next piece of the answer. What may be the beginning of a tag is held back, blanks beside tags are dropped."""
+        """Parse the next piece of the answer. Text that may begin a tag is held back, and whitespace around tags is
+        dropped.
+        """
         self._text += text
         reasoning = content = ""
         while self._text:
@@ -73,12 +75,12 @@ class TagReasoningParser(ReasoningParser):
         return ReasoningDelta(reasoning, content)
 
     def finish(self) -> ReasoningDelta:
-        """What was held back: reasoning, if its end has not come."""
+        """Return the held-back text, which is reasoning if the reasoning has not ended."""
         held, self._text = self._text, ""
         return ReasoningDelta(held) if self._at is _At.REASONING else ReasoningDelta("", held)
 
     def _start(self) -> bool:
-        """Does it begin with the tag? Returns whether that is known."""
+        """Check whether the answer begins with the tag. Returns whether that is known."""
         start = self._text.lstrip()
         for begin in self._begins:
             if start.startswith(begin):
@@ -90,7 +92,7 @@ class TagReasoningParser(ReasoningParser):
         return True
 
     def _open_response(self) -> bool:
-        """Behind the reasoning: does a tag begin the response? Returns whether that is known."""
+        """Check whether a tag begins the response after the reasoning. Returns whether that is known."""
         self._text = self._text.lstrip()
         if self.response is None or not self.response[0].startswith(self._text[: len(self.response[0])]):
             self._at = _At.CONTENT if self._text else _At.ENDED
@@ -101,7 +103,9 @@ class TagReasoningParser(ReasoningParser):
         return True
 
     def _upto(self, ends: Sequence[str]) -> tuple[str, bool]:
-        """What comes before the first of the tags, without the blanks there, and whether one has come; it is read, too."""
+        """Consume text up to the first of the tags. Returns the text without trailing whitespace, and whether a tag was
+        found.
+        """
         places = [(index, end) for end in ends if (index := self._text.find(end)) >= 0]
         if places:
             index, end = min(places)
@@ -113,45 +117,49 @@ class TagReasoningParser(ReasoningParser):
         return new, False
 
 
-# Reasoning between ``<think>`` and ``</think>``, as Qwen3, QwQ, GLM 4.5, Kimi K2 and DeepSeek V3.1 write it.
+# Reasoning between ``<think>`` and ``</think>``, as written by Qwen3, QwQ, GLM 4.5, Kimi K2 and DeepSeek V3.1.
 
 
 class Qwen3ReasoningParser(TagReasoningParser):
-    """Reasoning at the begin of the answer, between tags."""
+    """Parses reasoning between tags at the start of the answer."""
 
     tags: ClassVar = ("<think>", "</think>")
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Whether the template knows the tag that ends the reasoning."""
+        """Return whether the template contains the tag that ends the reasoning."""
         return cls.tags[1] in template
 
 
-# What a model's reasoning stands between: told to the engines, which let a constraint hold behind it.
+# Reasoning tags for engines, which apply constraints after the reasoning.
 
 
 class Reasoning(NamedTuple):
-    """How a model reasons. ``tokens``: of the parser's tags."""
+    """Reasoning format of a model. ``tokens`` are the tokens of the parser's tags."""
 
     parser: type[ReasoningParser]
     tokens: ReasoningTokens
 
     def ended_by(self, prompt: str, params: SamplingParams) -> bool | None:
-        """Return whether ``prompt`` ends the reasoning (True) or begins it (False); None if the engine must find out. An empty
-        prompt is not known as text.
+        """Return whether ``prompt`` ends the reasoning (True) or begins it (False), or None if the engine must find
+        out.
+
+        An empty ``prompt`` means that its text is unknown.
         """
         ended = self.parser.ended_by(prompt) if prompt else None
-        # A constraint may begin with the answer, so its engine looks for the tag.
+        # A constrained answer may begin without reasoning, so the engine looks for the tag.
         begins = bool(prompt) and self.parser.always and params.structured_output is None
         return False if ended is None and begins else ended
 
 
 def reasoning_of(parser: type[ReasoningParser] | None, tokenizer: Tokenizer) -> Reasoning | None:
-    """How a model with this parser reasons; None without a parser, and where a tag is no token of its own."""
+    """Return the reasoning format of a model, or None if it has no parser or if a tag is not a single token."""
     if parser is None:
         return None
     begin, end = (tokenizer.token_id(tag) for tag in parser.tags)
     if begin is None or end is None:
-        get_logger().warning("schemas hold in the reasoning, too: its tags are no tokens", tags=list(parser.tags))
+        get_logger().warning(
+            "reasoning tags are not single tokens; constraints also apply to the reasoning", tags=list(parser.tags)
+        )
         return None
     return Reasoning(parser, ReasoningTokens(begin, end))

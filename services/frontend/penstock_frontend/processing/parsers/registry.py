@@ -1,4 +1,4 @@
-"""The parsers there are by name, and which of them a model needs."""
+"""Registry of parsers by name, and selection by chat template."""
 
 import importlib.metadata
 from typing import NamedTuple, TypeVar
@@ -53,14 +53,15 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 class Parsers(NamedTuple):
-    """What a model's answers are read with; None where nothing is looked for."""
+    """Parser classes of a model; None if nothing is parsed."""
 
     tool: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
 
 
 def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
-    """The parsers by their names; ``auto`` takes the first that fits the chat template, built-in ones before those of plugins.
+    """Return the parsers with these names. ``auto`` selects the first that fits the chat template, built-in parsers
+    first.
 
     Raises ConfigError.
     """
@@ -72,29 +73,29 @@ def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
 
 
 def tool_parser_names() -> list[str]:
-    """The names that ``pick`` knows for tools, but ``auto`` and ``none``. Raises ConfigError as it does."""
+    """Return the names of tool parsers without ``auto`` and ``none``. Raises ConfigError like ``pick``."""
     return sorted(_known()[0])
 
 
 def reasoning_parser_names() -> list[str]:
-    """The names that ``pick`` knows for reasoning, but ``auto`` and ``none``. Raises ConfigError as it does."""
+    """Return the names of reasoning parsers without ``auto`` and ``none``. Raises ConfigError like ``pick``."""
     return sorted(_known()[1])
 
 
 def _known() -> tuple[dict[str, type[ToolParser]], dict[str, type[ReasoningParser]]]:
-    """All parsers by name. Plugins cannot take the names of the built-in ones."""
+    """Return all parsers by name. Plugins cannot replace built-in parsers."""
     tools, reasonings = dict(_TOOL_PARSERS), dict(_REASONING_PARSERS)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             plugin = point.load()
-        except Exception as e:  # whatever the plugin's module raises
+        except Exception as e:  # any error of the plugin's module
             raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} cannot be loaded: {e}") from e
         if isinstance(plugin, type) and issubclass(plugin, ToolParser):
             tools.setdefault(point.name, plugin)
         elif isinstance(plugin, type) and issubclass(plugin, ReasoningParser):
             reasonings.setdefault(point.name, plugin)
         else:
-            raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} is no ToolParser and no ReasoningParser")
+            raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} is neither a ToolParser nor a ReasoningParser")
     return tools, reasonings
 
 

@@ -1,1 +1,1 @@
-"""Validation, tokenization, sampling parameters, prompts as vectors, several choices of one request."""
+"""Request inputs: validation, tokenization, sampling parameters, prompt embeddings, and multiple choices per request."""

@@ -1,4 +1,4 @@
-"""Prompts of models that were trained to fill in what is missing between two texts."""
+"""Fill-in-the-middle prompts, for models trained to fill the gap between two texts."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,7 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class InfillForm(NamedTuple):
-    """The tokens that a model's prompt is put together with: what stands before the gap, what stands behind it, and what asks for
-    the middle.
-    """
+    """Tokens of a fill-in-the-middle prompt: before the text, before the suffix, and before the middle."""
 
     before: str
     behind: str
@@ -25,13 +23,17 @@ FORMS = (
 
 
 def infill_form(tokenizer: Tokenizer) -> InfillForm | None:
-    """The form whose tokens the tokenizer has; None where it has no such tokens."""
+    """Return the form whose tokens the tokenizer has, or None."""
     return next((form for form in FORMS if all(tokenizer.token_id(token) is not None for token in form)), None)
 
 
 def infill_prompt(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
-    """The prompt for what stands between ``prompt`` and ``suffix``. Raises Unimplemented for models without tokens for it."""
+    """Return the prompt to fill the gap between ``prompt`` and ``suffix``. Raises Unimplemented if the model has no
+    such tokens.
+    """
     form = infill_form(tokenizer)
     if form is None:
-        raise Unimplemented("suffix is not served: the model has no tokens for what is to be filled in", field="suffix")
+        raise Unimplemented(
+            "suffix is set, but the model has no fill-in-the-middle tokens; leave it out", field="suffix"
+        )
     return f"{form.before}{prompt}{form.behind}{suffix}{form.middle}"

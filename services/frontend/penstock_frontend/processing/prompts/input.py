@@ -1,4 +1,4 @@
-"""From what a client asks to what an engine computes: defaults, tokenization, validation."""
+"""Conversion of generation requests to engine requests: defaults, tokenization, and validation."""
 
 import itertools
 import time
@@ -32,15 +32,16 @@ from penstock_frontend.processing.prompts.mixed_prompt import (
 )
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# Prompts that begin with the token of a text's beginning, which the tokenizer adds, too.
+# Check for prompts that already begin with the BOS token that the tokenizer adds.
 #
-# A model sees two of them then, which it never did in training. Most such prompts were made by a chat template and sent as text.
+# The model then sees two BOS tokens, which never happened in training. Most such prompts were rendered by a chat
+# template and then sent as text.
 
 
 def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field: str) -> None:
-    """Warn the client of a call if its prompt, tokenized with special tokens, begins with the same one twice.
+    """Warn the client if its tokenized prompt begins with the same special token twice.
 
-    ``field``: the prompt's, as errors have it.
+    ``field`` is the name of the prompt's field, as used in errors.
     """
     first = tokenizer.leading_token
     if first is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1] == first:
@@ -53,11 +54,11 @@ def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field:
 
 
 MAX_CHARS_PER_TOKEN = 64
-"""A text with more characters for each token that fits is refused unread."""
+"""Maximum number of characters per token that fits. A longer text is refused before tokenization."""
 
 
 class InputProcessor:
-    """Validates and tokenizes. Every error names the field, the value and the limit."""
+    """Validates and tokenizes requests. Every error names the field, the value and the limit."""
 
     def __init__(
         self,
@@ -71,9 +72,11 @@ class InputProcessor:
         adapters: Adapters | None = None,
         media: MediaPreparer | None = None,
     ) -> None:
-        """``reasoning``: behind it constraints hold. ``adapters``: those that requests may name; None: none. ``media``: None for
-        a model that reads text alone; else the tokenizer hides its tokens from now on. Raises ConfigError when the model's own
-        defaults are out of range, or its tokens cannot be hidden.
+        """Create the processor.
+
+        ``reasoning`` is the model's reasoning format; constraints apply after it. ``adapters`` are those that requests
+        may name, or None. ``media`` is None for a text-only model; otherwise the tokenizer hides the media tokens from
+        now on. Raises ConfigError if the model's defaults are out of range, or its tokens cannot be hidden.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -91,13 +94,15 @@ class InputProcessor:
             self.media = MediaInputs(tokenizer, media)
 
     def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
-        """The name of what answers a request for ``name`` with ``lora``: the LoRA adapter that one of them names, else the served
-        model. Raises NotFound for others, and as ``Adapters.asked_for``.
+        """Return the name of the LoRA adapter that a request selects by ``name`` or ``lora``, else the served model's
+        name.
+
+        Raises NotFound for unknown names, and like ``Adapters.asked_for``.
         """
         return self._adapters.asked_for(name, lora, field=field) or self._model_name
 
     def request_id(self, given: str) -> str:
-        """The request's id for its client: the given one or a random one."""
+        """Return the request id for the client: the given one, or a random one."""
         size = len(given.encode())
         if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
@@ -107,7 +112,7 @@ class InputProcessor:
         return given or uuid.uuid4().hex
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise InvalidArgument when a tenant's name is too long."""
+        """Raise InvalidArgument if a tenant's name is too long."""
         size = len(tenant.encode())
         if size > self._limits.now.max_tenant_bytes:
             raise InvalidArgument(
@@ -116,8 +121,9 @@ class InputProcessor:
             )
 
     def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
-        """The context as engines get it: with the id that the client knows the request by, when it came, and its tenant's weight.
-        Raises NotFound for another model, InvalidArgument for what is too large.
+        """Return the context for engines, with the client's request id, the arrival time, and the tenant's weight.
+
+        Raises NotFound for another model, and InvalidArgument for values that are too large.
         """
         self.check_model(context.model, context.lora)
         self.check_tenant(context.tenant)
@@ -147,8 +153,10 @@ class InputProcessor:
     async def process(
         self, request: GenerateRequest, request_id: str, limits: ModelLimits | None = None
     ) -> EngineCoreRequest:
-        """Everything that can be said without an engine. ``request_id``: as from ``request_id()``. ``limits``: of the engines
-        where they are known: a prompt far beyond them is refused before it is tokenized.
+        """Process a request as far as possible without an engine.
+
+        ``request_id`` comes from ``request_id()``. If the engines' ``limits`` are known, a prompt that far exceeds them
+        is refused before tokenization.
         """
         context = self.checked_context(request.context, request_id)
         params = sampling_params.resolve(request.sampling, self.defaults, self._limits.now)
@@ -165,7 +173,7 @@ class InputProcessor:
         prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
         reasoning = self._reasoning_for(params)
         return EngineCoreRequest(
-            # Unique even where a client uses an id again.
+            # The number keeps the id unique even if a client reuses its id.
             request_id=f"{request_id}-{next(self._serial):x}",
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
@@ -178,7 +186,9 @@ class InputProcessor:
         )
 
     def _reasoning_for(self, params: SamplingParams) -> Reasoning | None:
-        """How the model reasons, if the parameters are about that. Raises InvalidArgument for a budget that cannot be held."""
+        """Return the reasoning format if the parameters need it. Raises InvalidArgument for a budget that cannot be
+        enforced.
+        """
         budget = params.thinking_token_budget
         if budget is not None and self.reasoning is None:
             field = "sampling_params.thinking_token_budget"
@@ -190,7 +200,7 @@ class InputProcessor:
         return self.reasoning if budget is not None or params.structured_output is not None else None
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
-        """What depends on the engines: the prompt's length and its token ids."""
+        """Check what depends on the engines: the prompt's length and its token ids."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if request.prompt_embeds is not None:
             check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
@@ -208,7 +218,7 @@ class InputProcessor:
             )
 
     def check_length(self, prompt: str | Sequence[int], *, field: str) -> None:
-        """Raise InvalidArgument when a text or list of token ids is too long to be worth looking at."""
+        """Raise InvalidArgument if a text or list of token ids is too long to be processed."""
         if len(prompt) > self._limits.now.max_prompt_length:
             what = "characters" if isinstance(prompt, str) else "ids"
             raise InvalidArgument(
@@ -217,7 +227,7 @@ class InputProcessor:
             )
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The same with the token ids of the bad words, each alone and behind a space."""
+        """Add the token ids of the bad words, each with and without a leading space."""
         tokenized = await self._tokenizer.encode_all([form for word in params.bad_words for form in (word, f" {word}")])
         for index, token_ids in enumerate(tokenized):
             if not token_ids:
@@ -250,7 +260,7 @@ class InputProcessor:
         return JoinedPrompt(ids, None)
 
     async def _prediction(self, prediction: Prediction, limits: ModelLimits | None) -> list[int]:
-        """Token ids of what goes on behind a prompt: no special tokens are put around it."""
+        """Return the token ids of a prediction, without special tokens around it."""
         field = "prediction.text" if isinstance(prediction, str) else "prediction.token_ids.ids"
         if not prediction:
             raise InvalidArgument(f"{field} is empty: there is no prediction", field=field)
@@ -269,8 +279,10 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
     ) -> JoinedPrompt:
-        """A prompt of several parts as one. ``limits``: of the engines where they are known, and the prompt is not cut
-        afterwards. Raises InvalidArgument, and what becomes of its media.
+        """Join the parts of a mixed prompt.
+
+        ``limits`` are the engines' limits if they are known and the prompt is not truncated later. Raises
+        InvalidArgument, and the errors of preparing media.
         """
         longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
         if limits is not None and limits.max_model_len < longest:
@@ -297,12 +309,12 @@ class InputProcessor:
 
 
 def longest_text(max_model_len: int) -> int:
-    """Characters beyond which a text is far too long for the model."""
+    """Return the number of characters above which a text is certainly too long for the model."""
     return max_model_len * MAX_CHARS_PER_TOKEN
 
 
 def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROMPT_TOO_LONG") -> None:
-    """Raise InvalidArgument for a text that is far too long for the model however it is tokenized, which may take seconds."""
+    """Raise InvalidArgument for a text that is too long in any tokenization. Tokenizing it could take seconds."""
     longest = longest_text(max_model_len)
     if len(text) > longest:
         raise InvalidArgument(
@@ -314,7 +326,7 @@ def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROM
 
 
 def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
-    """Raise InvalidArgument for a prediction that is longer than any output, or has an id that is not in the vocabulary."""
+    """Raise InvalidArgument if a prediction is longer than any output, or has an id that is not in the vocabulary."""
     if len(token_ids) > limits.max_model_len:
         raise InvalidArgument(
             f"prediction is {len(token_ids)} tokens; max_model_len is {limits.max_model_len}", field="prediction"
@@ -323,7 +335,7 @@ def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
 
 
 def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:
-    """What can be said of a prompt's length before it is tokenized, or copied."""
+    """Check a prompt's length before it is tokenized or copied."""
     if isinstance(prompt, str):
         check_size(prompt, max_model_len, field="text")
     elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
@@ -331,7 +343,7 @@ def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, 
 
 
 def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits) -> None:
-    """What can be said of a mixed prompt's parts before they are put together."""
+    """Check the parts of a mixed prompt before they are joined."""
     if isinstance(prompt, MixedPrompt):
         for part, field in zip(prompt.parts, prompt.fields, strict=True):
             if isinstance(part, PromptEmbeds):
@@ -341,7 +353,7 @@ def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits)
 
 
 def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: str) -> None:
-    """Raise InvalidArgument for vectors of another length than the engines', Unimplemented where they take none."""
+    """Raise InvalidArgument for embeddings of the wrong size, and Unimplemented if the engines accept no embeddings."""
     if hidden_size == 0:
         raise Unimplemented(f"{field} has vectors, which the engines do not take in place of tokens", field=field)
     if hidden_size is not None and embeds.hidden_size != hidden_size:
@@ -351,7 +363,7 @@ def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: s
 
 
 def _text_of(prompt: str | Sequence[int] | MixedPrompt) -> str:
-    """What a prompt says in words, where it is given in words."""
+    """Return the text of a prompt, or an empty text if it is not given as text."""
     if isinstance(prompt, MixedPrompt):
         return prompt.text if prompt.media else ""
     return prompt if isinstance(prompt, str) else ""

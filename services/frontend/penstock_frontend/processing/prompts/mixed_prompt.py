@@ -1,4 +1,4 @@
-"""Prompts of several parts: texts with media between, token ids and vectors."""
+"""Mixed prompts: texts with media, token ids and embeddings."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -13,12 +13,17 @@ from penstock_frontend.call_types import MediaPart, MixedPrompt
 from penstock_frontend.processing.media.families.base import Family, MediaPreparer, PreparedMedia, Replacement
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, joined
 
-# Checks and prepares the media of prompts, and tokenizes texts with media between.
+# Checks and preparation of media, and tokenization of texts with media.
 
 
 class PlacedMedia(NamedTuple):
-    """An item and what stands for it. ``stand_in``: its placeholder, as the tokenizer knows it; ``placeholder_id``: of that
-    token.
+    """A media item with its replacement in the prompt.
+
+    Attributes:
+        prepared: The processed item.
+        replacement: Tokens that replace the item's placeholder.
+        stand_in: Text of the placeholder, under which the tokenizer knows it.
+        placeholder_id: Id of the placeholder token.
     """
 
     prepared: PreparedMedia
@@ -28,28 +33,30 @@ class PlacedMedia(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is tokenized in its place."""
+        """Text that is tokenized in place of the item."""
         return f"{self.replacement.before}{self.stand_in}{self.replacement.after}"
 
 
 class MediaText(NamedTuple):
-    """``parts``: texts and media; no two texts stand side by side."""
+    """Text with media, tokenized as one. ``parts`` has texts and media, without two adjacent texts."""
 
     parts: tuple[str | PlacedMedia, ...]
 
     @property
     def text(self) -> str:
-        """All of it, with a stand-in for each item."""
+        """Complete text, with a stand-in for each item."""
         return joined(part if isinstance(part, str) else part.text for part in self.parts)
 
     @property
     def has_text(self) -> bool:
-        """Whether there is anything but media."""
+        """Whether there is any text besides media."""
         return any(isinstance(part, str) for part in self.parts)
 
     def filled(self, token_ids: Sequence[int], offset: int) -> tuple[list[int], list[MultiModalFeature]]:
-        """The token ids of ``text`` with what stands for each item in place of its placeholder, and the items; ``offset``:
-        tokens of the prompt before. Raises RuntimeError for token ids that are not those of ``text``.
+        """Replace the placeholders in the token ids of ``text``. Returns the new token ids, and the media features.
+
+        ``offset`` is the number of prompt tokens before the text. Raises RuntimeError if the ids do not belong to
+        ``text``.
         """
         placed = [part for part in self.parts if isinstance(part, PlacedMedia)]
         filled: list[int] = []
@@ -69,7 +76,7 @@ class MediaText(NamedTuple):
 
 
 def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
-    """The item at ``offset``, from the first position that has a row to the last one."""
+    """Return the feature of an item at ``offset``, from its first position with an embedding to its last."""
     replacement, item = placed.replacement, placed.prepared.item
     runs = replacement.embed_runs or (EmbedRun(0, len(replacement.token_ids)),)
     start, end = runs[0].start, runs[-1].start + runs[-1].count
@@ -84,32 +91,34 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
 
 
 def identifier_of(placed: PlacedMedia) -> str:
-    """The item's own, or one derived of it where the media beside it change what the tower gets."""
+    """Return the item's identifier. If neighboring media change the encoder's input, the identifier is derived from
+    both.
+    """
     identifier, variant = placed.prepared.identifier, placed.replacement.variant
     return hashlib.blake2b(f"{identifier}:{variant}".encode(), digest_size=32).hexdigest() if variant else identifier
 
 
 def media_tokens(features: Iterable[MultiModalFeature]) -> dict[Modality, int]:
-    """Positions of a prompt that media stand at, by modality."""
+    """Return the number of prompt positions that media take, by modality."""
     counts: dict[Modality, int] = {}
     for feature in features:
         counts[feature.modality] = counts.get(feature.modality, 0) + feature.length
     return counts
 
 
-# Media of prompts: checked against the model, prepared, and given what stands for them.
+# Media of prompts: checked against the model, prepared, and assigned their replacement tokens.
 
 A = {"image": "an image", "audio": "a sound", "video": "a video"}
 
 
 class MediaInputs(NamedTuple):
-    """What a frontend has for a model that takes media."""
+    """Tokenizer and media preparer of a frontend whose model accepts media."""
 
     tokenizer: Tokenizer
     preparer: MediaPreparer
 
     async def placed(self, prompt: MixedPrompt, context: RequestContext) -> list[PlacedMedia]:
-        """What the prompt's media come to, in order. Raises as ``check_media`` and ``MediaPreparer.prepare``."""
+        """Prepare the prompt's media, in order. Raises like ``check_media`` and ``MediaPreparer.prepare``."""
         parts, family = prompt.media, self.preparer.family
         check_media(parts, family)
         prepared = await self.preparer.prepare(
@@ -127,7 +136,7 @@ class MediaInputs(NamedTuple):
 
 
 def check_media(parts: Sequence[MediaPart], family: Family | None) -> None:
-    """Raise InvalidArgument for media that the model does not take. ``family``: None for a model that reads text alone."""
+    """Raise InvalidArgument for media that the model does not accept. ``family`` is None for a text-only model."""
     taken = sorted(family.modalities) if family is not None else []
     for part in parts:
         if part.modality not in taken:
@@ -138,7 +147,9 @@ def check_media(parts: Sequence[MediaPart], family: Family | None) -> None:
 
 
 def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
-    """Raise Unimplemented for what is not served of a prompt with media, InvalidArgument for vectors in one."""
+    """Raise Unimplemented for options that prompts with media do not support, and InvalidArgument for embeddings with
+    media.
+    """
     first = prompt.media[0].field
     for name, value in (
         ("prompt_logprobs", params.prompt_logprobs),
@@ -154,7 +165,7 @@ def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
 
 
 def no_media_with(field: str, media_field: str) -> Unimplemented:
-    """What is not served of prompts with media."""
+    """Return the error for an option that prompts with media do not support."""
     return Unimplemented(f"{field} is set; it is not served beside media ({media_field}), so leave it out", field=field)
 
 
@@ -163,8 +174,12 @@ _Piece = str | Sequence[int] | PromptEmbeds | MediaText
 
 
 class JoinedPrompt(NamedTuple):
-    """Token ids, one per position, and the vectors; a token id means nothing where there is a vector. ``features``: the media,
-    in the order of their places.
+    """Prompt after joining its parts.
+
+    Attributes:
+        token_ids: One token id per position. Ids at positions with an embedding have no meaning.
+        embeds: Embeddings; None if there are none.
+        features: Media in the order of their positions.
     """
 
     token_ids: list[int]
@@ -172,17 +187,19 @@ class JoinedPrompt(NamedTuple):
     features: Sequence[MultiModalFeature] = ()
 
     def last(self, count: int) -> "JoinedPrompt":
-        """The last ``count`` positions of a prompt without media."""
+        """Return the last ``count`` positions of a prompt without media."""
         return JoinedPrompt(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
 
 
 async def join_parts(
     prompt: MixedPrompt, encode: _Encode, *, max_positions: int, what: str, media: Sequence[PlacedMedia] = ()
 ) -> JoinedPrompt:
-    """Put the parts together. ``encode`` tokenizes a text; the flag says that it opens the prompt. Not more than
-    ``max_positions`` are put together; ``what`` names that limit. ``media``: what the prompt's media came to, in order.
+    """Join the parts of a prompt, up to ``max_positions``, a limit with the name ``what``.
 
-    Raises InvalidArgument for an empty part, too many positions, and for vectors of different lengths or types.
+    ``encode`` tokenizes a text; its flag is True for text at the start of the prompt. ``media`` are the prepared media,
+    in order.
+
+    Raises InvalidArgument for an empty part, too many positions, or embeddings of different sizes or dtypes.
     """
     vectors = [part for part in prompt.parts if isinstance(part, PromptEmbeds)]
     first = vectors[0] if vectors else None
@@ -220,8 +237,10 @@ async def join_parts(
 
 
 def _pieces(prompt: MixedPrompt, media: Iterator[PlacedMedia]) -> Iterable[tuple[_Piece, str]]:
-    """What is tokenized, or taken, as one, each with the name of its last part: a text beside media is one with them, but two
-    texts side by side are each their own. Raises InvalidArgument for an empty text.
+    """Yield the pieces that are tokenized as one, each with the name of its last part.
+
+    A text next to media forms one piece with them. Two adjacent texts are separate pieces. Raises InvalidArgument for
+    an empty text.
     """
     open_: list[str | PlacedMedia] = []
     named = ""
@@ -267,7 +286,7 @@ def _check_alike(part: PromptEmbeds, first: PromptEmbeds, field: str) -> None:
 
 
 def text_context(token_ids: Sequence[int], embeds: PromptEmbeds | None) -> Sequence[int]:
-    """The tokens at the end of a prompt, behind its last vector: what decoding the output may look back at."""
+    """Return the tokens after the prompt's last embedding. Decoding of the output may look back at them."""
     if embeds is None:
         return token_ids
     last = embeds.is_token.rfind(IS_VECTOR) if embeds.is_token else embeds.num_tokens - 1

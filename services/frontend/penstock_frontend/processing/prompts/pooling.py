@@ -1,4 +1,4 @@
-"""Turns pooling requests into engine requests: inputs and pairs to token ids, one engine request per input."""
+"""Conversion of pooling requests to engine requests, with one engine request per input."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,16 +23,14 @@ from penstock_frontend.processing.prompts.input import (
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_media_with
 from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
 
-# Pooling requests on their way in: inputs and pairs to token ids, one engine request per input.
-
 AS_MANY_AS_FIT = -1
-"""Tokens of an input, if they are as many as the model reads."""
+"""Value for ``truncate_prompt_tokens`` that truncates to the model's maximum."""
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
-"""Capabilities of engines that pool."""
+"""Capabilities of pooling engines."""
 
 
 class _Tokenized(NamedTuple):
-    """An input as an engine gets it."""
+    """A tokenized input."""
 
     ids: list[int]
     second_text_start: int | None = None
@@ -40,7 +38,7 @@ class _Tokenized(NamedTuple):
 
 
 class PoolingInputs:
-    """Validates and tokenizes. Every error names the input, the value and the limit."""
+    """Validates and tokenizes pooling inputs. Every error names the input, the value and the limit."""
 
     def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: Reread[LimitsConfig]) -> None:
         self._tokenizer = tokenizer
@@ -59,14 +57,15 @@ class PoolingInputs:
             )
 
     def with_truncation(self, request: PoolingRequest) -> PoolingRequest:
-        """Return the request with how its inputs are cut: ``truncate_prompt_tokens`` None for not at all, else ``truncation``
-        says where.
+        """Return the request with its truncation resolved.
+
+        ``truncate_prompt_tokens`` is None for no truncation. Otherwise ``truncation`` says where tokens are cut off.
         """
         where, tokens = request.truncation, request.truncate_prompt_tokens
         if where is None and tokens is not None:
             where = "end"
         elif where is None:
-            # The server's setting cannot cut media, so it leaves such calls alone.
+            # The server's setting cannot truncate media, so it does not apply to such calls.
             mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
             where = "none" if mixed else self._limits.now.pooling_truncation
         if where == "none":
@@ -77,8 +76,9 @@ class PoolingInputs:
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
     ) -> list[EngineCoreRequest]:
-        """Everything that can be said without an engine: one request per input. ``limits``: of the engines where they are
-        known: texts far beyond them are refused before they are tokenized.
+        """Process a request as far as possible without an engine. Returns one engine request per input.
+
+        If the engines' ``limits`` are known, texts that far exceed them are refused before tokenization.
         """
         context = self._inputs.checked_context(request.context, request_id)
         if limits is not None and request.truncate_prompt_tokens is not None:
@@ -89,7 +89,7 @@ class PoolingInputs:
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
         return [
             EngineCoreRequest(
-                # Unique even where a client uses an id again.
+                # The number keeps the id unique even if a client reuses its id.
                 request_id=f"{request_id}-p{next(self._serial):x}",
                 prompt_token_ids=each.ids,
                 pooling_params=request.params,
@@ -107,7 +107,7 @@ class PoolingInputs:
         limits: ModelLimits,
         capabilities: Sequence[str],
     ) -> None:
-        """What depends on the engines: the task, the prompts' lengths and token ids."""
+        """Check what depends on the engines: the task, the prompts' lengths, and token ids."""
         check_task(request.params.task, capabilities)
         for core_request, field in zip(core_requests, request.fields, strict=True):
             prompt = core_request.prompt_token_ids
@@ -147,7 +147,9 @@ class PoolingInputs:
     async def _singles(
         self, request: PoolingRequest, context: RequestContext, limits: ModelLimits | None
     ) -> list[_Tokenized]:
-        """The inputs as engines get them. All texts go to one thread at once: a task for each would hold the loop up."""
+        """Tokenize the inputs. All texts go to one thread in a single call, because a task per text would block the
+        event loop.
+        """
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
         cut = _cut_of(request)
         add = request.add_special_tokens
@@ -168,7 +170,7 @@ class PoolingInputs:
         return tokenized
 
     async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
-        """Token ids of the pairs, and where the second text of each begins."""
+        """Tokenize the pairs. Each result has the position of the second text."""
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs(
             [(str(first), second) for first, second in pairs], cut=_cut_of(request)
@@ -182,7 +184,7 @@ def _cut_of(request: PoolingRequest) -> Cut | None:
 
 
 def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
-    """Raise InvalidArgument for what an input of several parts cannot have, Unimplemented for what is not served of one."""
+    """Raise InvalidArgument for parts that a mixed input cannot have, and Unimplemented for unsupported options."""
     if request.seconds:
         raise InvalidArgument(f"{field}: a pair is read as texts, not as text with media between", field=field)
     for part, part_field in zip(prompt.parts, prompt.fields, strict=True):
@@ -195,7 +197,7 @@ def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> No
 
 
 def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
-    """The request with texts of so many characters at most: what is cut anyway need not be tokenized."""
+    """Shorten texts to ``longest`` characters, because text that will be truncated need not be tokenized."""
     at_start = request.truncation == "start"
     return msgspec.structs.replace(
         request,
@@ -207,7 +209,9 @@ def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
 
 
 def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
-    """Bytes of the vectors that the requests come to: float32, one for each, or for each token. 0 for tasks without vectors."""
+    """Return the bytes of the result vectors: float32, one vector per request or per token. 0 for tasks without
+    vectors.
+    """
     if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
         return 0
     each_token = params.task is PoolingTask.TOKEN_EMBED
@@ -216,14 +220,14 @@ def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], e
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming what is served, unless an engine serves ``task``."""
+    """Raise InvalidArgument, naming the served tasks, unless an engine serves ``task``."""
     word = task.name.lower()
     if word not in capabilities:
         raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
 
 
 def check_scores(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming what is served, unless engines score pairs themselves or by their vectors."""
+    """Raise InvalidArgument, naming the served tasks, unless engines score pairs directly or by embeddings."""
     if not {"score", "embed"} & set(capabilities):
         raise _wrong_model(
             f"the model does not score: it serves neither score nor embed; it serves {served(capabilities)}"
@@ -231,13 +235,13 @@ def check_scores(capabilities: Sequence[str]) -> None:
 
 
 def check_pools(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming what is served, for engines that do not pool at all."""
+    """Raise InvalidArgument, naming the served tasks, if no engine serves a pooling task."""
     if not set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming what is served, for engines that pool and do not generate."""
+    """Raise InvalidArgument, naming the served tasks, if engines only pool and do not generate."""
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
 
@@ -247,12 +251,12 @@ def _wrong_model(message: str) -> InvalidArgument:
 
 
 def served(capabilities: Sequence[str]) -> str:
-    """What clients can ask for, as text."""
+    """Return the capabilities that clients can use, as text."""
     return ", ".join(word for word in capabilities if word in ("generate", *POOLING_WORDS)) or "nothing now"
 
 
 def load_labels(config: ModelConfig) -> list[str]:
-    """Names of the model's classes in order, as its config.json has them; empty where it has none. Raises ConfigError."""
+    """Return the class names from config.json in order; empty if it has none. Raises ConfigError."""
     file = resolve(config) / "config.json"
     try:
         named = {int(index): str(label) for index, label in read_json(file).get("id2label", {}).items()}

@@ -1,4 +1,4 @@
-"""Checks the sampling parameters of a request, its list lengths, and the n choices of one prompt."""
+"""Checks of a request's sampling parameters and list lengths, and the split into n sequences."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from penstock_frontend.config import LimitsConfig
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _TOP_K_OFF = -1
-"""How vLLM spells a ``top_k`` that is switched off."""
+"""vLLM's value for a disabled ``top_k``."""
 _PATH = "sampling_params"
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that a model's generation_config.json gives. Raises ConfigError when one of them is out of range.
+    """Return the defaults of a model's generation_config.json. Raises ConfigError if one is out of range.
 
-    The sampling filters count only where the model asks to be sampled from (``do_sample``), the repetition penalty always.
+    Sampling filters count only if the model asks for sampling (``do_sample``). The repetition penalty always counts.
     """
     defaults: dict[str, Any] = {}
     if generation_config.get("do_sample"):
@@ -46,7 +46,8 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: LimitsConfig) -> SamplingParams:
-    """The parameters of a request: what is given, else the model's defaults, else ours; the seed always concrete.
+    """Return the parameters of a request: given values, then the model's defaults, then Penstock's. The seed is always
+    set.
 
     Raises InvalidArgument naming the field, the value and the limit.
     """
@@ -69,7 +70,7 @@ def _with_top_k(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidArgument when one of the token ids in ``params`` does not exist."""
+    """Raise InvalidArgument if a token id in ``params`` does not exist."""
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
@@ -87,7 +88,7 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_lists(params: Any, limits: LimitsConfig) -> None:
-    """Raise InvalidArgument for a list with too many entries in parameters, the domain's or those of a message."""
+    """Raise InvalidArgument for a list with too many entries. ``params`` may be the domain's object or an API message."""
     for name, what, limit in (
         ("stop", "strings", "max_stop_strings"),
         ("stop_token_ids", "ids", "max_stop_token_ids"),
@@ -139,17 +140,16 @@ def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsCon
     raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
 
 
-# One prompt, several sequences (``n``): each is a request of its own to the engine.
+# Sequences of one prompt (``n``). Each is a separate request to the engine.
 
 
 def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The engine's requests for a request, in the order of their index; without ``n`` > 1 it is its only one.
+    """Split a request into one engine request per sequence, in order of their index.
 
-    Sequence i has seed + i, so it is what the same request with that seed gives alone. The prompt's log-probabilities are
-    the same for all: only the first computes them. The engine sees requests with ``n`` 1.
+    Sequence i has seed + i, so it equals the output of a single request with that seed. Prompt log-probabilities are
+    the same for all sequences, so only the first computes them. Engine requests always have ``n`` 1.
 
-    Behind the last hyphen of an id there is the request's number, then a dot and the index: ids that clients chose cannot
-    make two of them the same.
+    The id ends with a hyphen, the request's number, a dot, and the index. So ids chosen by clients cannot collide.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -170,24 +170,24 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _wrapped(seed: int) -> int:
-    """Behind the largest seed comes the smallest."""
+    """Wrap a seed around from the largest to the smallest value."""
     return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
 
 
-# How many entries the lists of a request may have. Lists are counted before they are looked at, or copied.
+# Limits of list lengths in a request. Lists are counted before they are processed or copied.
 
 
 def check_count(field: str, count: int, limits: LimitsConfig, name: str) -> None:
-    """Raise InvalidArgument for more entries in ``field`` than the limit ``name`` says."""
+    """Raise InvalidArgument if ``field`` has more entries than the limit ``name``."""
     limit: int = getattr(limits, name)
     if count > limit:
         raise InvalidArgument(f"{field} has {count} entries; limits.{name} is {limit}", field=field)
 
 
 def check_conversation(messages: Sequence[Any], tools: Sequence[Any], limits: LimitsConfig) -> None:
-    """Raise InvalidArgument for too many messages or tools, and for a message with too many parts or tool calls.
+    """Raise InvalidArgument for too many messages or tools, or for a message with too many parts or tool calls.
 
-    The messages are the domain's, or those of the public API.
+    Messages may be the domain's objects or those of the public API.
     """
     check_count("messages", len(messages), limits, "max_messages")
     check_count("tools", len(tools), limits, "max_tools")

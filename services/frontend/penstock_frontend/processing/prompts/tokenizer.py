@@ -1,4 +1,4 @@
-"""The model's tokenizer, on the ``tokenizers`` library alone: importing transformers costs seconds."""
+"""Tokenizer of the model. It uses only the ``tokenizers`` library, because importing transformers takes seconds."""
 
 import asyncio
 import contextlib
@@ -18,37 +18,40 @@ from penstock_common import files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 
-# Decoding of byte-level vocabularies (GPT-2, Llama 3, Qwen): there a token is some bytes, whatever stands beside it.
+# Decoding of byte-level vocabularies (GPT-2, Llama 3, Qwen), in which a token is a byte sequence independent of its
+# neighbors.
 
 _Decode = Callable[[Sequence[int]], str]
 
 
 class OddTokenError(Exception):
-    """A token whose text is not that of its bytes."""
+    """Error for a token whose text differs from its bytes."""
 
 
 class ByteLevelDecoder:
-    """What the library's decoder gives, in a fifth of the time for the few tokens that a stream decodes at once.
+    """Fast decoder for byte-level vocabularies. For short inputs it takes a fifth of the time of the library's decoder.
 
-    The bytes of a token are looked up once, and held against what the library makes of the token alone.
+    The bytes of each token are looked up once, and compared with the library's text of the token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
-        """``decode``: the library's, special tokens included."""
+        """Create the decoder. ``decode`` is the library's decoder, including special tokens."""
         self._bytes_of = _Bytes(backend, decode).__getitem__
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``; ids without a token are left out. Raises OddTokenError when the library has to do it."""
+        """Return the text of ``token_ids``. Ids without a token are skipped. Raises OddTokenError if the library must
+        decode.
+        """
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
 
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Whether the decoder joins the bytes of tokens and does nothing else."""
+    """Return whether the tokenizer's decoder only joins the bytes of tokens."""
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
 
 class _Bytes(dict[int, bytes]):
-    """Filled as tokens come."""
+    """Cache of the bytes of tokens, filled on demand."""
 
     def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
         super().__init__()
@@ -68,7 +71,10 @@ class _Bytes(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones of Latin-1 as they are, the others from U+0100 on."""
+    """Return the bytes that characters of byte-level vocabularies stand for.
+
+    Printable Latin-1 bytes are their own characters. The others are mapped to characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -78,44 +84,47 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def spelt_bytes(token: str) -> bytes:
-    """Return the bytes that a byte-level vocabulary spells by a token; a token with other characters is its own text."""
+    """Return the bytes that a token of a byte-level vocabulary encodes. A token with other characters is its own text."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
         return token.encode()
 
 
-# Tokens that stand for media, and that no text of a client's becomes.
+# Media placeholder tokens, which client text must never produce.
 
 
 def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """A copy of a tokenizer that knows ``tokens`` by other names, which nobody can guess, and these names by token. Their ids
-    are the same, and so is what they do to the text beside them; to the copy their own characters are text.
+    """Copy a tokenizer and rename ``tokens`` to random names. Returns the copy, and the new name of each token.
 
-    Tokens that were not added to the model's own are left as they are. Raises ConfigError where none was, or one cannot be told
-    from text.
+    The ids and the effect on surrounding text do not change. The copy treats the original names as plain text. Tokens
+    that are not added tokens of the model are skipped. Raises ConfigError if none is, or if one cannot be renamed.
     """
     described = json.loads(backend.to_str())
     added = {entry["content"]: entry for entry in described["added_tokens"]}
     names = {token: f"<|{uuid.uuid4().hex}|>" for token in tokens if token in added}
     if not names:
-        raise ConfigError(f"the tokenizer has no added token {' or '.join(map(repr, tokens))}, which stand for media")
+        raise ConfigError(
+            f"the tokenizer has no added token {' or '.join(map(repr, tokens))}, which the model uses as a media "
+            "placeholder"
+        )
     for token, name in names.items():
         added[token]["content"] = name
     _rename(described["model"], names)
     try:
         copy = tokenizers.Tokenizer.from_str(json.dumps(described))
-    except Exception as e:  # tokenizers raises nothing narrower
-        raise ConfigError(f"the tokenizer cannot be told to take {', '.join(tokens)} for text: {e}") from e
+    except Exception as e:  # tokenizers raises no narrower error
+        raise ConfigError(f"the tokenizer cannot treat {', '.join(tokens)} as text: {e}") from e
     for token, name in names.items():
         if copy.token_to_id(name) != backend.token_to_id(token):
-            raise ConfigError(f"the tokenizer cannot be told to take {token!r} for text: its id would be another one")
+            raise ConfigError(f"the tokenizer cannot treat {token!r} as text: its id would change")
     return copy, names
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """A model may know added tokens, too: as keys of a vocabulary, or in a list of pieces and scores. Merges that lead to
-    them are dropped: no text becomes such a token.
+    """Rename tokens in a model's vocabulary, which is a dict or a list of pieces with scores.
+
+    Merges that produce these tokens are dropped, so no text becomes such a token.
     """
     vocabulary = model.get("vocab")
     if model.get("unk_token") in names:
@@ -131,34 +140,36 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
-    """The two pieces of a merge, and what they become."""
+    """Return the two pieces of a merge, and the piece that they form."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second, first + second
 
 
-# Texts in which control tokens may be spelt out without being tokens.
+# Texts in which control tokens may be spelled out without becoming tokens.
 
 
 class GuardedText(str):
-    """A text of a prompt. Where a client wrote the characters of a control token they are characters.
+    """Text of a prompt in which control tokens written by a client are plain characters.
 
-    ``named`` is the same text with each control token that the chat template wrote under the name by which
-    ``Tokenizer.guard`` knows it. The tokenizer reads ``named``, everybody else the text itself. Operations of ``str`` return a
-    plain text, whose control tokens are all tokens: use ``cut`` and ``joined``.
+    In ``named``, control tokens written by the chat template have the names of ``Tokenizer.guard``. The tokenizer reads
+    ``named``; all other code uses the text itself. Methods of ``str`` return plain text in which all control tokens
+    count, so use ``cut`` and ``joined`` instead.
     """
 
     __slots__ = ("named",)
     named: str
 
     def __new__(cls, text: str, named: str) -> "GuardedText":
-        """``text`` with its ``named``."""
+        """Create ``text`` with its ``named`` form."""
         made = super().__new__(cls, text)
         made.named = named
         return made
 
 
 def cut(text: str, longest: int, *, at_start: bool = False) -> str:
-    """At most the first ``longest`` characters of a text, guarded if the text is. ``at_start``: the last ones."""
+    """Return at most the first ``longest`` characters, or the last ones with ``at_start``. A guarded text stays
+    guarded.
+    """
     kept = slice(-longest, None) if at_start else slice(longest)
     if isinstance(text, GuardedText):
         return GuardedText(text[kept], text.named[kept])
@@ -166,7 +177,9 @@ def cut(text: str, longest: int, *, at_start: bool = False) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """The texts as one, guarded if any of them is. Texts beside guarded ones must not have control tokens."""
+    """Join texts. The result is guarded if any text is. Unguarded texts next to guarded ones must not have control
+    tokens.
+    """
     parts = list(texts)
     text = "".join(parts)
     if not any(isinstance(part, GuardedText) for part in parts):
@@ -174,18 +187,18 @@ def joined(texts: Iterable[str]) -> str:
     return GuardedText(text, "".join(part.named if isinstance(part, GuardedText) else part for part in parts))
 
 
-# Texts that are tokenized and cut to so many tokens. What a tokenizer puts around a text stays, as transformers has it.
+# Truncation of tokenized texts. As in transformers, special tokens around a text are kept.
 
 End = Literal["end", "start"]
-"""Where tokens are cut off."""
+"""End at which tokens are cut off."""
 
 
 class Cut(NamedTuple):
-    """How a text is cut.
+    """Truncation of a text.
 
     Attributes:
-        longest: Tokens of a prompt, with the tokens that are put around its texts, which must be fewer.
-        at: Where tokens are cut off.
+        longest: Maximum number of tokens of a prompt, including the special tokens around its texts.
+        at: End at which tokens are cut off.
     """
 
     longest: int
@@ -193,7 +206,7 @@ class Cut(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """The same for tokenizers."""
+        """Same end as a direction of the tokenizers library."""
         return "right" if self.at == "end" else "left"
 
     def of(self, ids: list[int]) -> list[int]:
@@ -209,7 +222,7 @@ def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers
 
 
 def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: Cut) -> tokenizers.Encoding:
-    """The same of two texts in one prompt: the longer one gives way until both are alike."""
+    """Truncate two texts of one prompt: the longer one is cut first, until both have equal length."""
     one, other = (backend.encode(each, add_special_tokens=False) for each in (text, second))
     of_one, of_other = _shares(len(one), len(other), cut.longest - backend.num_special_tokens_to_add(True))
     one.truncate(of_one, direction=cut.direction)
@@ -218,7 +231,9 @@ def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: 
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of each text stay. An odd one is the longer text's, of texts that are alike the second's."""
+    """Return how many tokens of each text remain. An odd token goes to the longer text, or to the second if they are
+    equal.
+    """
     shorter = min(first, second, room // 2)
     return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
 
@@ -232,13 +247,15 @@ _WEIGHT_INDEXES = ("*.index.json",)
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""The token of a byte, in vocabularies of SentencePiece."""
+"""Byte token of SentencePiece vocabularies."""
 _LONG_TEXT = 64 * 1024
-"""Characters above which a text is tokenized in a thread for such texts alone: it may take seconds, and others do not wait."""
+"""Number of characters above which a text is tokenized in a separate thread. It may take seconds, and others must not
+wait.
+"""
 
 
 class TokenizerPanicError(Exception):
-    """The library has met a defect of its own. What it raises then is no Exception, which nobody is prepared for."""
+    """Error for a panic in the tokenizers library, which raises a BaseException that callers do not expect."""
 
 
 @contextlib.contextmanager
@@ -256,23 +273,23 @@ def _without_panic(error: BaseException) -> BaseException:
 
 
 class Encoded(NamedTuple):
-    """Token ids, and the tokens as the vocabulary writes them where they were asked for."""
+    """Token ids, and the tokens' spelling in the vocabulary if requested."""
 
     ids: list[int]
     tokens: Sequence[str] = ()
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of two texts in one prompt. ``second_text_start``: first token of the second type, None without one."""
+    """Token ids of two texts in one prompt. ``second_text_start`` is the first token of the second text, or None."""
 
     ids: list[int]
     second_text_start: int | None
 
 
 class Tokenizer:
-    """Text to tokens in a few threads, off the event loop; tokens to text in the caller's thread.
+    """Tokenizer that encodes in a few threads, off the event loop, and decodes in the caller's thread.
 
-    Special tokens around a text (begin of sequence) are those that the post-processor in tokenizer.json adds.
+    Special tokens around a text (such as BOS) are those that the post-processor in tokenizer.json adds.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
@@ -292,49 +309,53 @@ class Tokenizer:
         self._anchor = self._find_anchor()
 
     def hide(self, tokens: Sequence[str]) -> None:
-        """From now on the characters of these tokens are text, and their ``stand_in`` is the token. To be called before any text
-        comes. Raises ConfigError.
+        """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token.
+
+        Call it before any text is tokenized. Raises ConfigError.
         """
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
     def stand_in(self, token: str) -> str:
-        """What a hidden token is called in a text. No client can know it. Raises ConfigError for one that is not hidden."""
+        """Return the text of a hidden token. Clients cannot know it. Raises ConfigError for a token that is not hidden."""
         if token not in self._stand_ins:
-            raise ConfigError(f"the tokenizer has no added token {token!r}, which stands for media")
+            raise ConfigError(
+                f"the tokenizer has no added token {token!r}, which the model uses as a media placeholder"
+            )
         return self._stand_ins[token]
 
     def added_tokens(self) -> list[tokenizers.AddedToken]:
-        """Tokens beside those of the model's own vocabulary, without the hidden ones."""
+        """Return the added tokens without the hidden ones."""
         added = self._backend.get_added_tokens_decoder().values()
         return [token for token in added if token.content not in self._stand_ins]
 
     @property
     def normalizes(self) -> bool:
-        """Whether texts are changed before tokens are looked for in them."""
+        """Whether texts are normalized before tokens are searched."""
         return self._backend.normalizer is not None
 
     def guard(self, tokens: Sequence[str]) -> Mapping[str, str]:
-        """From now on the characters of these tokens are text where a text is a GuardedText. Returns the names of the tokens in
-        ``GuardedText.named``, which no client can know. To be called once, after ``hide``, before any text comes. Raises
-        ConfigError.
+        """Treat these tokens as plain text in every GuardedText from now on. Returns their names for
+        ``GuardedText.named``.
+
+        Clients cannot know the names. Call it once, after ``hide``, before any text is tokenized. Raises ConfigError.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
 
     def literal(self, text: str) -> list[int]:
-        """Token ids of a text that is no client's: the model's own tokens are found in it, hidden ones, too."""
+        """Return the token ids of a trusted text, in which all of the model's tokens count, including hidden ones."""
         with _no_panic():
             return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
-        """Tokenize ``text``. Without ``with_tokens`` there are only ids."""
+        """Tokenize ``text``. Tokens are returned only if ``with_tokens`` is set."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
-        """Tokenize two texts into one prompt, as the tokenizer's template for pairs says; for each pair. ``cut``: see
+        """Tokenize pairs of texts, each into one prompt with the tokenizer's pair template. For ``cut`` see
         ``encode_all``.
         """
 
@@ -345,7 +366,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``, special tokens included. Ids without a token are left out."""
+        """Return the text of ``token_ids`` with special tokens. Ids without a token are skipped."""
         if self._byte_level is None:
             return self._decode(token_ids)
         try:
@@ -354,7 +375,7 @@ class Tokenizer:
             return self._decode(token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        try:  # hot: a context manager would cost as much as a short text
+        try:  # Hot path: a context manager would cost as much as decoding a short text.
             return self._backend.decode(token_ids, skip_special_tokens=False)
         except Exception:
             raise
@@ -363,27 +384,28 @@ class Tokenizer:
 
     @functools.cached_property
     def leading_token(self) -> int | None:
-        """The token that is put in front of every text, as a BOS or CLS; None if there is none."""
+        """Token added before every text, such as BOS or CLS; None if there is none."""
         with_it, without = (self._backend.encode("a", add_special_tokens=add).ids for add in (True, False))
         return with_it[0] if len(with_it) > len(without) and with_it[:1] != without[:1] else None
 
     def num_added(self, *, pair: bool) -> int:
-        """How many tokens are put around a text, or around both of a pair."""
+        """Return how many special tokens are added around a text, or around a pair."""
         return int(self._backend.num_special_tokens_to_add(pair))
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is this text; None where there is none."""
+        """Return the id of the token with this text, or None."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id
 
     def is_special(self, text: str) -> bool:
-        """Whether ``text`` is a special token, which is left out of outputs unless they are asked to show it."""
+        """Return whether ``text`` is a special token. Outputs omit special tokens unless requested."""
         return self._backend.token_to_id(text) in self.special_ids
 
     def text_of(self, token_id: int) -> str:
-        """What a token adds to a text behind another token: its leading space, which decoding it alone may lose, is there.
+        """Return the text that a token adds after another token, including a leading space that decoding it alone may
+        lose.
 
-        U+FFFD for a part of a character, the name of a special token, ``""`` for an id without a token.
+        Returns U+FFFD for a part of a character, the name of a special token, and ``""`` for an id without a token.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -393,7 +415,7 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of ``text_of`` a token, where a part of a character has its own bytes and not those of U+FFFD."""
+        """Return the bytes of ``text_of`` a token. A part of a character has its own bytes, not those of U+FFFD."""
         data = self._bytes.get(token_id)
         if data is None:
             text = self.text_of(token_id)
@@ -401,7 +423,7 @@ class Tokenizer:
         return data
 
     def _own_bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token that becomes ``text``, of a vocabulary that spells bytes; else those of the text."""
+        """Return the bytes of a token in a byte vocabulary, or else the bytes of its ``text``."""
         token = self._backend.id_to_token(token_id) or ""
         if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(fallback[1], 16)])
@@ -411,9 +433,7 @@ class Tokenizer:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Token ids of each text, ``add_special_tokens`` around it. ``cut``: how texts that are too long are cut, to more than
-        ``num_added`` tokens.
-        """
+        """Return the token ids of each text. ``cut`` truncates long texts; its limit must exceed ``num_added`` tokens."""
 
         def encode() -> list[list[int]]:
             with _no_panic():
@@ -427,7 +447,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of a whole sequence, decoded off the event loop."""
+        """Return the text of a whole sequence, decoded off the event loop."""
 
         def decode() -> str:
             return self.decode(
@@ -437,19 +457,19 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns, called in one of its threads and in the caller's context: for work on texts that would hold
-        the loop up.
+        """Call ``function`` in a tokenizer thread with the caller's context. For text work that would block the event
+        loop.
         """
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """End the thread pools; texts not begun yet are dropped."""
+        """Close the thread pools. Texts that are still queued are dropped."""
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_anchor(self) -> list[int]:
-        """A token to put before others: a letter or digit of its own, so that nothing joins with it; or no token."""
+        """Return a token to decode before others: a single letter or digit, which never merges. Empty if there is none."""
         for token in "0123456789abcdefghijklmnopqrstuvwxyz":
             token_id = self._backend.token_to_id(token)
             if token_id is not None and self.decode([token_id]) == token:
@@ -460,14 +480,14 @@ class Tokenizer:
         return self._threads if size <= _LONG_TEXT else self._long_threads
 
     def _reading(self, text: str) -> tuple[tokenizers.Tokenizer, str]:
-        """What reads a text, and the text as that knows it."""
+        """Return the tokenizer for a text, and the text in that tokenizer's form."""
         return (self._guarded_reader, text.named) if isinstance(text, GuardedText) else (self._reader, text)
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
         reader, text = self._reading(text)
         with _no_panic():
             ids = reader.encode(text, add_special_tokens=add_special_tokens).ids
-        # One by one: the library's own list of them keeps the interpreter from all other threads until it is made.
+        # One call per token, because the library's list holds the GIL until it is complete.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
     def _encode_pair(self, text: str, second: str, cut: Cut | None) -> EncodedPair:
@@ -483,27 +503,29 @@ class Tokenizer:
 
 
 class ModelFiles(NamedTuple):
-    """What the frontend reads of a model: ``tokenizer``, and ``generation_config.json`` as a dict (empty without one)."""
+    """Files of a model that the frontend reads: ``tokenizer``, and ``generation_config.json`` as a dict (empty if
+    missing).
+    """
 
     tokenizer: Tokenizer
     generation_config: dict[str, Any]
 
 
 def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
-    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming what is missing."""
+    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming the missing file."""
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
     return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
 
 
 def resolve(config: ModelConfig) -> Path:
-    """The local directory of the model; a hub id is downloaded, weights left out. Raises ConfigError."""
+    """Return the local directory of the model. A hub id is downloaded without weights. Raises ConfigError."""
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
         raise ConfigError(f"model.path is {config.path!r}: there is no such directory")
-    import huggingface_hub  # imported here: costs time and is needed for hub ids alone
+    import huggingface_hub  # slow to import, and needed only for hub ids
 
     try:
         return Path(
@@ -514,7 +536,7 @@ def resolve(config: ModelConfig) -> Path:
                 ignore_patterns=list(_WEIGHT_INDEXES),
             )
         )
-    except Exception as e:  # its failures have no common base: HTTP, offline, validation
+    except Exception as e:  # its failures have no common base class
         raise ConfigError(
             f"model.path is {config.path!r}: no such directory, and the hub says: {_first_line(e)}"
         ) from e
@@ -526,17 +548,17 @@ def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(files.read_input(file))
     except FileNotFoundError:
         return _convert_tokenizer(folder, path)
-    except Exception as e:  # tokenizers raises nothing narrower
+    except Exception as e:  # tokenizers raises no narrower error
         raise ConfigError(f"model.path is {path!r}: its tokenizer.json cannot be read: {_first_line(e)}") from e
 
 
 def _convert_tokenizer(folder: Path, path: str) -> tokenizers.Tokenizer:
     problem = f"model.path is {path!r}: it has no tokenizer.json, and none can be made from what it has"
     try:
-        from transformers import AutoTokenizer  # slow to import, and only needed to convert other formats
+        from transformers import AutoTokenizer  # slow to import, and needed only to convert other formats
 
         backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
-    except Exception as e:  # whatever the model's tokenizer class raises
+    except Exception as e:  # any error of the model's tokenizer class
         raise ConfigError(f"{problem}: {_first_line(e)}") from e
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(problem)
@@ -548,7 +570,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty when there is no file. Raises ConfigError."""
+    """Read a JSON object from a file. Returns an empty dict if the file does not exist. Raises ConfigError."""
     try:
         data = files.read_json(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Describes a model to gateways: its model card, and its tokenizer files in one archive."""
+"""Model description for gateways: the model card, and an archive of the tokenizer files."""
 
 import asyncio
 import hashlib
@@ -16,15 +16,16 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.sampling_params import SAMPLING_DEFAULTS, model_defaults
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# What a model's files say of it, for clients that build prompts and read outputs themselves.
+# Model metadata for clients that build prompts and parse outputs themselves.
 
 _ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """``folder``: where the files are. ``sampling_defaults``: the model's own, where they differ from ours.
+    """Metadata from a model's files.
 
-    ``pad_token_id`` and ``bos_token_id`` are 0 where the model names none.
+    ``folder`` has the files. ``sampling_defaults`` are the model's defaults that differ from Penstock's.
+    ``pad_token_id`` and ``bos_token_id`` are 0 if the model has none.
     """
 
     folder: Path
@@ -37,10 +38,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -> ModelCard:
-    """Read config.json, where there is one. Raises ConfigError when it cannot be read."""
+    """Read config.json if it exists. Raises ConfigError if it cannot be read."""
     folder = resolve(config)
     described = read_json(folder / "config.json")
-    # A model of several parts describes the one that generates in a section of its own.
+    # Multimodal models describe their language model in a separate section.
     text = {**described, **(described.get("text_config") or {})}
     ends = [*_ids(text.get("eos_token_id")), *_ids(generation_config.get("eos_token_id"))]
     defaults = model_defaults(generation_config)
@@ -80,28 +81,30 @@ _NAMES = frozenset(
 )
 _SUFFIXES = (".model", ".tiktoken", ".jinja")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""The oldest date that a zip archive can tell: one for all files, so that equal files make equal archives."""
+"""Earliest date that a zip archive can store. All files have it, so that equal files give equal archives."""
 
 
 class Bundle(NamedTuple):
-    """A zip archive and its SHA-256 in hex."""
+    """Zip archive and its SHA-256 in hexadecimal."""
 
     data: bytes
     sha256: str
 
 
 class TokenizerBundle:
-    """Built when it is first asked for, off the event loop, and kept: a model's files do not change while it is served."""
+    """Archive of the tokenizer files, built off the event loop at first use. It is kept, because the files do not
+    change.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._building: asyncio.Task[Bundle] | None = None
 
     async def get(self) -> Bundle:
-        """The archive. Raises NotFound for a model without such files."""
+        """Return the archive. Raises NotFound if the model has no such files."""
         if self._building is None or (self._building.done() and self._building.exception() is not None):
             self._building = asyncio.create_task(asyncio.to_thread(_build, self._folder))
-        # Those who ask while it is built share it, and one that goes away does not take it from the others.
+        # Concurrent callers share the build. A caller that is cancelled must not cancel it for the others.
         return await asyncio.shield(self._building)
 
 

@@ -35,7 +35,7 @@ async def test_anything_else_is_shown_as_a_text_with_a_warning(given: str) -> No
     warnings = WarningLog().begin("a")
     assert json.loads(arguments_text(given, "tool_calls[0].arguments")) == {"INVALID_JSON": given}
     assert warnings.headers["penstock-warning"].startswith(
-        "arguments_not_json: tool_calls[0].arguments is no JSON object"
+        "arguments_not_json: tool_calls[0].arguments is not a JSON object"
     )
 
 
@@ -51,4 +51,4 @@ async def test_a_result_belongs_to_a_call_before_it() -> None:
 
     assert warned("c1") == ""
     assert warned("") == "", "a client that gives calls no ids cannot be told of them"
-    assert warned("c2") == "result_without_call: input[5] is the result of a call that the conversation does not have"
+    assert warned("c2") == "result_without_call: input[5] is the result of a call that is not in the conversation"

@@ -111,7 +111,7 @@ def test_templates_find_what_transformers_offers_them(source: str, text: str) ->
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ dict.update(messages[0], {'role': 'x'}) }}", "no attribute 'update'"),
-        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "no name of a variable"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "not a valid variable name"),
         ("{{ 'x' * 10000000 }}", "too much memory"),
         ("{{ 9 ** 99999999 }}", "too much memory"),
     ],

@@ -196,7 +196,7 @@ async def test_a_modality_that_the_model_does_not_take_is_refused(make: Make) ->
     made.service.family.modalities = frozenset({"image"})
     error = await made.refused(part(EncodedFile(sound_file()), "audio"))
     assert isinstance(error, InvalidArgument)
-    assert "the model takes image" in error.message
+    assert "the model accepts image" in error.message
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What each family of models makes of media, and where it puts them in a prompt."""
+"""Media of each model family: processing of items, and their place in prompts."""

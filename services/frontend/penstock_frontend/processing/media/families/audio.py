@@ -1,6 +1,7 @@
-"""Sound: Qwen2-Audio, one window a clip, and Voxtral, as many windows as there are.
+"""Audio families: Qwen2-Audio with one window per clip, and Voxtral with several windows.
 
-https://huggingface.co/docs/transformers/model_doc/qwen2_audio, https://huggingface.co/docs/transformers/model_doc/voxtral
+https://huggingface.co/docs/transformers/model_doc/qwen2_audio,
+https://huggingface.co/docs/transformers/model_doc/voxtral
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,21 @@ from penstock_frontend.processing.media.families.tensors import MediaProcessor
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60
-"""Of a clip, however long prompts may be: half an hour. The processor knows no limit."""
+"""Maximum number of windows per clip, for prompts of any length: half an hour. The processor itself has no limit."""
 _POSITIONS = 131_072
-"""Of Voxtral's text model, where the checkpoint does not say."""
+"""Default number of positions of Voxtral's text model."""
 
 
 class Windows(NamedTuple):
-    """Sound of ``samples`` a window at ``sampling_rate``, as ``steps`` of ``bins`` numbers. ``rows_of_window``: 0 where a
-    window has as many rows as there is sound in it, which a mask says; else a clip may have ``max_windows``.
+    """Format of audio windows: ``samples`` per window at ``sampling_rate``, as ``steps`` of ``bins`` numbers.
+
+    Attributes:
+        sampling_rate: Sampling rate in Hz.
+        samples: Samples per window.
+        steps: Feature steps per window.
+        bins: Numbers per step.
+        rows_of_window: Embeddings per window; 0 if the number depends on the mask.
+        max_windows: Maximum number of windows per clip.
     """
 
     sampling_rate: int
@@ -39,12 +47,12 @@ class Windows(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Of the longest clip."""
+        """Maximum number of embeddings of a clip."""
         return self.rows_of_window * self.max_windows or _masked_rows(self.steps)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``input_features`` ``[windows, bins, steps]``, and of ``feature_attention_mask`` ``[1, steps]`` where there is
-        one.
+        """Return the item of ``input_features`` ``[windows, bins, steps]`` and an optional ``feature_attention_mask``
+        ``[1, steps]``.
         """
         count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
         if not 1 <= count <= self.max_windows:
@@ -56,19 +64,21 @@ class Windows(NamedTuple):
         mask = tensors.to_array(tensors.taken(data, _MASK, (1, self.steps)))[0].astype(bool)
         length = int(mask.sum())
         if not mask[:length].all() or (rows := _masked_rows(length)) < 1:
-            raise ValueError(f"{_MASK} leaves {length} steps of sound, which must stand first and make an embedding")
+            raise ValueError(
+                f"{_MASK} leaves {length} steps of audio, which must come first and be enough for one embedding"
+            )
         return rows
 
     @property
     def least_samples(self) -> int:
-        """Of the shortest clip, of which the encoder makes one embedding."""
+        """Minimum number of samples of a clip, enough for one embedding."""
         if self.rows_of_window:
             return 1
         steps = next(length for length in range(1, self.steps + 1) if _masked_rows(length) > 0)
         return (steps - 1) * (self.samples // self.steps) + 1
 
     def check(self, num_samples: int) -> None:
-        """Raise ValueError for more sound than a clip may have, or less than an embedding is made of."""
+        """Raise ValueError if a clip is too long, or too short for one embedding."""
         most, least = self.samples * self.max_windows, self.least_samples
         if num_samples < least:
             raise ValueError(
@@ -83,7 +93,7 @@ class Windows(NamedTuple):
 
 
 class Audio:
-    """One token for each row. ``names``: of the tensors."""
+    """Family in which each embedding has one token. ``names`` are the names of the input tensors."""
 
     modalities: frozenset[Modality] = frozenset({"audio"})
 
@@ -97,16 +107,16 @@ class Audio:
         self._names = names
 
     def placeholder(self, modality: Modality) -> str:
-        """The token of a row."""
+        """Return the token of an embedding."""
         del modality
         return self._token
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Tokens, each of them a row."""
+        """Return one token per embedding for each item."""
         return [Replacement([self._token_id] * item.num_embeds) for item in items]
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors that the processor gives, or of as many embeddings as a clip may have."""
+        """Return the item of the processor's tensors, or of embeddings up to the maximum number of a clip."""
         del modality
         if EMBEDS not in data:
             tensors.check_names(data, self._names)
@@ -115,17 +125,17 @@ class Audio:
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of the longest clip."""
+        """Return the number of tokens of the longest clip."""
         del modality
         return self._windows.max_rows
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """An ``AudioProcessor``."""
+        """Return a function that creates an ``AudioProcessor``."""
         return partial(AudioProcessor, self._folder, self._windows)
 
 
 class Qwen2Audio(Audio):
-    """A clip is one window at most."""
+    """Family with at most one window per clip."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         token = checkpoint.token("audio_token", "<|AUDIO|>")
@@ -133,7 +143,7 @@ class Qwen2Audio(Audio):
 
 
 class Voxtral(Audio):
-    """A clip is filled up with silence to whole windows, all of which the model hears, as many as a prompt has room for."""
+    """Family that pads a clip with silence to whole windows, up to the number that fits into a prompt."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tower = checkpoint.sub_config("audio_config")
@@ -150,17 +160,17 @@ class Voxtral(Audio):
 
 
 class AudioProcessor(MediaProcessor):
-    """Whisper's feature extractor, on numpy where torch is not there."""
+    """Whisper's feature extractor, which runs on numpy without torch."""
 
     def __init__(self, folder: Path, windows: Windows) -> None:
-        from transformers import WhisperFeatureExtractor  # half a second: in media workers alone
+        from transformers import WhisperFeatureExtractor  # takes half a second, so only media workers import it
 
         load: Any = WhisperFeatureExtractor.from_pretrained
         self._extractor = load(str(folder), local_files_only=True)
         self._windows = windows
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One clip. Takes no arguments."""
+        """Process one clip. Accepts no arguments."""
         base.check_names(kwargs, ())
         self._windows.check(len(samples))
         return self._windows.item(self._in_windows(samples) if self._windows.rows_of_window else self._masked(samples))
@@ -180,7 +190,7 @@ class AudioProcessor(MediaProcessor):
 
 
 def _windows(checkpoint: Checkpoint) -> Windows:
-    """Of the feature extractor's configuration, with the defaults of its class."""
+    """Return the window format of the feature extractor's configuration, with the defaults of its class."""
     settings = checkpoint.feature_extractor
     rate = checkpoint.number("sampling_rate", settings, default=16_000)
     samples = checkpoint.number("chunk_length", settings, default=30) * rate
@@ -189,5 +199,7 @@ def _windows(checkpoint: Checkpoint) -> Windows:
 
 
 def _masked_rows(length: int) -> int:
-    """Rows of so many steps: the tower's convolutions halve them, and so does pooling."""
+    """Return the number of embeddings of that many steps. The audio encoder's convolutions and pooling each halve the
+    length.
+    """
     return ((length - 1) // 2 + 1 - 2) // 2 + 1

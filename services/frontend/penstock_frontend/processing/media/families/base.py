@@ -1,4 +1,4 @@
-"""Defines media items, and the interface between a model family's media and the rest of the frontend."""
+"""Media items, and the interface between a model family's media and the rest of the frontend."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,15 +11,18 @@ from PIL.Image import Image
 from penstock_common.types.media import EmbedRun, Modality, TensorData
 from penstock_frontend.call_types import MediaPart
 
-# What a media worker makes of a medium.
+# Results of media processing.
 
 
 class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A medium as the model takes it.
+    """A media item in the form that the model takes.
 
-    ``data``: what the model's processor in transformers gives for this item alone, under its names, with its leading dimension
-    of 1 where it has one. Pixels are uint8: neither rescaled nor normalized. ``num_embeds``: rows that the model's tower makes of
-    it. ``layout``: what else its family needs to know to put it into a prompt, as numbers (rows and columns of tiles, ...).
+    Attributes:
+        modality: Modality of the item.
+        data: Output of the model's transformers processor for this item alone, under the same names, with a leading dimension of
+            1 if it has one. Pixels are uint8, neither rescaled nor normalized.
+        num_embeds: Number of embeddings that the model's encoder computes for the item.
+        layout: Other numbers that the family needs to place the item in a prompt, such as rows and columns of tiles.
     """
 
     modality: Modality
@@ -29,16 +32,20 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of its data."""
+        """Size of the data in bytes."""
         return sum(len(tensor.data) for tensor in self.data.values())
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """What stands in a prompt for an item: ``token_ids``, of which those at ``embed_runs`` (empty: all) are replaced by rows.
+    """Tokens that replace an item's placeholder in a prompt.
 
-    ``before`` and ``after``: texts that stand around it, tokenized together with the prompt's own text there. ``data``: what the
-    tower gets in place of the item's data; empty: these. ``variant``: says what that is, where it is not always the same of the
-    item.
+    Attributes:
+        token_ids: Token ids of the item.
+        embed_runs: Positions in ``token_ids`` that embeddings replace; empty for all.
+        before: Text before the item, tokenized together with the adjacent text of the prompt.
+        after: Text after the item, tokenized in the same way.
+        data: Encoder input that replaces the item's data; empty to use the item's data.
+        variant: Name of that input, if it is not always the same for the item.
     """
 
     token_ids: list[int]
@@ -50,104 +57,118 @@ class Replacement(msgspec.Struct, frozen=True):
 
     @property
     def span(self) -> int:
-        """Tokens from the first row to the last."""
+        """Number of tokens from the first embedding to the last."""
         if not self.embed_runs:
             return len(self.token_ids)
         return self.embed_runs[-1].start + self.embed_runs[-1].count - self.embed_runs[0].start
 
     @property
     def num_embeds(self) -> int:
-        """Rows that are put into it."""
+        """Number of embeddings in the replacement."""
         return sum(run.count for run in self.embed_runs) if self.embed_runs else len(self.token_ids)
 
 
 Encode = Callable[[str], list[int]]
-"""Token ids of a text, special tokens recognised, none put around it."""
+"""Function that tokenizes a text. Special tokens are recognized, but none are added."""
 
 
 class FamilyProcessor(Protocol):
-    """The half that runs in a media worker: decoded media to the model's inputs. It may import transformers, numpy and Pillow,
-    and never torch. Made once per worker, of a checkpoint's directory.
+    """Part of a family that runs in a media worker and converts decoded media to the model's inputs.
+
+    It may import transformers, numpy and Pillow, but never torch. Each worker creates one from a checkpoint's
+    directory.
     """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of an RGB image, turned as its EXIF says. Raises ValueError for ``kwargs`` that the processor does not take."""
+        """Process an RGB image with EXIF rotation applied. Raises ValueError for ``kwargs`` that the processor does not
+        accept.
+        """
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of mono samples at ``Family.sampling_rate``."""
+        """Process mono samples at ``Family.sampling_rate``."""
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of RGB pictures of one size, and when they are seen in seconds."""
+        """Process RGB frames of equal size, with their times in seconds."""
 
 
 class Family(Protocol):
-    """The half that runs in the frontend: pure Python, and cheap."""
+    """Part of a family that runs in the frontend. It is pure Python and cheap."""
 
     modalities: frozenset[Modality]
     identity: bytes
-    """What rows depend on besides an item's bytes and arguments: processor class and configuration."""
+    """Everything that embeddings depend on besides an item's bytes and arguments: processor class and configuration."""
     sampling_rate: int
-    """Of sound, in Hz; 0 where none is taken."""
+    """Sampling rate of audio in Hz; 0 if the family accepts no audio."""
     media_tokens: tuple[str, ...]
-    """Tokens that stand for media and for nothing else. The same characters in a client's text are text."""
+    """Tokens that are used only for media. The same characters in a client's text are plain text."""
 
     def placeholder(self, modality: Modality) -> str:
-        """What stands in a text for an item, one for each: what the model's chat template writes for it."""
+        """Return the text that the model's chat template writes for one item."""
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """What stands in the prompt for each item of a request, in order, in place of its placeholder."""
+        """Return the replacement of each item's placeholder in a prompt, in order."""
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """An item that its client has processed. Raises ValueError, naming the tensor, for what the processor would not give, and
-        for modalities and families that cannot be told from their tensors.
+        """Return the item of tensors that a client has processed.
+
+        Raises ValueError, naming the tensor, if the processor would not produce it, or if the tensors do not define an
+        item of this modality.
         """
 
     def max_tokens(self, modality: Modality) -> int:
-        """Positions of the largest item."""
+        """Return the number of prompt positions of the largest item."""
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """What makes the other half in a media worker; it can be pickled."""
+        """Return a picklable function that creates the processor in a media worker."""
 
 
-# What the rest of a frontend asks of its media.
+# Interface for the rest of the frontend.
 
 
 class PreparedMedia(NamedTuple):
-    """An item, and the 64 hexadecimal digits that stand for all that its embeddings depend on and for the cache salt."""
+    """An item with its identifier: 64 hexadecimal digits for the cache salt and everything that its embeddings depend
+    on.
+    """
 
     item: ProcessedItem
     identifier: str
 
 
 class MediaPreparer(Protocol):
-    """Fetches, checks, names and processes media, each once while the store holds it."""
+    """Fetches, checks, identifies and processes media. Each item is processed once while the store has it."""
 
     family: Family
 
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """In the order of ``parts``. ``deadline`` in seconds since the Unix epoch. ``tenant``: whose they are.
+        """Prepare media, in the order of ``parts``. ``deadline`` is in seconds since the Unix epoch. ``tenant`` owns
+        the media.
 
-        Raises InvalidArgument with reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY, PermissionDenied with
-        MEDIA_NOT_ALLOWED, Unavailable or, where another try brings nothing, InvalidArgument with MEDIA_FETCH_FAILED, each with
-        the part's field, the value and the limit; ResourceExhausted while queues are full; DeadlineExceeded.
+        Raises:
+            InvalidArgument: With reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE, MEDIA_TOO_MANY, or MEDIA_FETCH_FAILED if a retry is
+                useless. The message has the field, the value and the limit.
+            PermissionDenied: With reason MEDIA_NOT_ALLOWED.
+            FailedPrecondition: With reason MEDIA_FETCH_FAILED, if a later attempt may succeed.
+            Unavailable: There is no media worker, or the frontend is shutting down.
+            ResourceExhausted: A queue is full.
+            DeadlineExceeded: The deadline has passed.
         """
 
 
-# Arguments of processors that a request may give: known names alone, and none that asks for more than the checkpoint does.
+# Processor arguments of requests. Only known names are accepted, and values cannot exceed those of the checkpoint.
 
 
 def check_names(kwargs: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise ValueError for an argument that is not one of ``known``."""
+    """Raise ValueError for an argument that is not in ``known``."""
     for name in kwargs:
         if name not in known:
-            takes = f"those it takes are {', '.join(known)}" if known else "it takes none"
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"processor_kwargs.{name} is set; {takes}")
 
 
 def whole_number(kwargs: Mapping[str, Any], name: str, *, least: int = 1, most: int | None = None) -> int | None:
-    """An argument within its bounds; None where it is not set. Raises ValueError."""
+    """Return an integer argument within its bounds, or None if it is not set. Raises ValueError."""
     value = kwargs.get(name)
     if value is None:
         return None
@@ -155,7 +176,7 @@ def whole_number(kwargs: Mapping[str, Any], name: str, *, least: int = 1, most: 
 
 
 def checked(value: Any, field: str, *, least: int = 1, most: int | None = None) -> int:
-    """``value``, which must be a whole number within bounds. Raises ValueError."""
+    """Return ``value``, which must be an integer within bounds. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field} is {_shown(value)}; it must be a whole number")
     if value < least or (most is not None and value > most):
@@ -165,7 +186,7 @@ def checked(value: Any, field: str, *, least: int = 1, most: int | None = None) 
 
 
 def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
-    """A boolean argument; None where it is not set. Raises ValueError."""
+    """Return a boolean argument, or None if it is not set. Raises ValueError."""
     value = kwargs.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"processor_kwargs.{name} is {_shown(value)}; it must be true or false")
@@ -173,8 +194,9 @@ def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
 
 
 def size(kwargs: Mapping[str, Any], largest: Mapping[str, int], name: str = "size") -> dict[str, int] | None:
-    """A size as an object of whole numbers, with none but the names of ``largest``, which bounds each; None where it is not set.
-    Raises ValueError.
+    """Return a size argument as an object of integers, or None if it is not set.
+
+    Only the names in ``largest`` are accepted, with its values as limits. Raises ValueError.
     """
     value = kwargs.get(name)
     if value is None:

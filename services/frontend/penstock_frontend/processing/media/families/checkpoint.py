@@ -1,4 +1,4 @@
-"""Reads what a checkpoint's files say of its media, and finds the model family that serves it."""
+"""Media configuration of a checkpoint, and selection of its model family."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,9 +14,17 @@ _PROCESSORS = ("image_processor", "video_processor", "feature_extractor")
 
 
 class Checkpoint(NamedTuple):
-    """``config``: config.json; ``processor``: processor_config.json; ``image_processor``, ``video_processor``,
-    ``feature_extractor``: their own configurations, wherever they stand; each empty where there is none. ``tokenizer``:
-    tokenizer_config.json. ``encode``: of the model's tokenizer.
+    """Configuration files of a checkpoint. Missing files are empty.
+
+    Attributes:
+        folder: Directory of the checkpoint.
+        config: Content of config.json.
+        processor: Content of processor_config.json.
+        image_processor: Configuration of the image processor, from any file.
+        video_processor: Configuration of the video processor.
+        feature_extractor: Configuration of the feature extractor.
+        tokenizer: Content of tokenizer_config.json.
+        encode: Encoder of the model's tokenizer.
     """
 
     folder: Path
@@ -30,18 +38,18 @@ class Checkpoint(NamedTuple):
 
     @property
     def model_type(self) -> str:
-        """What transformers calls the model."""
+        """Model type in transformers."""
         return str(self.config.get("model_type", ""))
 
     @property
     def processor_class(self) -> str:
-        """What transformers calls the processor; empty where no file names it."""
+        """Class name of the processor in transformers; empty if no file has it."""
         named = (self.processor, self.image_processor, self.feature_extractor, self.tokenizer)
         return next((str(each["processor_class"]) for each in named if each.get("processor_class")), "")
 
     @property
     def identity(self) -> bytes:
-        """Stands for everything in the configuration that an item's tensors and rows depend on."""
+        """Bytes that identify all configuration on which an item's tensors and embeddings depend."""
         depends = {
             "model_type": self.model_type,
             "processor": self.processor,
@@ -54,12 +62,14 @@ class Checkpoint(NamedTuple):
         return json.dumps(depends, sort_keys=True, separators=(",", ":")).encode()
 
     def sub_config(self, name: str) -> Mapping[str, Any]:
-        """A section of config.json, empty where it has none."""
+        """Return a section of config.json; empty if it is missing."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
     def token(self, name: str, default: str) -> str:
-        """The text of a special token: as the tokenizer's configuration names it, else the processor's, else ``default``."""
+        """Return the text of a special token, from the tokenizer's configuration, else the processor's, else
+        ``default``.
+        """
         for named in (self.tokenizer, self.tokenizer.get("extra_special_tokens"), self.processor):
             value = named.get(name) if isinstance(named, dict) else None
             text = value.get("content") if isinstance(value, dict) else value
@@ -68,26 +78,27 @@ class Checkpoint(NamedTuple):
         return default
 
     def token_id(self, token: str) -> int:
-        """The id of a token. Raises ConfigError where the tokenizer has none of that text."""
+        """Return the id of a token. Raises ConfigError if the tokenizer has no such token."""
         ids = self.encode(token)
         if len(ids) != 1:
             raise ConfigError(
-                f"{self.folder}: the tokenizer has no token {token!r}, which stands for media in prompts of {self.model_type}"
+                f"{self.folder}: the tokenizer has no token {token!r}, which {self.model_type} uses as a media "
+                "placeholder"
             )
         return ids[0]
 
     def number(self, name: str, *sources: Mapping[str, Any], default: int | None = None) -> int:
-        """The first whole number of that name. Raises ConfigError where none has it and there is no default."""
+        """Return the first integer of that name. Raises ConfigError if no source has it and there is no default."""
         for source in sources:
             if isinstance(value := source.get(name), int):
                 return value
         if default is None:
-            raise ConfigError(f"{self.folder}: no file of the model says {name}, which its media depend on")
+            raise ConfigError(f"{self.folder}: no file of the model defines {name}, which its media need")
         return default
 
 
 def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
-    """Read the files of a directory. Raises ConfigError for one that cannot be read."""
+    """Read the files of a directory. Raises ConfigError for an unreadable file."""
     processor = read_json(folder / "processor_config.json")
     preprocessor = read_json(folder / "preprocessor_config.json")
     nested = {name: section for name in _PROCESSORS if isinstance(section := processor.get(name), dict)}
@@ -104,7 +115,7 @@ def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
     )
 
 
-# The family of a checkpoint.
+# Selection of the model family.
 
 _PACKAGE = "penstock_frontend.processing.media.families"
 _FAMILIES: Mapping[str, str] = {
@@ -123,9 +134,9 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }
-"""Module and class by the model's type in config.json."""
+"""Module and class by the model type in config.json."""
 _PIXTRAL = "pixtral:Pixtral"
-"""Of that tower, whatever model it is in."""
+"""Family of every model with the Pixtral vision encoder."""
 _REFUSED: Mapping[str, str] = {
     "mllama": "its text model attends to images in layers of their own",
     "paligemma": "its prompts attend both ways",
@@ -136,10 +147,11 @@ _TEXT_ALONE = ". With media.enabled false it is served for text alone"
 
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
-    """The family of the checkpoint in ``folder``; None for models that read text alone. ``encode``: of its tokenizer.
+    """Return the family of the checkpoint in ``folder``, or None for a text-only model. ``encode`` is its tokenizer's
+    encoder.
 
-    Raises ConfigError, naming the model, where its media are not served: unknown families, and processors that exist for
-    torchvision only.
+    Raises ConfigError, naming the model, if its media are not supported: the family is unknown, or its processor needs
+    torchvision.
     """
     checkpoint = read_checkpoint(folder, encode)
     if not reads_media(checkpoint):
@@ -157,7 +169,7 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
 
 
 def reads_media(checkpoint: Checkpoint) -> bool:
-    """Whether a model has a tower, as its configuration says."""
+    """Return whether the configuration has a vision or audio encoder."""
     return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config")) or (
         checkpoint.model_type in _FAMILIES or checkpoint.model_type in _REFUSED
     )

@@ -1,4 +1,4 @@
-"""Samples the frames of a video, and prepares videos as frames of one size."""
+"""Sampling of video frames, and videos as frames of one size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,22 +11,24 @@ from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import ProcessedItem
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 
-# Which frames of a video are looked at, of those that a client has given.
+# Selection of frames from those that a client has given.
 
 _DEFAULT_SECONDS = 0.5
-"""Between frames, where one alone does not say it."""
+"""Default interval between frames in seconds, if there is only one frame."""
 _LONGEST = 1_000_000
-"""Seconds of a video."""
+"""Maximum duration of a video in seconds."""
 
 
 class Sampling(NamedTuple):
-    """Which frames of a video are looked at."""
+    """Limits for the selection of video frames."""
 
     min_frames: int
     max_frames: int
 
     def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
-        """All, or ``num_frames`` or ``fps`` of them spread evenly. Raises ValueError."""
+        """Return the indexes of the selected frames: all, or an even selection by ``num_frames`` or ``fps``. Raises
+        ValueError.
+        """
         given = len(timestamps)
         if not timestamps or timestamps[-1] > _LONGEST:
             raise ValueError(f"it has {given} frames up to {timestamps[-1:]} s; a video has some, up to {_LONGEST} s")
@@ -34,7 +36,7 @@ class Sampling(NamedTuple):
         if (fps := kwargs.get("fps")) is not None:
             if count is not None:
                 raise ValueError(
-                    "processor_kwargs.fps and processor_kwargs.num_frames are set; one says how many frames"
+                    "processor_kwargs.fps and processor_kwargs.num_frames are both set; use only one of them"
                 )
             if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
                 raise ValueError(f"processor_kwargs.fps is {str(fps)[:32]}; it must be above 0 and at most 1000")
@@ -45,7 +47,7 @@ class Sampling(NamedTuple):
 
 
 def interval(timestamps: Sequence[float]) -> float:
-    """Seconds between frames, on average."""
+    """Return the average interval between frames in seconds."""
     if len(timestamps) < 2 or timestamps[-1] <= timestamps[0]:
         return _DEFAULT_SECONDS
     return (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
@@ -53,11 +55,19 @@ def interval(timestamps: Sequence[float]) -> float:
 
 _PIXELS = "pixel_values_videos"
 _MAX_FRAMES = 32
-"""Where the video processor names none."""
+"""Default maximum number of frames."""
 
 
 class FrameVideos(NamedTuple):
-    """``size``: height and width of what the tower sees; ``extra``: rows of a video beside those of its frames."""
+    """Format of videos that are processed frame by frame.
+
+    Attributes:
+        size: Height and width of the encoder's input.
+        rows_of_frame: Embeddings per frame.
+        extra: Embeddings of a video besides those of its frames.
+        max_frames: Maximum number of frames.
+        resample: Pillow's resampling filter.
+    """
 
     size: tuple[int, int]
     rows_of_frame: int
@@ -67,11 +77,11 @@ class FrameVideos(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Of a video with most frames."""
+        """Maximum number of embeddings of a video."""
         return self.max_frames * self.rows_of_frame + self.extra
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of frames of any size. Takes ``fps`` and ``num_frames``. Raises ValueError."""
+        """Process frames of any size. Accepts ``fps`` and ``num_frames``. Raises ValueError."""
         base.check_names(kwargs, ("fps", "num_frames"))
         indices = Sampling(1, self.max_frames).indices(timestamps, kwargs)
         height, width = self.size
@@ -80,7 +90,11 @@ class FrameVideos(NamedTuple):
         return self.item(tensors.from_arrays({_PIXELS: pixels[None]}))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values_videos`` ``[1, frames, 3, height, width]``. ``layout``: how many frames. Raises ValueError."""
+        """Return the item of ``pixel_values_videos`` ``[1, frames, 3, height, width]``. Its layout is the number of
+        frames.
+
+        Raises ValueError.
+        """
         tensors.check_names(data, (_PIXELS,))
         count = tensors.taken(data, _PIXELS, (1, None, 3, *self.size)).shape[1]
         if not 1 <= count <= self.max_frames:
@@ -90,7 +104,9 @@ class FrameVideos(NamedTuple):
 
 
 def frame_videos(checkpoint: Checkpoint, size: tuple[int, int], rows_of_frame: int, *, extra: int = 0) -> FrameVideos:
-    """Of the video processor's configuration. Frames are seen in the ``size`` of the images' tiles: the tower has no other."""
+    """Return the format of the video processor's configuration. Frames have the ``size`` of image tiles, the encoder's
+    only size.
+    """
     settings = checkpoint.video_processor
     return FrameVideos(
         size,

@@ -1,4 +1,4 @@
-"""LLaVA: images of one size, and in LLaVA-NeXT and LLaVA-OneVision in tiles of a grid that suits them.
+"""LLaVA families: images of one size, and for LLaVA-NeXT and LLaVA-OneVision images in a grid of tiles.
 
 https://huggingface.co/docs/transformers/model_doc/llava, .../llava_next, .../llava_onevision
 """
@@ -22,25 +22,27 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 
 
 class Square(NamedTuple):
-    """Images of one ``size`` (height, width), each of ``max_rows``."""
+    """Images of one ``size`` (height, width), each with ``max_rows`` embeddings."""
 
     size: tuple[int, int]
     max_rows: int
     names: tuple[str, ...] = ("pixel_values",)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, 3, height, width]``. Others of ``names`` are not the model's."""
+        """Return the item of ``pixel_values`` ``[1, 3, height, width]``. Other tensors in ``names`` are not inputs of
+        the model.
+        """
         pixels = tensors.taken(data, "pixel_values", (1, 3, *self.size))
         return ProcessedItem(modality="image", data={"pixel_values": pixels}, num_embeds=self.max_rows)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """None: the tower has one size."""
+        """Return no arguments, because the encoder has a fixed size."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class Llava(ImageFamily):
-    """One image token for each row."""
+    """Family with one image token per embedding."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         size, patch = image_size(checkpoint), patch_size(checkpoint)
@@ -50,12 +52,12 @@ class Llava(ImageFamily):
 
 
 def patch_size(checkpoint: Checkpoint) -> int:
-    """Pixels of the side of a patch, as the processor says it, else the tower."""
+    """Return the side of a patch in pixels, from the processor's configuration, else the encoder's."""
     return checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config"))
 
 
 def extra_rows(checkpoint: Checkpoint) -> int:
-    """Rows that are no patches: a class token that the tower has and the model does not leave out, as the processor says it."""
+    """Return the number of embeddings that are not patches: the encoder's class token, unless the model drops it."""
     processor, config = checkpoint.processor, checkpoint.config
     strategy = processor.get("vision_feature_select_strategy") or config.get(
         "vision_feature_select_strategy", "default"
@@ -68,7 +70,7 @@ def extra_rows(checkpoint: Checkpoint) -> int:
 
 
 def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Height and width of what the image processor gives. Raises ConfigError where they depend on the image."""
+    """Return height and width of processed images. Raises ConfigError if they depend on the image."""
     settings = checkpoint.image_processor
     crops = settings.get("do_center_crop", bool(settings.get("crop_size")))
     for size in (settings.get("crop_size") if crops else None, settings.get("size")):
@@ -76,17 +78,17 @@ def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
             return size, size
         if isinstance(size, dict) and "height" in size and "width" in size:
             return int(size["height"]), int(size["width"])
-    raise ConfigError(f"{checkpoint.folder}: preprocessor_config.json names no size that all images get")
+    raise ConfigError(f"{checkpoint.folder}: preprocessor_config.json has no fixed image size")
 
 
-# Images in tiles that a grid of them fits best, and what is left of their rows without padding (LLaVA-NeXT, LLaVA-OneVision).
+# Images in the best-fitting grid of tiles, without the padding of the features (LLaVA-NeXT, LLaVA-OneVision).
 
 Size = tuple[int, int]
 """Height and width."""
 
 
 def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
-    """Resolutions of grids of tiles. Raises ConfigError."""
+    """Return the resolutions of tile grids. Raises ConfigError."""
     given = checkpoint.image_processor.get("image_grid_pinpoints") or checkpoint.config.get("image_grid_pinpoints")
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{checkpoint.folder}: image_grid_pinpoints is missing")
@@ -94,7 +96,7 @@ def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """The resolution that keeps most of an image of ``size``, of those the one that wastes least."""
+    """Return the resolution that keeps most of an image of ``size``, and among those the one that wastes least."""
     height, width = size
     best, most, least_wasted = resolutions[0], 0, math.inf
     for candidate in resolutions:
@@ -107,7 +109,7 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
 
 
 def unpadded(size: Size, grid: Size) -> Size:
-    """Rows and columns of a grid of features that show an image of ``size``, and not what was put around it."""
+    """Return rows and columns of the feature grid that show an image of ``size``, without its padding."""
     (height, width), (rows, columns) = size, grid
     if width / height > columns / rows:
         shown = int(round(height * (columns / width), 7))
@@ -117,13 +119,21 @@ def unpadded(size: Size, grid: Size) -> Size:
 
 
 def shown(size: Size, tile: Size, grid: Size, resolutions: Sequence[Size]) -> Size:
-    """Rows and columns of features that show an image of ``size``, of tiles that have a ``grid`` each."""
+    """Return rows and columns of features that show an image of ``size``, for tiles with a ``grid`` of features each."""
     best = best_resolution(size, resolutions)
     return unpadded(size, (grid[0] * (best[0] // tile[0]), grid[1] * (best[1] // tile[1])))
 
 
 class NextTiles(NamedTuple):
-    """``tile``: pixels of a tile; ``grid``: its features; ``extra``: rows of the whole image that are no patches."""
+    """Format of tiled images.
+
+    Attributes:
+        tile: Height and width of a tile in pixels.
+        grid: Rows and columns of a tile's features.
+        extra: Embeddings of the whole image that are not patches.
+        resolutions: Resolutions of tile grids.
+        names: Names of the input tensors.
+    """
 
     tile: Size
     grid: Size
@@ -133,28 +143,30 @@ class NextTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Of an image that fills a resolution."""
+        """Maximum number of embeddings, for an image that fills a resolution."""
         return max(self.rows(size) for size in self.resolutions)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1, 2]``."""
+        """Return the item of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1,
+        2]``.
+        """
         size = checked_size(data)
         tensors.taken(data, "pixel_values", (1, num_tiles(size, self.tile, self.resolutions), 3, *self.tile))
         return ProcessedItem(modality="image", data=dict(data), num_embeds=self.rows(size))
 
     def rows(self, size: Size) -> int:
-        """Of an image of that size."""
+        """Return the number of embeddings of an image of that size."""
         rows, columns = shown(size, self.tile, self.grid, self.resolutions)
         return rows * columns + rows + self.grid[0] * self.grid[1] + self.extra
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """None: the tower knows the same resolutions."""
+        """Return no arguments, because the encoder has fixed resolutions."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class LlavaNext(ImageFamily):
-    """One image token for each row."""
+    """Family with one image token per embedding."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tile, patch = image_size(checkpoint), patch_size(checkpoint)
@@ -163,30 +175,38 @@ class LlavaNext(ImageFamily):
 
 
 def checked_size(data: Mapping[str, TensorData]) -> Size:
-    """The image's own size, of ``image_sizes``. Raises ValueError."""
+    """Return the original size of the image from ``image_sizes``. Raises ValueError."""
     height, width = tensors.numbers(data, "image_sizes", (1, 2))
     if height < 1 or width < 1:
-        raise ValueError(f"image_sizes is {height}, {width}; an image has pixels")
+        raise ValueError(f"image_sizes is {height}, {width}; both must be at least 1")
     return height, width
 
 
 def num_tiles(size: Size, tile: Size, resolutions: Sequence[Size]) -> int:
-    """How many pictures are made of an image: the whole, and its tiles."""
+    """Return the number of pictures of an image: the whole image, and its tiles."""
     best = best_resolution(size, resolutions)
     return 1 + -(-best[0] // tile[0]) * -(-best[1] // tile[1])
 
 
 _PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
 _SQUARE = "pixel_values_of_square"
-"""The one picture ``[1, 1, 3, height, width]`` that the tower gets of an image beside others: padded to a square, then resized.
-No input of the model by this name.
+"""Name for the picture ``[1, 1, 3, height, width]`` that the encoder gets if a prompt has several images: padded to a
+square, then resized. It is not an input of the model.
 """
 _SHRINKS_FROM = 1.1
-"""How much larger than the largest grid one is that is made smaller."""
+"""Factor above the largest grid from which a grid is shrunk."""
 
 
 class OneVisionTiles(NamedTuple):
-    """``tile``: pixels of a tile, which has ``side`` squared features; ``max_tiles``: whose features stay of an image."""
+    """Format of OneVision's tiled images.
+
+    Attributes:
+        tile: Height and width of a tile in pixels.
+        side: Rows and columns of a tile's features.
+        max_tiles: Number of tiles whose features an image may keep.
+        resolutions: Resolutions of tile grids.
+        names: Names of the input tensors.
+    """
 
     tile: Size
     side: int
@@ -196,7 +216,9 @@ class OneVisionTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Of an image whose padding, in whole rows or columns on two sides, makes its features just few enough to stay."""
+        """Maximum number of embeddings: the padding, in whole rows or columns on two sides, leaves just few enough to
+        be kept.
+        """
         most = 0
         for height, width in self.resolutions:
             rows, columns = self.side * (height // self.tile[0]), self.side * (width // self.tile[1])
@@ -209,12 +231,15 @@ class OneVisionTiles(NamedTuple):
 
     @property
     def rows_beside_others(self) -> int:
-        """Of an image in a prompt with several."""
+        """Number of embeddings of an image in a prompt with several images."""
         return self.side**2 + 1
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. ``layout``: 1 where
-        ``batch_num_images`` says that the image stands beside others, so that it is one picture; else empty.
+        """Return the item of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1,
+        2]``.
+
+        Its layout is 1 if ``batch_num_images`` says that the prompt has several images, so that the image is one
+        picture. Otherwise the layout is empty.
         """
         size = checked_size(data)
         beside = _NUM_IMAGES in data and tensors.numbers(data, _NUM_IMAGES, (1,)) != [1]
@@ -224,27 +249,29 @@ class OneVisionTiles(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows, layout=(1,) if beside else ())
 
     def rows(self, size: Size) -> int:
-        """Of an image of that size alone."""
+        """Return the number of embeddings of a single image of that size."""
         return self._kept(*shown(size, self.tile, (self.side, self.side), self.resolutions))
 
     def _kept(self, rows: int, columns: int) -> int:
-        """Of features of tiles without padding: a larger grid is made smaller. Each line ends in a newline's."""
+        """Return the embeddings of a feature grid without padding. A larger grid is shrunk. Each line ends with a
+        newline embedding.
+        """
         ratio = math.sqrt(rows * columns / (self.max_tiles * self.side**2))
         if ratio > _SHRINKS_FROM:
             rows, columns = int(rows // ratio), int(columns // ratio)
         return rows * columns + rows + self.side**2
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """None: the tower knows the same resolutions."""
+        """Return no arguments, because the encoder has fixed resolutions."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class LlavaOnevisionProcessor(ImageProcessor):
-    """What an image is alone, and what it is beside others."""
+    """Processes an image both as the only image of a prompt and as one of several."""
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Both: whoever puts it into a prompt knows which is wanted."""
+        """Return both forms of the image. The prompt decides which one is used."""
         item = super().image(image, kwargs)
         pictures = self.processor([[image, PIL.Image.new("RGB", (1, 1))]])[_PIXELS]
         size = len(pictures.data) // pictures.shape[0]
@@ -253,7 +280,9 @@ class LlavaOnevisionProcessor(ImageProcessor):
 
 
 class LlavaOnevision(ImageFamily):
-    """One token for each row. A newline stands behind all frames of a video, which are pooled."""
+    """Family with one token per embedding. All frames of a video, which are pooled, are followed by one newline
+    embedding.
+    """
 
     processor = LlavaOnevisionProcessor
 
@@ -273,8 +302,9 @@ class LlavaOnevision(ImageFamily):
         )
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Tokens, each of them a row. Of several images each is one picture. Raises ValueError for one that its client has
-        processed as if it were alone.
+        """Return one token per embedding. If a prompt has several images, each is one picture.
+
+        Raises ValueError for an image that its client has processed as the only one.
         """
         alone = sum(item.modality == "image" for item in items) == 1
         return [
@@ -287,11 +317,12 @@ class LlavaOnevision(ImageFamily):
             return Replacement([self.token_id] * item.num_embeds, data=data)
         if _SQUARE not in item.data:
             raise ValueError(
-                "an image was processed as the only one of its prompt, which has several: batch_num_images is 1"
+                "an image was processed as the only one of its prompt (batch_num_images is 1), but the prompt "
+                "has several"
             )
         data = {
             _PIXELS: item.data[_SQUARE],
             "image_sizes": item.data["image_sizes"],
-            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # however many there are
+            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # any number above 1
         }
         return Replacement([self.token_id] * self._tiles.rows_beside_others, data=data, variant="beside others")

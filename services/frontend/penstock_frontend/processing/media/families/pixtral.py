@@ -1,4 +1,5 @@
-"""Pixtral, as a tower of LLaVA and in Mistral 3: images keep their shape, rows of patches end in tokens of their own.
+"""Pixtral as the vision encoder of LLaVA and Mistral 3. Images keep their shape, and rows of patches end with their own
+tokens.
 
 https://huggingface.co/docs/transformers/model_doc/pixtral
 """
@@ -16,7 +17,13 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 
 
 class Patches(NamedTuple):
-    """A row stands for ``patch_size`` pixels squared; ``longest_edge``: of an image, in pixels."""
+    """Format of images in patches.
+
+    Attributes:
+        patch_size: Side of the square that one embedding covers, in pixels.
+        longest_edge: Maximum edge of an image in pixels.
+        names: Names of the input tensors.
+    """
 
     patch_size: int
     longest_edge: int
@@ -24,32 +31,36 @@ class Patches(NamedTuple):
 
     @property
     def max_side(self) -> int:
-        """Rows of the tower along the longest edge."""
+        """Number of embeddings along the longest edge."""
         return (self.longest_edge - 1) // self.patch_size + 1
 
     @property
     def max_rows(self) -> int:
-        """Of a square."""
+        """Maximum number of embeddings, for a square image."""
         return self.max_side**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. ``layout``: its rows and columns."""
+        """Return the item of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. Its layout is
+        rows and columns.
+        """
         height, width = tensors.numbers(data, "image_sizes", (1, 2))
         tensors.taken(data, "pixel_values", (1, 3, height, width))
         rows, columns = height // self.patch_size, width // self.patch_size
         if rows * self.patch_size != height or columns * self.patch_size != width or not rows * columns:
-            raise ValueError(f"image_sizes is {height}, {width}; the model takes multiples of {self.patch_size}")
+            raise ValueError(f"image_sizes is {height}, {width}; both must be multiples of {self.patch_size}")
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows * columns, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """``size`` with a ``longest_edge`` up to the checkpoint's own."""
+        """Return the arguments: ``size`` with a ``longest_edge`` up to the checkpoint's."""
         arguments.check_names(kwargs, ("size",))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         return {"size": size, "patch_size": self.patch_size}
 
 
 class Pixtral(ImageFamily):
-    """Image tokens row by row, a break behind each row but the last, an end behind that."""
+    """Family with image tokens row by row. A break token follows each row except the last, which is followed by an end
+    token.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tokens = [
@@ -67,20 +78,20 @@ class Pixtral(ImageFamily):
         self._break, self._end = (checkpoint.token_id(token) for token in tokens[1:])
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """A line of tokens for each row of the image."""
+        """Return a line of tokens for each row of the image."""
         rows, columns = item.layout
         token_ids = ([self.token_id] * columns + [self._break]) * rows
         token_ids[-1] = self._end
         return Replacement(token_ids, tuple(EmbedRun(row * (columns + 1), columns) for row in range(rows)))
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of a square."""
+        """Return the number of tokens of a square image."""
         del modality
         return (self._patches.max_side + 1) * self._patches.max_side
 
 
 def longest_edge(checkpoint: Checkpoint) -> int:
-    """Pixels of the longest edge of an image. Raises ConfigError."""
+    """Return the maximum edge of an image in pixels. Raises ConfigError."""
     size = checkpoint.image_processor.get("size", {"longest_edge": 1024})
     edges = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
     if not edges or not all(isinstance(edge, int) for edge in edges):

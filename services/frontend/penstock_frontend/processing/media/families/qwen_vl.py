@@ -17,16 +17,23 @@ from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval
 from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
-# Images of the Qwen-VL families keep their shape within a number of pixels.
+# Images of the Qwen-VL families, which keep their shape within limits on their number of pixels.
 
 _CHANNELS = 3
 SHORTEST, LONGEST = "shortest_edge", "longest_edge"
-"""Of a size: pixels of the smallest and of the largest image, in spite of their names."""
+"""Keys of a size: the number of pixels of the smallest and largest image, despite their names."""
 
 
 class Grids(NamedTuple):
-    """``patch_size``: pixels of the side of a patch; ``merge_size`` squared patches are a row; ``temporal_patch_size``: frames
-    of a patch. ``min_pixels``, ``max_pixels``: of an image.
+    """Format of images in patches.
+
+    Attributes:
+        patch_size: Side of a patch in pixels.
+        merge_size: Side of the square of patches that form one embedding.
+        temporal_patch_size: Frames per patch.
+        min_pixels: Minimum number of pixels of an image.
+        max_pixels: Maximum number of pixels of an image.
+        names: Names of the input tensors.
     """
 
     patch_size: int
@@ -38,36 +45,42 @@ class Grids(NamedTuple):
 
     @property
     def factor(self) -> int:
-        """Pixels of the side of what a row stands for."""
+        """Side of the square that one embedding covers, in pixels."""
         return self.patch_size * self.merge_size
 
     @property
     def max_rows(self) -> int:
-        """Of an image with as many pixels as there may be."""
+        """Maximum number of embeddings of an image."""
         return self.max_pixels // self.factor**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``. ``layout``: the grid."""
+        """Return the item of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``. Its
+        layout is the grid.
+        """
         time, height, width = tensors.numbers(data, "image_grid_thw", (1, 3))
         if time != 1:
-            raise ValueError(f"image_grid_thw is {time}, {height}, {width}; an image is one in time")
+            raise ValueError(f"image_grid_thw is {time}, {height}, {width}; the first number must be 1 for an image")
         return self.gridded("image", "pixel_values", data, (time, height, width))
 
     def gridded(
         self, modality: Modality, pixels: str, data: Mapping[str, TensorData], grid: tuple[int, int, int]
     ) -> ProcessedItem:
-        """Of patches in a grid."""
+        """Return the item of patches in a grid."""
         time, height, width = grid
         if min(grid) < 1 or height % self.merge_size or width % self.merge_size:
-            raise ValueError(f"{height} x {width} patches are no grid of {self.merge_size} x {self.merge_size}")
+            raise ValueError(
+                f"{height} x {width} patches cannot be divided into squares of {self.merge_size} x {self.merge_size}"
+            )
         numbers = _CHANNELS * self.temporal_patch_size * self.patch_size**2
         tensors.taken(data, pixels, (time * height * width, numbers))
         rows = time * height * width // self.merge_size**2
         return ProcessedItem(modality=modality, data=dict(data), num_embeds=rows, layout=grid)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """``min_pixels`` and ``max_pixels``, or a ``size`` with the same as ``shortest_edge`` and ``longest_edge``: up to the
-        checkpoint's own ``max_pixels``.
+        """Return the arguments: ``min_pixels`` and ``max_pixels``, or a ``size`` with ``shortest_edge`` and
+        ``longest_edge``.
+
+        All are limited by the checkpoint's ``max_pixels``.
         """
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size"))
         size = arguments.size(kwargs, {SHORTEST: self.max_pixels, LONGEST: self.max_pixels}) or {}
@@ -83,8 +96,9 @@ class Grids(NamedTuple):
 def image_grids(
     checkpoint: Checkpoint, settings: Mapping[str, Any], default_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
 ) -> Grids:
-    """Of a processor's configuration, with the defaults of its class: ``default_pixels`` at least and at most. Raises
-    ConfigError.
+    """Return the format of a processor's configuration, with the defaults of its class. Raises ConfigError.
+
+    ``default_pixels`` are the default minimum and maximum number of pixels.
     """
     tower = checkpoint.sub_config("vision_config")
     size = settings.get("size")
@@ -104,26 +118,34 @@ def image_grids(
     )
     if grids.max_rows < 1:
         raise ConfigError(
-            f"{checkpoint.folder}: max_pixels is {grids.max_pixels}, less than a row of the tower stands for"
+            f"{checkpoint.folder}: max_pixels is {grids.max_pixels}, less than one embedding of the vision "
+            "encoder covers"
         )
     return grids
 
 
-# Video of the Qwen-VL families: frames of one size, as many of which as a patch is deep become one step in time.
+# Videos of the Qwen-VL families: frames of one size. As many frames as a patch is deep form one step in time.
 #
-# transformers has this for torchvision alone (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor); sizes and the order of numbers are
-# its own, frames are resized by Pillow.
+# transformers has these processors only for torchvision (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor). Sizes and the
+# order of numbers are the same here. Frames are resized by Pillow.
 
 MAX_ROWS = 16_384
-"""Of a video, whatever its processor would make of it."""
+"""Maximum number of embeddings of a video, regardless of its processor's configuration."""
 _MOST_ELONGATED = 200
 _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 
 
 class VideoGrids(NamedTuple):
-    """``grids``: whose bounds of pixels are of a frame, or, where ``of_all``, of all frames together. ``cap``: rows of a frame
-    (of all frames, where its bounds are a frame's) that bound its pixels, too; 0: none. ``tells_seconds``: how far steps are
-    apart is an input of the model; ``tells_times``: so it is in the prompt, in tenths of a second.
+    """Format of videos in patches.
+
+    Attributes:
+        grids: Format of frames. Its pixel limits apply to one frame, or with ``of_all`` to all frames together.
+        sampling: Limits for the selection of frames.
+        resample: Pillow's resampling filter.
+        of_all: Whether pixel limits apply to all frames together.
+        cap: Additional limit in embeddings, 0 for none. It applies to one frame with ``of_all``, else to all frames.
+        tells_seconds: Whether the time between steps is an input of the model.
+        tells_times: Whether the prompt contains the time of each step, in tenths of a second.
     """
 
     grids: Grids
@@ -140,12 +162,12 @@ class VideoGrids(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Of a video with most pixels."""
+        """Maximum number of embeddings of a video."""
         steps = -(-self.sampling.max_frames // self.grids.temporal_patch_size)
         return min(steps * max(self.grids.max_rows, 1), MAX_ROWS)
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of frames of one size. Takes the arguments of images, ``fps`` and ``num_frames``. Raises ValueError."""
+        """Process frames of one size. Accepts the arguments of images, ``fps`` and ``num_frames``. Raises ValueError."""
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size", "fps", "num_frames"))
         of_images = {name: value for name, value in kwargs.items() if name not in ("fps", "num_frames")}
         bounds = self.grids.arguments(of_images)["size"]
@@ -166,9 +188,13 @@ class VideoGrids(NamedTuple):
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors alone. Raises ValueError where the times of frames are wanted, which they do not have."""
+        """Return the item of tensors alone. Raises ValueError if the model needs the times of frames, which tensors do
+        not have.
+        """
         if self.tells_times:
-            raise ValueError(f"{_PIXELS} do not say when the frames are seen, which stands in prompts of this model")
+            raise ValueError(
+                f"{_PIXELS} has no times of the frames, which prompts of this model contain; send the frames instead"
+            )
         tensors.check_names(data, self.names)
         time, height, width = tensors.numbers(data, _GRID, (1, 3))
         if _SECONDS in data:
@@ -188,12 +214,12 @@ class VideoGrids(NamedTuple):
     def _check(self, rows: int) -> None:
         if rows > self.max_rows:
             raise ValueError(
-                f"it comes to {rows} embeddings; a video has at most {self.max_rows} in this model: give fewer frames, or a "
-                "smaller max_pixels"
+                f"it gives {rows} embeddings; a video has at most {self.max_rows} in this model: give fewer "
+                "frames, or a smaller max_pixels"
             )
 
     def _size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """What the frames are resized to, as ``smart_resize`` of transformers' classes has it."""
+        """Return the size of resized frames, computed like ``smart_resize`` of transformers."""
         factor, temporal = self.grids.factor, self.grids.temporal_patch_size
         if self.of_all and (height < factor or width < factor):
             scale = max(factor / height, factor / width)
@@ -224,12 +250,12 @@ class VideoGrids(NamedTuple):
         return max(min(most, int(pixels * 0.9) * self.grids.temporal_patch_size // count), floor)
 
     def _resized(self, frame: Image, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-        """``[channels, height, width]``."""
+        """Return a resized frame as ``[channels, height, width]``."""
         resized = frame.resize((size[1], size[0]), Resampling(self.resample))
         return np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
 
     def _patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-        """``[patches, numbers of a patch]``. The last frame stands again where a step in time has too few."""
+        """Return ``[patches, numbers of a patch]``. The last frame is repeated if a step in time has too few."""
         (time, height, width), merge, side = grid, self.grids.merge_size, self.grids.patch_size
         temporal = self.grids.temporal_patch_size
         video = np.stack([*frames, *[frames[-1]] * (time * temporal - len(frames))])
@@ -238,7 +264,7 @@ class VideoGrids(NamedTuple):
         return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time * height * width, channels * temporal * side**2)
 
     def _times(self, timestamps: Sequence[float]) -> tuple[int, ...]:
-        """Of each step in time, halfway between its first frame and its last, in tenths of a second."""
+        """Return the time of each step in tenths of a second, halfway between its first and last frame."""
         if not self.tells_times:
             return ()
         depth = self.grids.temporal_patch_size
@@ -248,7 +274,7 @@ class VideoGrids(NamedTuple):
 
 
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:
-    """Of the video processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the format of the video processor's configuration, with the defaults of its class. Raises ConfigError."""
     settings = checkpoint.video_processor or checkpoint.image_processor
     of_all = checkpoint.model_type == "qwen3_vl"
     side = 32 if of_all else 28
@@ -269,7 +295,9 @@ def video_grids(checkpoint: Checkpoint) -> VideoGrids:
 
 
 class QwenVL(ImageFamily):
-    """One token for each row. Qwen3-VL's videos have the time of each step before it, between tokens that begin and end it."""
+    """Family with one token per embedding. In Qwen3-VL, each step of a video follows its time, between begin and end
+    tokens.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._grids = video_grids(checkpoint)
@@ -294,6 +322,8 @@ class QwenVL(ImageFamily):
         return grown(self.encode("".join(steps)), self._token_ids["video"], rows, before=times[0])
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of the largest image, or video: its times have at most as many tokens as its steps have rows."""
+        """Return the tokens of the largest image or video. The times of a video have at most as many tokens as its
+        steps have embeddings.
+        """
         timed = modality == "video" and self._grids.tells_times
         return super().max_tokens(modality) * (2 if timed else 1)

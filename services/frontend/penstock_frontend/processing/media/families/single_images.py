@@ -1,4 +1,4 @@
-"""Base of the families that take images and videos, and the prompt texts of items with several pieces."""
+"""Base classes of families with images and videos, and replacements of items with several pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +13,11 @@ from penstock_frontend.processing.media.families.base import FamilyProcessor, Pr
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.tensors import MediaProcessor, PilImages
 
-# What stands in a prompt for an item of several pieces, with texts between.
+# Replacements of items that have several pieces with text between them.
 
 
 def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = "", after: str = "") -> Replacement:
-    """The token ids with ``count`` of ``token_id`` in place of each one, all of which are replaced by rows."""
+    """Replace each ``token_id`` by ``count`` copies of it, all of which become embeddings."""
     grown_ids: list[int] = []
     runs: list[EmbedRun] = []
     for each in token_ids:
@@ -30,39 +30,39 @@ def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = 
 
 
 class Images(Protocol):
-    """What a family knows of images in both halves; it can be pickled."""
+    """Image format of a family, used in the frontend and in media workers. It can be pickled."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors."""
+        """Names of the input tensors."""
 
     @property
     def max_rows(self) -> int:
-        """Of the largest image."""
+        """Maximum number of embeddings of an image."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of a processed image. Raises ValueError for tensors that the processor would not give."""
+        """Return the item of a processed image. Raises ValueError for tensors that the processor would not produce."""
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the image processor is called with: what a request says, and what the checkpoint says. Raises ValueError."""
+        """Return the arguments of the image processor, from the request and the checkpoint. Raises ValueError."""
 
 
 class Videos(Protocol):
-    """What a family knows of videos in both halves; it can be pickled."""
+    """Video format of a family, used in the frontend and in media workers. It can be pickled."""
 
     @property
     def max_rows(self) -> int:
-        """Of the largest video."""
+        """Maximum number of embeddings of a video."""
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Of frames of one size, and when they are seen. Raises ValueError."""
+        """Process frames of one size with their times. Raises ValueError."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of a processed video. Raises ValueError for tensors that the processor would not give."""
+        """Return the item of a processed video. Raises ValueError for tensors that the processor would not produce."""
 
 
 class ImageProcessor(MediaProcessor):
-    """The image processor of transformers, and what the family says of what it gives. ``videos``: None where it takes none."""
+    """Image processor of transformers, with the family's formats. ``videos`` is None if the family accepts none."""
 
     def __init__(self, folder: Path, images: Images, videos: Videos | None) -> None:
         self.processor = PilImages(folder)
@@ -70,19 +70,20 @@ class ImageProcessor(MediaProcessor):
         self._videos = videos
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One image, with the arguments that the family takes."""
+        """Process one image, with the arguments that the family accepts."""
         return checked(self._images, self.processor([image], **self._images.arguments(kwargs)))
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """One video, with the arguments that the family takes."""
+        """Process one video, with the arguments that the family accepts."""
         if self._videos is None:
             return super().video(frames, timestamps, kwargs)
         return self._videos.video(frames, timestamps, kwargs)
 
 
 class ImageFamily:
-    """One token for each row, unless a family says more. ``token`` and ``video_token``: the placeholders; ``videos``: of a family
-    that takes some.
+    """Family with one token per embedding, unless a subclass differs.
+
+    ``token`` and ``video_token`` are the placeholders. ``videos`` is None if the family accepts no videos.
     """
 
     sampling_rate = 0
@@ -99,8 +100,11 @@ class ImageFamily:
         videos: Videos | None = None,
         video_token: str = "",
     ) -> None:
-        """``media_tokens``: beside the placeholders. ``least_embeds``: embeddings that may take the place of an image at least; 0
-        where they may not, because they do not say what the image looks like in a prompt.
+        """Create the family.
+
+        ``media_tokens`` are used besides the placeholders. ``least_embeds`` is the minimum number of embeddings that a
+        client may send in place of an image. 0 means none, because embeddings do not define the image's layout in a
+        prompt.
         """
         self.modalities: frozenset[Modality] = frozenset({"image"} if videos is None else {"image", "video"})
         self.identity = checkpoint.identity
@@ -117,19 +121,19 @@ class ImageFamily:
         self._least_embeds = least_embeds
 
     def placeholder(self, modality: Modality) -> str:
-        """The token of a row, or of all; that of images for what the family does not take."""
+        """Return the token of an embedding or of the whole item. For unsupported modalities, return the image token."""
         return self._tokens.get(modality, self._tokens["image"])
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Each by itself."""
+        """Return the replacement of each item."""
         return [self.replacement(item) for item in items]
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Tokens, each of them a row."""
+        """Return one token per embedding."""
         return Replacement([self._token_ids[item.modality]] * item.num_embeds)
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of the tensors that the processors give, or of embeddings where these say all that a prompt needs."""
+        """Return the item of the processors' tensors, or of embeddings if these define everything that a prompt needs."""
         if modality == "video" and self._videos is not None:
             return self._videos.item(data)
         if EMBEDS in data:
@@ -144,21 +148,19 @@ class ImageFamily:
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of the largest item, as many as it has rows. What begins and ends it are tokens as any other."""
+        """Return the number of embeddings of the largest item. Begin and end tokens count as ordinary tokens."""
         if modality == "video" and self._videos is not None:
             return self._videos.max_rows
         return self._images.max_rows
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """An ``ImageProcessor``."""
+        """Return a function that creates an ``ImageProcessor``."""
         return partial(self.processor, self._folder, self._images, self._videos)
 
 
 def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
-    """The item of ``data``. Raises ValueError for one that is larger than any that the model is prepared for."""
+    """Return the item of ``data``. Raises ValueError if it is larger than the model allows."""
     item = images.item(data)
     if item.num_embeds > images.max_rows:
-        raise ValueError(
-            f"it comes to {item.num_embeds} embeddings; an image has at most {images.max_rows} in this model"
-        )
+        raise ValueError(f"it gives {item.num_embeds} embeddings; an image has at most {images.max_rows} in this model")
     return item

@@ -1,4 +1,4 @@
-"""Packs processor tensors for transport, and holds the processor halves that run in media workers."""
+"""Processor tensors in transport form, and the processor base classes for media workers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,17 +23,17 @@ _TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
     "pixel_attention_mask": _MASKS,
     "second_per_grid_ts": ("float64", *_FLOATS),
 }
-"""As engines have it."""
+"""Accepted dtypes by tensor name, the same as in engines."""
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]:
-    """The same as tensors. Pixels that a processor keeps as floats, though it neither rescaled nor normalized, become bytes."""
+    """Convert arrays to tensors. Pixels that a processor returns as unscaled floats become bytes."""
     tensors = {}
     for name, array in arrays.items():
         if name in PIXELS and array.dtype != np.uint8:
             whole = array.astype(np.uint8)
             if not np.array_equal(whole, array):
-                raise ValueError(f"{name} has numbers that are no bytes of pixels")
+                raise ValueError(f"{name} has numbers that are not integers from 0 to 255")
             array = whole
         array = np.ascontiguousarray(array)
         tensors[name] = TensorData(_DTYPES[array.dtype.name], array.shape, array.tobytes())
@@ -41,15 +41,16 @@ def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]
 
 
 def to_array(tensor: TensorData) -> npt.NDArray[Any]:
-    """A view of a tensor's elements. Raises ValueError for a dtype that numpy has not."""
+    """Return a view of a tensor's elements. Raises ValueError for a dtype that numpy does not have."""
     if tensor.dtype == "bfloat16":
         raise ValueError("numpy has no bfloat16")
     return np.frombuffer(tensor.data, dtype=np.dtype(tensor.dtype).newbyteorder("<")).reshape(tensor.shape)
 
 
 def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> TensorData:
-    """The tensor of that name. Raises ValueError where it is missing, or has another dtype or other dimensions than ``dims``;
-    None: any size.
+    """Return the tensor of that name. None in ``dims`` allows any size.
+
+    Raises ValueError if it is missing, or has another dtype or other dimensions.
     """
     tensor = data.get(name)
     if tensor is None:
@@ -66,7 +67,7 @@ def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None])
 
 
 def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> list[int]:
-    """The elements of a small int64 tensor. Raises ValueError as ``taken``, and for another dtype."""
+    """Return the elements of a small int64 tensor. Raises ValueError like ``taken``, and for another dtype."""
     tensor = taken(data, name, dims)
     if tensor.dtype != "int64":
         raise ValueError(f"{name} is {tensor.dtype}; it must be int64")
@@ -74,7 +75,9 @@ def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None
 
 
 def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
-    """Rows of what the tower would give, which stands alone, ``[rows, width]``. Raises ValueError for fewer, or more."""
+    """Return the number of precomputed embeddings ``[rows, width]``. Raises ValueError for other tensors, or too few or
+    too many.
+    """
     check_names(data, (EMBEDS,))
     rows = taken(data, EMBEDS, (None, None)).shape[0]
     if not least <= rows <= most:
@@ -85,17 +88,17 @@ def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
 
 
 def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:
-    """Raise ValueError for a tensor that the model does not take."""
+    """Raise ValueError for a tensor that the model does not accept."""
     for name in data:
         if name not in names:
-            raise ValueError(f"{name} is no input of the model; it takes {', '.join(names)}")
+            raise ValueError(f"{name} is not an input of the model; it takes {', '.join(names)}")
 
 
-# The halves of families that run in media workers, as far as they are the same. Nothing here may import torch.
+# Common processors for media workers. This code must not import torch.
 
 
 class MediaProcessor:
-    """A processor that takes nothing: those of families say what they take instead."""
+    """Processor that accepts nothing. Subclasses override the methods of the modalities that they accept."""
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
@@ -105,7 +108,7 @@ class MediaProcessor:
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
         del samples, kwargs
-        raise ValueError("the model takes no sound")
+        raise ValueError("the model takes no audio")
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
@@ -114,25 +117,25 @@ class MediaProcessor:
 
 
 class PilImages:
-    """The image processor of a checkpoint in transformers, on numpy and Pillow alone."""
+    """Image processor of a checkpoint in transformers, with numpy and Pillow only."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where transformers has none, or one for torchvision only."""
-        from transformers import AutoImageProcessor  # half a second: in media workers alone
+        """Load the processor. Raises ConfigError if transformers has none, or only one for torchvision."""
+        from transformers import AutoImageProcessor  # takes half a second, so only media workers import it
 
         load: Any = AutoImageProcessor.from_pretrained
         try:
             self._processor = load(str(folder), backend="pil", local_files_only=True)
-        except Exception as e:  # an ImportError without a backend, an OSError without a file, what its class raises
-            raise ConfigError(f"{folder}: its image processor cannot be made with numpy and Pillow alone: {e}") from e
+        except Exception as e:  # ImportError without a backend, OSError without a file, or an error of its class
+            raise ConfigError(f"{folder}: its image processor cannot be created with numpy and Pillow: {e}") from e
         if self._processor.backend != "pil":
             name = type(self._processor).__name__
             raise ConfigError(
-                f"{folder}: its image processor, {name}, exists for torchvision only, which is not served"
+                f"{folder}: its image processor, {name}, exists only for torchvision, which is not supported"
             )
 
     def __call__(self, images: Sequence[Image] | Sequence[Sequence[Image]], **kwargs: Any) -> dict[str, TensorData]:
-        """What it gives for these images together, or for those of prompts, pixels as bytes: neither rescaled nor normalized."""
+        """Process images together, or the images of each prompt. Pixels are bytes, neither rescaled nor normalized."""
         given = self._processor(
             images=list(images),
             return_tensors="np",

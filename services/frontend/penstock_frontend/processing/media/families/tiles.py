@@ -1,4 +1,5 @@
-"""Images in tiles of one size, each of as many rows: Gemma 3, InternVL, Aya Vision, Idefics 3 and SmolVLM.
+"""Families with image tiles of one size and a fixed number of embeddings: Gemma 3, InternVL, Aya Vision, Idefics 3,
+SmolVLM.
 
 https://huggingface.co/docs/transformers/model_doc/gemma3, .../internvl, .../aya_vision, .../idefics3
 """
@@ -21,11 +22,11 @@ _APART = "\n\n"
 
 
 class Gemma3(ImageFamily):
-    """A begin, image tokens, an end. Crops of an image (pan and scan) are not served: each would be an image of its own."""
+    """Family with a begin token, image tokens, and an end token. Crops (pan and scan) are not supported."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         if checkpoint.image_processor.get("do_pan_and_scan"):
-            raise ConfigError(f"{checkpoint.folder}: do_pan_and_scan of Gemma 3's image processor is not served")
+            raise ConfigError(f"{checkpoint.folder}: do_pan_and_scan of Gemma 3's image processor is not supported")
         begin, token, end = (
             checkpoint.token(name, default)
             for name, default in (
@@ -45,16 +46,22 @@ class Gemma3(ImageFamily):
         self._around = [self.token_id, *[checkpoint.token_id(token)] * self._rows, checkpoint.token_id(end)]
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """The same for all."""
+        """Return the replacement, which is the same for all images."""
         return Replacement(self._around, (EmbedRun(1, item.num_embeds),), before=_APART, after=_APART)
 
 
-# Images as the tiles of a canvas and a thumbnail (InternVL, Aya Vision): what the image processor of GOT-OCR2 makes of them.
+# Images as the tiles of a canvas and a thumbnail (InternVL, Aya Vision), as made by GOT-OCR2's image processor.
 
 
 class Canvas(NamedTuple):
-    """``tile``: height and width of a tile in pixels, which is ``rows_of_tile`` rows; tiles of a canvas are from ``min_tiles`` to
-    ``max_tiles``.
+    """Format of tiled images.
+
+    Attributes:
+        tile: Height and width of a tile in pixels.
+        rows_of_tile: Embeddings per tile.
+        min_tiles: Minimum number of tiles of a canvas.
+        max_tiles: Maximum number of tiles of a canvas.
+        names: Names of the input tensors.
     """
 
     tile: tuple[int, int]
@@ -65,16 +72,19 @@ class Canvas(NamedTuple):
 
     @property
     def max_pictures(self) -> int:
-        """Tiles, and the thumbnail beside several."""
+        """Maximum number of pictures: the tiles, plus a thumbnail if there are several."""
         return self.max_tiles + 1 if self.max_tiles > 1 else 1
 
     @property
     def max_rows(self) -> int:
-        """Of an image with most tiles."""
+        """Maximum number of embeddings of an image."""
         return self.max_pictures * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[tiles, 3, height, width]``; ``num_patches`` is not the model's. ``layout``: how many tiles."""
+        """Return the item of ``pixel_values`` ``[tiles, 3, height, width]``. Its layout is the number of tiles.
+
+        ``num_patches`` is not an input of the model.
+        """
         pixels = tensors.taken(data, "pixel_values", (None, 3, *self.tile))
         count = pixels.shape[0]
         if "num_patches" in data and tensors.numbers(data, "num_patches", (1,)) != [count]:
@@ -86,7 +96,9 @@ class Canvas(NamedTuple):
         )
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """``crop_to_patches``, ``min_patches`` and ``max_patches``, the latter two up to the checkpoint's own most."""
+        """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``. The checkpoint limits the
+        latter two.
+        """
         arguments.check_names(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         crops = arguments.flag(kwargs, "crop_to_patches")
         most = arguments.whole_number(kwargs, "max_patches", most=self.max_tiles) or self.max_tiles
@@ -95,7 +107,7 @@ class Canvas(NamedTuple):
 
 
 def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
-    """Of the image processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the format of the image processor's configuration, with the defaults of its class. Raises ConfigError."""
     settings = checkpoint.image_processor
     return Canvas(
         image_size(checkpoint),
@@ -106,7 +118,7 @@ def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
 
 
 class InternVL(ImageFamily):
-    """A begin, one token for each row, an end; a line of these for each frame."""
+    """Family with a begin token, one token per embedding, and an end token. Each video frame is a line of these."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         rows = checkpoint.number("image_seq_length", checkpoint.processor, checkpoint.config, default=256)
@@ -127,7 +139,7 @@ class InternVL(ImageFamily):
         self._begin_id, self._end_id = checkpoint.token_id(self._begin), checkpoint.token_id(self._end)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """As many image tokens as rows."""
+        """Return one image token per embedding."""
         if item.modality == "video":
             return self._of_frames(*item.layout)
         token_ids = [self._begin_id, *[self.token_id] * item.num_embeds, self._end_id]
@@ -139,12 +151,12 @@ class InternVL(ImageFamily):
         return grown(self.encode(text), self.token_id, self._frames.rows_of_frame, before="Frame1: ")
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of an image with most tiles, or a video with most frames."""
+        """Return the tokens of the largest image or video."""
         return super().max_tokens(modality) if modality == "image" else self._of_frames(self._frames.max_frames).span
 
 
 class AyaVision(ImageFamily):
-    """A begin, named tiles, an end. The placeholder is another token than those that are replaced by rows."""
+    """Family with a begin token, named tiles, and an end token. The placeholder differs from the tokens of embeddings."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         processor = checkpoint.processor
@@ -168,7 +180,7 @@ class AyaVision(ImageFamily):
         self._laid_out = functools.lru_cache(maxsize=64)(self._lay_out)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """By its tiles."""
+        """Return the replacement for the item's tiles."""
         return self._laid_out(*item.layout)
 
     def _lay_out(self, count: int) -> Replacement:
@@ -177,19 +189,25 @@ class AyaVision(ImageFamily):
         return grown(self.encode(text), self._patch_id, self._canvas.rows_of_tile)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of an image with most tiles."""
+        """Return the tokens of an image with the maximum number of tiles."""
         del modality
         return self._laid_out(self._canvas.max_pictures).span
 
 
 _FAKE, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LARGEST = 4096
-"""Pixels of the longest edge, whatever is asked for."""
+"""Maximum edge of an image in pixels, regardless of arguments."""
 
 
 class GridTiles(NamedTuple):
-    """``tile``: pixels of the side of a tile, which is ``rows_of_tile`` rows; ``longest_edge``: of an image, in pixels;
-    ``splits``: whether large images are split unless a request says something else.
+    """Format of images in a grid of tiles.
+
+    Attributes:
+        tile: Side of a tile in pixels.
+        rows_of_tile: Embeddings per tile.
+        longest_edge: Maximum edge of an image in pixels.
+        splits: Whether large images are split by default.
+        names: Names of the input tensors.
     """
 
     tile: int
@@ -200,21 +218,23 @@ class GridTiles(NamedTuple):
 
     @property
     def max_side(self) -> int:
-        """GridTiles along the longest edge."""
+        """Number of tiles along the longest edge."""
         return -(-min(self.longest_edge, _LARGEST) // self.tile)
 
     @property
     def max_rows(self) -> int:
-        """Of a square, in tiles and whole."""
+        """Maximum number of embeddings, for a square image as tiles and as a whole."""
         return (self.max_side**2 + 1) * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Of ``pixel_values`` ``[1, tiles, 3, height, width]``, its mask, and ``rows`` and ``cols`` ``[1, 1]``, which say how the
-        tiles lie; 0 for an image that is one tile. ``layout``: both.
+        """Return the item of ``pixel_values`` ``[1, tiles, 3, height, width]``, its mask, and the grid ``rows`` and
+        ``cols`` ``[1, 1]``.
+
+        The grid is 0 for an image of a single tile. The layout is both numbers.
         """
         (rows,), (columns,) = (tensors.numbers(data, name, (1, 1)) for name in ("rows", "cols"))
         if (rows == 0) != (columns == 0) or min(rows, columns) < 0:
-            raise ValueError(f"rows and cols are {rows} and {columns}; they are a grid, or both 0")
+            raise ValueError(f"rows and cols are {rows} and {columns}; both must be at least 1, or both 0")
         count = rows * columns + 1
         tensors.taken(data, "pixel_values", (1, count, 3, self.tile, self.tile))
         if "pixel_attention_mask" in data:
@@ -223,7 +243,7 @@ class GridTiles(NamedTuple):
         return ProcessedItem(modality="image", data=kept, num_embeds=count * self.rows_of_tile, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """``do_image_splitting``, and ``size`` with a ``longest_edge`` up to the checkpoint's own."""
+        """Return the arguments ``do_image_splitting``, and ``size`` with a ``longest_edge`` up to the checkpoint's."""
         arguments.check_names(kwargs, ("do_image_splitting", "size"))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         splits = arguments.flag(kwargs, "do_image_splitting")
@@ -235,7 +255,7 @@ class GridTiles(NamedTuple):
 
 
 class Idefics3(ImageFamily):
-    """A line for each row of tiles, and one for the whole image."""
+    """Family with a line for each row of tiles, and one for the whole image."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         settings, tower = checkpoint.image_processor, checkpoint.sub_config("vision_config")
@@ -255,7 +275,7 @@ class Idefics3(ImageFamily):
         self._laid_out = functools.lru_cache(maxsize=256)(self._lay_out)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """By its tiles."""
+        """Return the replacement for the item's tiles."""
         return self._laid_out(*item.layout)
 
     def _lay_out(self, rows: int, columns: int) -> Replacement:
@@ -268,12 +288,12 @@ class Idefics3(ImageFamily):
         return grown(self.encode(text), self.token_id, self._tiles.rows_of_tile)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Of a square."""
+        """Return the tokens of a square image."""
         del modality
         return self._laid_out(self._tiles.max_side, self._tiles.max_side).span
 
 
 def _rows_of_tile(checkpoint: Checkpoint, tower: Mapping[str, Any]) -> int:
-    """Rows of a tile, as the model makes them of its patches."""
+    """Return the number of embeddings of a tile, computed from its patches."""
     side = checkpoint.number("image_size", tower, default=364) // checkpoint.number("patch_size", tower, default=14)
     return side**2 // checkpoint.number("scale_factor", checkpoint.config, default=2) ** 2

@@ -64,7 +64,7 @@ def test_an_argument_changes_how_many_rows_there_are(
     [
         ("llava", {"size": {"height": 9, "width": 9}}, "processor_kwargs.size is set; it takes none"),
         ("llava", {"do_resize": False}, "processor_kwargs.do_resize is set"),
-        ("llava_pixtral", {"patch_size": 1}, "processor_kwargs.patch_size is set; those it takes are size"),
+        ("llava_pixtral", {"patch_size": 1}, "processor_kwargs.patch_size is set; it takes size"),
         ("llava_pixtral", {"size": {"longest_edge": 10**9}}, "longest_edge is 1000000000; it must be from 1 to 64"),
         ("llava_pixtral", {"size": {"height": 8}}, "processor_kwargs.size.height is set; it has longest_edge"),
         ("llava_pixtral", {"size": 8}, "processor_kwargs.size is 8; it must be an object"),
@@ -93,12 +93,12 @@ def test_sound_takes_none(loaded: Loaded) -> None:
 def test_a_family_takes_its_own_modalities(loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="the model takes no images"):
         loaded["qwen2_audio"][1].image(IMAGE, {})
-    with pytest.raises(ValueError, match="the model takes no sound"):
+    with pytest.raises(ValueError, match="the model takes no audio"):
         loaded["llava"][1].audio(make_sound(1.0), {})
     with pytest.raises(ValueError, match="the model takes no video"):
         loaded["llava"][1].video([IMAGE], [0.0], {})
 
 
 def test_an_image_of_a_shape_that_makes_more_rows_than_there_may_be_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match="it comes to 33 embeddings; an image has at most 16"):
+    with pytest.raises(ValueError, match="it gives 33 embeddings; an image has at most 16"):
         loaded["qwen2_vl"][1].image(make_image(640, 9), {})

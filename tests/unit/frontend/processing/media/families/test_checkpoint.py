@@ -47,7 +47,7 @@ def test_a_model_whose_media_are_not_served_is_refused_by_name(tmp_path: Path, m
 def test_an_image_processor_that_torchvision_alone_has_is_refused_by_name(tmp_path: Path) -> None:
     save_multimodal_model("llava", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
-    with pytest.raises(ConfigError, match="its image processor, Llama4ImageProcessor, exists for torchvision only"):
+    with pytest.raises(ConfigError, match="its image processor, Llama4ImageProcessor, exists only for torchvision"):
         PilImages(tmp_path)
 
 

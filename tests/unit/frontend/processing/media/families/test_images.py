@@ -203,7 +203,7 @@ def test_tensors_that_the_model_does_not_take_are_refused(model: Model, change: 
         "missing": "pixel_values is missing",
         "shape": "pixel_values has shape",
         "dtype": "pixel_values is int64",
-        "more": "input_ids is no input",
+        "more": "input_ids is not an input",
     }
     if model.name in ("idefics3", "smolvlm") and change != "more":
         names[change] = "rows is missing"

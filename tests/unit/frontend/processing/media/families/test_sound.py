@@ -145,11 +145,11 @@ def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: 
     assert family.described("audio", item.data) == item
     mask = item.data["feature_attention_mask"]
     holes = TensorData(mask.dtype, mask.shape, bytes(4) + bytes(mask.data)[4:])
-    with pytest.raises(ValueError, match="must stand first"):
+    with pytest.raises(ValueError, match="must come first"):
         family.described("audio", {**item.data, "feature_attention_mask": holes})
     rows = TensorData("float32", (7, 64), bytes(7 * 64 * 4))
     assert family.described("audio", {"embeds": rows}).num_embeds == 7
-    with pytest.raises(ValueError, match="input_ids is no input"):
+    with pytest.raises(ValueError, match="input_ids is not an input"):
         family.described("audio", {**item.data, "input_ids": rows})
 
 

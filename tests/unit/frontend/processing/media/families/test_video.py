@@ -148,7 +148,7 @@ def test_frames_are_sampled_as_a_request_asks(model: Model) -> None:
         ({"num_frames": 9}, "processor_kwargs.num_frames is 9; it must be from 1 to 8"),
         ({"fps": 0}, "processor_kwargs.fps is 0; it must be above 0"),
         ({"fps": "x" * 99}, "it must be above 0 and at most 1000"),
-        ({"fps": 1, "num_frames": 2}, "fps and processor_kwargs.num_frames are set"),
+        ({"fps": 1, "num_frames": 2}, "fps and processor_kwargs.num_frames are both set"),
         ({"do_sample_frames": True}, "processor_kwargs.do_sample_frames is set"),
         ({"max_pixels": 10**9}, "processor_kwargs.max_pixels is 1000000000; it must be from 1"),
     ],
@@ -161,12 +161,12 @@ def test_other_arguments_are_refused(model: Model, kwargs: dict[str, Any], messa
 def test_a_video_that_a_client_processed(model: Model) -> None:
     item = model.processor.video(frames_of(4, 40, 40), [0.0, 1.0, 2.0, 3.0], {})
     if model.name == "qwen3_vl":
-        with pytest.raises(ValueError, match="do not say when the frames are seen"):
+        with pytest.raises(ValueError, match="has no times of the frames"):
             model.family.described("video", item.data)
         return
     assert model.family.described("video", item.data) == item
     grid = TensorData("int64", (1, 3), np.array([2, 4, 5], dtype=np.int64).tobytes())
-    with pytest.raises(ValueError, match="4 x 5 patches are no grid"):
+    with pytest.raises(ValueError, match="4 x 5 patches cannot be divided"):
         model.family.described("video", {**item.data, "video_grid_thw": grid})
 
 
