@@ -1,4 +1,4 @@
-"""What holds for every test, wherever it runs."""
+"""Fixtures and hooks for all tests."""
 
 import os
 import re
@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end what was skipped, and how to get it."""
+    """Print a summary of the skipped tests and of how to run them."""
     if told := skipped.tell(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(told)
 

@@ -1,7 +1,7 @@
-"""What was not tested, by reason; each reason says how to get what is missing.
+"""Counts of skipped tests by reason. Each reason says how to install the missing part.
 
-A run of pytest ends with the table. Where several runs belong together (``make test``), ``SKIPPED_TESTS`` names a file that
-takes their counts, and ``python -m tests.skipped FILE`` prints the table of them all.
+A run of pytest ends with the table. Where several runs belong together (``make test``), ``SKIPPED_TESTS`` names a file
+that takes their counts, and ``python -m tests.skipped FILE`` prints the table of them all.
 """
 
 import json
@@ -29,7 +29,7 @@ def table(counts: Mapping[str, int]) -> str:
 
 
 def keep(counts: Mapping[str, int], file: Path) -> None:
-    """Add the counts of one run to those of others."""
+    """Append the counts of one run to a file with those of other runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(counts) + "\n")

@@ -65,7 +65,7 @@ class Release:
         return found
 
     def workload(self, component: str) -> dict[str, Any]:
-        """What makes the pods."""
+        """Return the workload that creates the component's pods."""
         others = [
             m
             for m in (*self.all("LeaderWorkerSet"), *self.all("StatefulSet"))

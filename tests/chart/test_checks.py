@@ -1,4 +1,4 @@
-"""_checks.tpl: what is refused because of other values."""
+"""_checks.tpl: values that are refused because they contradict other values."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""_extras.tpl: what users add to the pods, and where it would meet what the chart has."""
+"""_extras.tpl: the user's additions to the pods, and conflicts with names that the chart uses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""_helpers.tpl: what the pods of all services have in common, and that nothing optional is there without its value."""
+"""_helpers.tpl: the common parts of all services' pods; optional parts are rendered only if their value is set."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without building: what goes into the image of each service, stage by stage."""
+"""The Dockerfile, as far as it can be checked without a build: the contents of each service's image, stage by stage."""
 
 import fnmatch
 import importlib.util
@@ -43,7 +43,7 @@ def stages() -> dict[str, Stage]:
 
 
 def in_image(service: str) -> list[str]:
-    """The stages that the image itself is made of: its own, and those that it begins from."""
+    """Return the stages of the image itself: its own stage and the stages that it derives from."""
     names = [service]
     while (base := stages()[names[0]].base) in stages():
         names.insert(0, base)
@@ -74,7 +74,7 @@ def instructions(service: str) -> list[tuple[str, str]]:
 
 
 def copied(service: str) -> list[str]:
-    """What is copied out of the repository."""
+    """Return the sources of the COPY instructions that copy from the repository."""
     lines = [rest for name, rest in instructions(service) if name == "COPY" and not rest.startswith("--from")]
     return [source for line in lines for source in line.split()[:-1]]
 

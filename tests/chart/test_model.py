@@ -116,7 +116,7 @@ def test_what_is_written_at_run_time_is_written_to_a_volume():
     caches = {name for name in env if name.endswith(("_CACHE_DIR", "_CACHE_HOME", "_CACHE_PATH", "HF_HOME"))}
     assert caches == {"HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"}
     assert all(env[name]["value"].startswith(CACHE) for name in caches)
-    assert len({env[name]["value"] for name in caches}) == 4  # what is compiled lies apart from what is downloaded
+    assert len({env[name]["value"] for name in caches}) == 4  # compiled files and downloads are in different folders
     assert env["HOME"]["value"] == "/tmp"
     assert not {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH"} & release(HUB).env("frontend").keys()
 

@@ -1,4 +1,4 @@
-"""_needs.tpl: values without effect are refused, by the table in charts/value_needs.py and by those of the services."""
+"""_needs.tpl: values without effect are refused, according to charts/value_needs.py and the services' own tables."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the user reads after an installation."""
+"""NOTES.txt: the text that Helm prints after an installation."""
 
 from pathlib import Path
 

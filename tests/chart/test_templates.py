@@ -1,4 +1,4 @@
-"""Each template has a file of tests, so that what it renders, and what it leaves out, is looked for in one place."""
+"""Check that each template has its own test file, so that tests of a template are easy to find."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What holds of the chart under every value set."""
+"""Properties of the chart that every set of values must have."""
 
 import base64
 import re

@@ -1,4 +1,4 @@
-"""Values: what is refused and how it is said, and that everything is documented."""
+"""Values: refused values and their error messages; every value is documented."""
 
 import json
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_every_value_is_described():
 
 
 def test_every_object_is_closed_or_is_one_of_kubernetes():
-    """What the chart defines admits no unknown key; what it passes to Kubernetes has no keys of its own here."""
+    """The chart's own objects admit no unknown key. Objects that the chart passes to Kubernetes define no keys here."""
     schema = read_schema()
     parts = [("values", schema), *objects(schema)]
     parts += [item for name, part in schema["definitions"].items() for item in [(name, part), *objects(part, name)]]

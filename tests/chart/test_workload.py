@@ -18,7 +18,7 @@ RUNNING = {
     "demo-penstock-enginecore": (5, "somebody"),
     "demo-penstock-enginecore-old": (4, "autoscaler"),
 }
-"""How many pods there are of each Deployment, and who has owned the number since it was made."""
+"""Number of pods of each Deployment, and the owner of that field since the Deployment was created."""
 ANSWERS: dict[str, dict[str, Any]] = {
     "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},

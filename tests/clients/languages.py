@@ -1,4 +1,4 @@
-"""The languages that there are clients in: what each needs, how it is built from the packages, and its command line."""
+"""Languages of the example clients: required programs, the build from the packages, and the client's command line."""
 
 import json
 import os
@@ -19,12 +19,16 @@ BUILD = ROOT / "build" / "clients"
 RELEASED = os.environ.get("CLIENT_CONTRACTS", "")
 """A descriptor set of ``protos/released`` to build the clients from, instead of the contracts as they are."""
 OF_RELEASE = f"-{Path(RELEASED).stem}" if RELEASED else ""
-"""What names of what is built from it end with."""
+"""Suffix of the names of built files."""
 
 
 class Language(msgspec.Struct, frozen=True):
-    """``needs``: names of executables. ``package``: what it is built from has a package of its own in ``protos/stubs``;
-    ``build`` takes the folder of packages and one to build in, and returns the command line.
+    """A language that has an example client.
+
+    Attributes:
+        needs: Names of the executables that the build needs.
+        package: Whether ``protos/stubs`` has a package for the language.
+        build: Takes the folder of packages and a folder to build in, and returns the client's command line.
     """
 
     name: str
@@ -32,7 +36,7 @@ class Language(msgspec.Struct, frozen=True):
     build: Callable[[Path, Path], list[str]]
     package: bool = True
     get: str = ""
-    """How to get what it needs, for people."""
+    """Instructions for installing the programs in ``needs``, shown to people."""
 
     @property
     def missing(self) -> str:
@@ -45,7 +49,7 @@ class Language(msgspec.Struct, frozen=True):
         )
 
     def command(self) -> list[str]:
-        """Its command line, built where it has to be. Skips the test where it cannot be."""
+        """Return the client's command line, and build the client if necessary. Skips the test if a program is missing."""
         if self.missing:
             pytest.skip(self.missing)
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -69,7 +73,7 @@ class Language(msgspec.Struct, frozen=True):
 
 
 def run(command: list[str], folder: Path = ROOT, **env: str) -> None:
-    """Run a step of a build. Raises AssertionError with what it said if it fails."""
+    """Run a step of a build. Raises AssertionError with the step's output if it fails."""
     done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
@@ -83,7 +87,7 @@ def install_wheel(stubs: Path, folder: Path) -> None:
 
 
 def python(stubs: Path, out: Path) -> list[str]:
-    """The wheel alone is put before what this environment has of the contracts."""
+    """Put only the wheel on the path, in front of this environment's own contracts."""
     install_wheel(stubs, out / "site")
     return ["env", f"PYTHONPATH={out / 'site'}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
 
@@ -124,7 +128,9 @@ def go(stubs: Path, out: Path) -> list[str]:
 
 
 def cpp(stubs: Path, out: Path) -> list[str]:
-    """Compiled with what its own build generates: a package would be for one compiler and one version of its libraries."""
+    """Compile the client with code that its own build generates. A package would fit only one compiler and one library
+    version.
+    """
     released = f"-DPENSTOCK_DESCRIPTORS={(ROOT / RELEASED).resolve() if RELEASED else ''}"
     run(["cmake", "-S", str(EXAMPLES / "cpp"), "-B", str(out), released])
     run(["cmake", "--build", str(out)])
@@ -132,7 +138,7 @@ def cpp(stubs: Path, out: Path) -> list[str]:
 
 
 def rust(stubs: Path, out: Path) -> list[str]:
-    """The crate is unpacked beside the example. What is compiled of other crates is kept for all versions of the contracts."""
+    """Unpack the crate into the example's folder. All versions of the contracts share the compiled dependencies."""
     (crate,) = (stubs / "rust").glob("*.crate")
     source, target = out / "source", BUILD / "rust-target"
     ignored = shutil.ignore_patterns("penstock-protos", "target")
@@ -142,7 +148,9 @@ def rust(stubs: Path, out: Path) -> list[str]:
         shutil.rmtree(unpacked, ignore_errors=True)
         shutil.unpack_archive(crate, source, "gztar", filter="data")
         (source / crate.stem).rename(unpacked)
-        (unpacked / "src/lib.rs").touch()  # the files of every crate have one time, and cargo compiles what is newer
+        (
+            unpacked / "src/lib.rs"
+        ).touch()  # all files of a crate have the same time, and cargo compiles only newer files
         shutil.copy(crate, known)
     run(["cargo", "build", "--target-dir", str(target)], source, CARGO_INCREMENTAL="0")
     return [shutil.copy(str(target / "debug/client"), str(out / "client"))]

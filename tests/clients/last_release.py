@@ -1,4 +1,5 @@
-"""A frontend of the last release in front of an engine without a model: ``python last_release.py FOLDER``, in the release's tree.
+"""A frontend of the last release with an engine without a model: ``python last_release.py FOLDER``, in the release's
+tree.
 
 It prints its port, and ends when its standard input does.
 """

@@ -1,6 +1,6 @@
-"""Several frontends behind one name: calls in turn, those that leave are left, those that come are found.
+"""Several frontends behind one name: calls take turns, new frontends are found, and stopped ones get no more calls.
 
-The name is one of ``/etc/hosts``, in a mount namespace of the client's own; addresses are those of the loopback network.
+The client runs in its own mount namespace, where ``/etc/hosts`` has the name. The addresses are loopback addresses.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Frontends:
 
     @property
     def address(self) -> str:
-        """What the client is given."""
+        """Return the address that the client gets."""
         return f"dns:///{NAME}:{self.port}"
 
     async def one(self, *, max_age: float = 1.0) -> FakeInference:
@@ -110,7 +110,7 @@ async def test_a_frontend_that_leaves_is_left_before_it_refuses(client: Client, 
     await frontends.until(0, 1, more=5)
     await second.set_serving(False)
     async with asyncio.timeout(PATIENCE):
-        while True:  # it learns of that by itself, a moment later
+        while True:  # the client learns of the change by itself, a moment later
             before = frontends.counts()
             await frontends.until(0, more=20)
             if frontends.counts()[1] == before[1]:

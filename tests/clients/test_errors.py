@@ -1,4 +1,4 @@
-"""What people read when a call fails, and when they have typed what is no command line."""
+"""Messages that people read after a failed call or a wrong command line."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ async def test_a_key_goes_into_the_metadata(client: Client, server: FakeInferenc
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """What has signed the server's certificate."""
+    """Return the authority that signed the server's certificate."""
     return Authority()
 
 

@@ -1,6 +1,7 @@
-"""LangChain and LlamaIndex against the OpenAI API, as docs/reference/openai-api.md says that they are set up.
+"""LangChain and LlamaIndex against the OpenAI API, set up as in docs/reference/openai-api.md.
 
-Each is in an environment of its own (``make framework-clients``): what they need does not go with constraints.txt.
+Each framework has its own environment (``make framework-clients``), because its dependencies conflict with
+constraints.txt.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ PERSON = '{"name": "Ada", "age": 36}'
 
 
 def answer_to(request: Any) -> list[int]:
-    """What the engine writes, by the last turn of the prompt."""
+    """Return the engine's output for the last turn of the prompt."""
     prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
     last = prompt.rpartition("<|im_start|>user")[2]
     text = PERSON if "json, please" in last else CALL if "the weather?" in last else "Hello!"

@@ -1,4 +1,4 @@
-"""One prompt: the text as it comes, what the server is asked, and how a call ends before its text."""
+"""One prompt: the text as it arrives, the request that the server gets, and calls that end early."""
 
 import asyncio
 import signal

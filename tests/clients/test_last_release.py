@@ -1,4 +1,4 @@
-"""Clients of these contracts against a server of the last release: what both know works, what it does not know is told."""
+"""Clients of these contracts against a server of the last release: common features work, and unknown ones get an error."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The Rust client's own tests: its channel does what other languages' libraries do."""
+"""The Rust client's own tests: its channel behaves like the gRPC libraries of other languages."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Every field of every service's configuration refuses what it cannot use, by name."""
+"""Every field of every service's configuration refuses invalid values, and the error names the field."""
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ IDS = [f"{config.__name__}-{setting.key}" for config, setting in SETTINGS]
 
 
 def is_free_text(setting: Setting) -> bool:
-    """Any text is a value of these; what it names is looked up later."""
+    """Return whether the field accepts any text. A name in such a field is looked up later."""
     return setting.kind.type is str and setting.kind.shape != "mapping" and not setting.kind.choices
 
 

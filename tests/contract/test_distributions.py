@@ -1,4 +1,4 @@
-"""What each distribution may depend on, and that the pinned environment holds all of it."""
+"""Dependencies of each distribution: allowed packages, and the pinned environment contains all of them."""
 
 import re
 import subprocess
@@ -46,8 +46,9 @@ def test_distributions_without_the_model_do_not_depend_on_torch(service: str) ->
 
 
 def with_torch() -> list[str]:
-    """Tests of its processing whose oracle, transformers' own processors and models, needs torch. That what they test does not is
-    shown by processes of their own, in tests/unit/frontend/processing/media.
+    """Return the processing tests whose oracle needs torch: transformers' own processors and models.
+
+    Tests in tests/unit/frontend/processing/media show in separate processes that the tested code itself needs no torch.
     """
     oracles = "tests.fakes.multimodal_models"
     return sorted(

@@ -1,4 +1,4 @@
-"""What the pages say of commands, settings, files and code is so. What the commands do: tests/e2e/test_docs.py."""
+"""Checks that commands, settings, files and code in the pages exist. tests/e2e/test_docs.py runs the commands."""
 
 import argparse
 import ast
@@ -73,7 +73,7 @@ OTHER_PROGRAMS = frozenset(
         "umask",
     }
 )
-"""What the pages also call: programs of others, the shell's own words, and what a page has just built."""
+"""Other programs that the pages call: third-party programs, shell builtins, and programs that a page has just built."""
 OTHER_FLAGS = {"--worker-urls": "of smg, a gateway", "--reuse-values": "of helm"}
 OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
@@ -250,8 +250,10 @@ def test_files_that_the_pages_name_are_there() -> None:
 
 
 def is_there(span: Span) -> bool:
-    """From the root, from the page's folder, or at the end of a path of the repository, whose packages are called
-    ``penstock_`` and so on; what lies in ``build`` is made.
+    """Return whether the path exists: from the root, from the page's folder, or as the end of a path in the repository.
+
+    Package folders in the repository begin with ``penstock_``. Paths in ``build`` are generated, so they always count
+    as existing.
     """
     text = span.text.rstrip("/")
     own = str(Path(span.page).parent / text)
@@ -356,7 +358,7 @@ def test_python_code_compiles_and_finds_what_it_imports(block: Block) -> None:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of what a YAML file says."""
+    """Yield the dotted keys of a YAML file's contents."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -387,7 +389,7 @@ def test_yaml_has_keys_that_are_there(block: Block) -> None:
     assert any(fits(keys, known) for known in (*KEYS.values(), chart_values()))
 
 
-# What is said to be other than it is, so that it is taken out when it is no longer.
+# Lists of exceptions: each entry must still be needed, so that unused entries are removed.
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_PROGRAMS))

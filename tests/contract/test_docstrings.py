@@ -1,4 +1,4 @@
-"""Every public method of production says what it does, in its class or in the interface that the class implements."""
+"""Every public production method has a docstring, in its class or in the interface that the class implements."""
 
 import ast
 from collections.abc import Iterator, Mapping, Set
@@ -13,7 +13,7 @@ def classes(source: str) -> Iterator[ast.ClassDef]:
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the methods that stand in the class itself."""
+    """Return the methods that the class itself defines."""
     return (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
 
 

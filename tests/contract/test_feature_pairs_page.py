@@ -1,4 +1,4 @@
-"""docs/reference/feature-pairs.md is made of the table of pairs as it is, and the table has one verdict for each."""
+"""docs/reference/feature-pairs.md matches the table of pairs, and the table has one verdict for each pair."""
 
 import itertools
 

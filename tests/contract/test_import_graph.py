@@ -1,7 +1,7 @@
-"""The graph of imports: no file and no room stands in a circle of them.
+"""The import graph has no cycles between files, and none between rooms.
 
-A room is a folder directly below a package, with all that is in it, or a module there. The ``core`` folders of the engine's
-features belong to the room ``core``.
+A room is a folder directly below a package, with all its contents, or a module there. The ``core`` folders of the
+engine's features belong to the room ``core``.
 """
 
 import ast
@@ -39,7 +39,7 @@ def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def of_rooms(graph: Mapping[str, Set[str]]) -> dict[str, set[str]]:
-    """What each room imports, itself aside. A package's own ``__init__`` stands in none."""
+    """Return the rooms that each room imports, without itself. A package's own ``__init__`` belongs to no room."""
     rooms: defaultdict[str, set[str]] = defaultdict(set)
     for name, imported in graph.items():
         for other in imported:

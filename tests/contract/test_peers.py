@@ -1,4 +1,4 @@
-"""Every method of the services says who may call it."""
+"""Every method of the services declares its allowed callers."""
 
 from penstock.coordinator.v1 import service_pb2 as coordinator_pb
 from penstock.enginecore.v1 import service_pb2 as engine_pb

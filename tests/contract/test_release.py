@@ -1,4 +1,6 @@
-"""`make release` refuses what is not fit for a release, and then changes nothing. tests/e2e/test_release.py makes one."""
+"""`make release` refuses a tree that is not ready for release and then changes nothing. tests/e2e/test_release.py makes
+one.
+"""
 
 import re
 import subprocess

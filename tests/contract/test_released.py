@@ -1,4 +1,4 @@
-"""What a release has promised stays: the gate of ``make lint`` refuses what would break clients, and words stay as well."""
+"""Compatibility with past releases: ``make lint`` refuses changes that would break clients, and error reasons stay."""
 
 import json
 import re
@@ -92,7 +92,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gate(tmp_path: Path, image: Path, change: Change) -> subprocess.CompletedProcess[str]:
-    """What buf says of the contracts behind a change, by the rules of the next release: none of a past one is excused."""
+    """Return buf's findings for a changed contract, under the rules of the next release, without exceptions of past
+    ones.
+    """
     protos = tmp_path / "protos"
     shutil.copytree(PROTOS / "penstock", protos / "penstock")
     rules = (PROTOS / "buf.yaml").read_text()

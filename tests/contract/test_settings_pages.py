@@ -1,4 +1,4 @@
-"""What is made of the services' settings is made of those that they have now."""
+"""Files that are generated from the services' settings match the current settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pages that say what a device has shown name the checks that did."""
+"""Pages that claim a result on a device name the check that showed it."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/guides/gpu.md"
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row of the table of what a device has shown."""
+    """Return the cells of each row of the table of results that were shown on a device."""
     text = PAGE.read_text(encoding="utf-8")
     _, head, table = text.partition("| | shown on a device | not shown | by |\n|---|---|---|---|\n")
     assert head, "docs/guides/gpu.md has no table of what a device has shown"

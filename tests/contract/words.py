@@ -1,6 +1,6 @@
-"""The words of the API that are in no .proto: reasons of errors and metadata keys, as the services' sources have them.
+"""Names of the API that no .proto defines: error reasons and metadata keys, read from the services' sources.
 
-``python -m tests.contract.words VERSION`` keeps them as those of a release.
+``python -m tests.contract.words VERSION`` stores them as the names of a release.
 """
 
 import ast

@@ -98,7 +98,7 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
     assert [answer.token_ids for answer in answers] == model[1]
     await group.whole()
     assert metric(group.engines[0], "penstock:group_epoch") == epoch
-    assert await group.ask_for(2) == 3  # as the ranks were told, and have told the new one
+    assert await group.ask_for(2) == 3  # the ranks remember the epoch and have sent it to the new coordinator
 
 
 async def survive(group: RankGroup, expected: Expected, victim: int, *, on: int | None) -> float:

@@ -107,7 +107,7 @@ BLOCKS_NOT_RUN = {
 
 
 class Defaults:
-    """A running server, and texts of the pages with its ports for those they name."""
+    """A running server, which replaces the default ports in the pages' texts by its own."""
 
     def __init__(self, ports: list[int]) -> None:
         self.grpc, self.http, self.admin = ports
@@ -158,20 +158,20 @@ def server_of(page: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a reader is: what the pages take from the repository is there, what they write is thrown away."""
+    """Return a reader's working folder: it has the repository's files that the pages use, and it is temporary."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
 def environment() -> dict[str, str]:
-    """With the environment activated, as the README says, and with what npm and the test cluster have of other programs."""
+    """Return the README's activated environment, with the programs of npm and of the test cluster on the path."""
     tools = [ROOT / "node_modules/.bin", *sorted((ROOT / "build/cluster/bin").glob("g*"))]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     return {**kept, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], *map(str, tools)])}
 
 
 def shell(script: str, folder: Path, stdin: str = "") -> str:
-    """What a script writes to standard output when all goes well."""
+    """Run a script, which must succeed, and return its standard output."""
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Each feature on a data-parallel group of two processes: a plain engine's tokens, also when a rank is killed."""
+"""Each feature on a data-parallel group of two processes gives a plain engine's tokens, also when a rank is killed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The SMG gateway, nobody's work here, in front of a frontend: OpenAI's API over ``vllm.grpc.engine.VllmEngine``."""
+"""The SMG gateway, a third-party program, in front of a frontend: OpenAI's API over ``vllm.grpc.engine.VllmEngine``."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ async def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The gateway in front of one engine with the demo model, which tells what it caches."""
+    """Yield a client of the gateway in front of one engine, which has the demo model and sends KV cache events."""
     engine = Service(
         "penstock_enginecore",
         model__path=DEMO_MODEL,

@@ -119,7 +119,7 @@ def said(answer: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 async def events_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stream says."""
+    """Return the events of a stream."""
     async with client.stream("POST", path, json=body) as response:
         assert response.is_success, await response.aread()
         lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 NAMES = {"llava": "llava-1.5-tiny", "qwen3_vl": "qwen3-vl-tiny"}
-"""By which the gateway knows what to do with images."""
+"""Model names from which the gateway derives how to handle images."""
 FITS = {"llava": [(32, 32), (32, 32)], "qwen3_vl": [(64, 48), (32, 96)]}
 """Sizes that are not resized: the gateway's resizing is its own, whose pixels differ by a level here and there."""
 
@@ -78,7 +78,7 @@ def chat(name: str, *sizes: tuple[int, int]) -> dict[str, Any]:
 
 
 def answered(answer: dict[str, Any]) -> tuple[str, int]:
-    """What was said, without half a character at the end, and the tokens of the prompt."""
+    """Return the answer's text, without an incomplete character at its end, and the number of prompt tokens."""
     return answer["choices"][0]["message"]["content"].rstrip("\ufffd"), answer["usage"]["prompt_tokens"]
 
 

@@ -28,13 +28,13 @@ EXPERTS_OF_A_TOKEN = 4
 """Two could be added in one order alone."""
 PROMPTS = [[1 + i, *((7 * i + 3 * j) % 300 + 1 for j in range(size))] for i, size in enumerate((1, 4, 17, 30, 64, 90))]
 FLAGS = SHARED | {"scheduler__max_num_batched_tokens": 48}
-"""Prompts come in pieces, beside what other requests have in the step."""
+"""Prompts are computed in chunks, in batches with other requests."""
 Model = tuple[Path, list[Scored]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small model of many experts, and what one engine makes of the prompts: transformers' greedy tokens."""
+    """Return a small model with many experts, and one engine's tokens for the prompts: transformers' greedy tokens."""
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_OF_A_TOKEN}
     folder, expected = save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT, **experts)
     answers = alone(folder, PROMPTS, COUNT)

@@ -1,7 +1,7 @@
 """A served group of ranks that share experts, while its processes are killed and stopped under 32 streams.
 
-Runs with ``PENSTOCK_GROUP_KILLS=N`` (make group-kills), which kills N ranks, whenever. Whatever happens, every stream is what
-transformers says, and ranks that live on compute nothing twice.
+Runs with ``PENSTOCK_GROUP_KILLS=N`` (make group-kills), which kills N ranks at random times. Every stream always has
+transformers' tokens, and surviving ranks compute nothing twice.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ async def test_ranks_are_killed_whenever_and_no_stream_fails_or_differs(group: R
     began = time.monotonic()
     for number in range(KILLS):
         ranks = await trial.begin()
-        if number == KILLS // 2:  # from now on the first rank lives, for what it holds to be seen
+        if number == KILLS // 2:  # the first rank survives from here on, so that its memory can be measured
             holds, size = held(ranks[0]), resident(ranks[0])
         victim = chance.choice(ranks[number >= KILLS // 2 :])
         others = [rank for rank in ranks if rank is not victim]
@@ -100,7 +100,9 @@ async def test_a_stopped_rank_holds_the_others_up_for_its_lease_and_can_be_one_a
     stopped.send_signal(signal.SIGCONT)
     await until(lambda: not metric(stopped, "vllm:num_requests_running"))
     killed = [engine for engine in group.engines if engine not in (*inside[1:], stopped)]
-    await asyncio.gather(*(engine.kill() for engine in killed))  # nobody else can take the place
+    await asyncio.gather(
+        *(engine.kill() for engine in killed)
+    )  # so no other engine can take the place of the stopped one
     await trial.begin()
     await trial.end()
     assert stopped in [engine for engine, _ in await group.members()]

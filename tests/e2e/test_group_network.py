@@ -1,5 +1,5 @@
-"""Ranks as processes whose connections with each other break off or carry nothing for a while, while everybody else is reached;
-and ranks on hosts of their own, of which one is cut off from all.
+"""Network failures between ranks. Connections between processes break or stall while all other peers stay reachable. Of
+ranks on separate hosts, one is cut off from all others.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """

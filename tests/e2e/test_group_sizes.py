@@ -51,8 +51,9 @@ async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) ->
 
 
 def switches(ranks: Sequence[Service]) -> dict[Service, tuple[float, float]]:
-    """Planned changes that each rank has been through, and the seconds in which they stopped its steps. To be called in a thread:
-    who waits here reads no stream.
+    """Return the number of planned changes of each rank, and the seconds for which they stopped its steps.
+
+    Call it in a thread: it blocks, and a blocked event loop reads no stream.
     """
     names = [f"penstock:group_switch_seconds_{what}" for what in ("count", "sum")]
     return {rank: (metric(rank, names[0]), metric(rank, names[1])) for rank in ranks}

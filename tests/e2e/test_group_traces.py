@@ -65,7 +65,7 @@ async def pause_and_resume(group: Recorded, expected: Expected, mode: int) -> No
 
 
 async def lose_a_rank(group: Recorded, expected: Expected) -> None:
-    """Its requests go on elsewhere, and the spare takes its place; then it is the spare."""
+    """Kill a rank: its requests resume on another rank, and the spare replaces it. The restarted rank is the new spare."""
     (_, first), (victim, last) = (await group.members())[:2]
     streams = [generate(group, i, (first, last)[i % 2]) for i in ALL]
     begun = [await stream.read() for stream in streams]

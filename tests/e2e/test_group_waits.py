@@ -1,4 +1,4 @@
-"""Groups, as processes, that do not go on without a rank that they have lost: ``data_parallel.on_rank_loss`` is ``wait``.
+"""Groups of processes with ``data_parallel.on_rank_loss`` set to ``wait``: after losing a rank, they wait for it.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """

@@ -53,7 +53,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 async def test_two_legs_give_the_tokens_of_one_engine(transport: str, expected: list[list[int]]) -> None:
     async with transferring(DEMO_MODEL, 3, transport, "prefill", "decode", "decode") as cluster:
         assert await answers(cluster) == expected
-        # Its only series: two legs, since the prompts are long.
+        # Each request has one series only. It has two legs, because the prompts are long.
         assert metric(cluster.frontend, "penstock:legs_total") == STREAMS
         assert metric(cluster.frontend, "penstock:requests_moved_total") == 0
         assert metric(cluster.frontend, "penstock:handover_gap_seconds_count") == STREAMS
@@ -67,7 +67,7 @@ async def test_rolling_drains_are_noticed_by_nobody(transport: str, expected: li
         for drain in range(2):
             engine = cluster.engines[drain % 2]
             running = asyncio.create_task(answers(cluster))
-            # What comes to an engine that drains already is refused, and has moved.
+            # An engine that already drains refuses new requests, which then move.
             while sum(stats.num_running_reqs for stats in await cluster.stats()) < STREAMS:
                 assert not running.done(), "the streams have ended before all ran at once"
             engine.send_signal(signal.SIGTERM)

@@ -27,12 +27,12 @@ class Server:
         self._addresses = (f"localhost:{ports[0]}", f"localhost:{ports[2]}")
 
     def answer(self, model: str) -> str:
-        """What ``model`` says to the question."""
+        """Return the answer of ``model`` to the question."""
         said = self.openai.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=60)
         return said.choices[0].message.content or ""
 
     def run(self, *arguments: str, admin: bool = True) -> str:
-        """What ``penstock ARGUMENTS`` writes to this server."""
+        """Run ``penstock ARGUMENTS`` against this server and return its output."""
         flag = "--admin-address" if admin else "--address"
         done = subprocess.run(
             [*PENSTOCK, *arguments, flag, self._addresses[admin]],

@@ -95,7 +95,9 @@ async def load(frontend: Service, adapters: Path, name: str) -> None:
 
 
 class Load:
-    """Streams that ask both frontends for adapters in turn, and compare what comes with what came before anything happened."""
+    """Streams that request adapters from both frontends in turn and compare the tokens with those of an undisturbed
+    run.
+    """
 
     def __init__(self, stubs: Sequence["rpc.InferenceServiceAsyncStub"]) -> None:
         self.stubs = stubs
@@ -104,13 +106,13 @@ class Load:
         self._stopping = False
 
     async def tokens(self, stub: "rpc.InferenceServiceAsyncStub", lora: str, prompt: str) -> list[int]:
-        """What an adapter makes of a prompt."""
+        """Return an adapter's tokens for a prompt."""
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         call = stub.Generate(pb.GenerateRequest(text=prompt, lora=lora, sampling_params=sampling))
         return (await read(call)).token_ids
 
     async def learn(self, *loras: str) -> None:
-        """See what comes while nothing else happens."""
+        """Record the tokens of an undisturbed run."""
         for lora, prompt in itertools.product(loras, PROMPTS):
             self.expected[lora, prompt] = await self.tokens(self.stubs[0], lora, prompt)
 
@@ -136,7 +138,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Streams that ask until the block ends; raises what one of them ended with."""
+        """Keep streams running until the block ends. Raises the error that ended one of them."""
         self._tasks = [asyncio.create_task(self._stream(number)) for number in range(STREAMS)]
         try:
             yield

@@ -1,4 +1,4 @@
-"""Streams with adapters whose engine is killed go on elsewhere, and give what PEFT gives."""
+"""Streams with adapters resume on another engine when theirs is killed, and give PEFT's tokens."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def known() -> list[Known]:
         model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's of what transformers deprecates
+            warnings.simplefilter("ignore")  # PEFT uses functions that transformers deprecates
             model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
         wanted = len(range(turn, STREAMS, len(NAMES)))
         for subject in SUBJECTS[turn:] + SUBJECTS[:turn]:

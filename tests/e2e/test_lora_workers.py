@@ -1,4 +1,4 @@
-"""A worker killed under streams of several adapters: what a client gets is what it would have got.
+"""A worker is killed under streams of several adapters; clients get the tokens of an undisturbed run.
 
 ``make worker-failures`` does so at every point of a worker's life (``test_worker_streams.py``).
 """
@@ -23,7 +23,7 @@ ANIMALS = ("cow", "fox", "bear", "hen")
 
 
 def streams(cluster: Cluster) -> list[Any]:
-    """Each prompt for the base model and for both adapters."""
+    """Start a stream for each prompt with the base model and with both adapters."""
     wanted = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
     return [
         cluster.generate(f"<|user|>What does a {animal} eat?<|end|><|assistant|>", lora=lora, **wanted)

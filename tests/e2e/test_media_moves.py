@@ -57,7 +57,7 @@ def files() -> list[bytes]:
 
 
 def make_requests() -> list[pb.GenerateRequest]:
-    """Each with an image or two, which others have as well."""
+    """Return requests with one or two images each. Several requests share an image."""
     images, found = files(), []
     for number in range(STREAMS):
         parts = [
@@ -79,7 +79,7 @@ async def answers(cluster: WithAdmin, requests: list[pb.GenerateRequest]) -> lis
 
 
 async def reset(cluster: WithAdmin) -> None:
-    """Have all engines forget what they keep of media, and their embeddings."""
+    """Reset the media and embedding caches of all engines."""
     async with make_channel(f"127.0.0.1:{cluster.admin_port}") as channel:
         admin = admin_rpc.AdminServiceStub(channel)
         assert (await admin.ResetMultimodalCache(admin_pb.ResetMultimodalCacheRequest())).num_engines_reset

@@ -1,6 +1,6 @@
-"""Each node of an engine killed under 64 streams on two engines: what a client gets is what it would have got.
+"""Each node of an engine is killed under 64 streams on two engines; clients get the tokens of an undisturbed run.
 
-All of it belongs to ``make worker-failures``. Nodes are groups of processes, each at a loopback address of its own.
+All tests here belong to ``make worker-failures``. A node is a group of processes with its own loopback address.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Services killed and restarted under requests of all shapes: every answer is what it is undisturbed."""
+"""Services are killed and restarted under requests of all kinds; every answer equals that of an undisturbed run."""
 
 from collections.abc import AsyncIterator
 
@@ -21,8 +21,9 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair() -> AsyncIterator[Cluster]:
-    """Two of each, and a coordinator. An engine that is told to stop gives up its requests at once, a frontend's clients leave it
-    soon.
+    """Yield two engines, two frontends and a coordinator.
+
+    A stopping engine gives up its requests at once. A stopping frontend's clients leave it soon.
     """
     moved = {"server__max_connection_age": 1, "http__max_connection_age": 1}
     async with Cluster(DEMO_MODEL, engines=2, frontends=2, drain_timeout=0.2, frontend_flags=moved) as running:

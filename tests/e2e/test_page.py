@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser, as a person uses it: what is clicked and typed, and what can be read then."""
+"""The page at ``/`` in a real browser: the tests click and type like a user and read the result."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def _closed_tabs(browser: Browser) -> AsyncIterator[None]:
-    """No page of an earlier test goes on asking a server that is gone."""
+    """Close all pages after each test, so that they stop calling a stopped server."""
     yield
     await browser.close_tabs()
 

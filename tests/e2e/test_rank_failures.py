@@ -1,6 +1,6 @@
 """Ranks of a data-parallel group killed at every named point under 32 streams (make rank-failures).
 
-Every stream is what transformers says; requests of the other ranks do not move; a replacement makes the group whole.
+Every stream has transformers' tokens, and requests of other ranks do not move. A replacement completes the group.
 """
 
 import itertools

@@ -23,7 +23,7 @@ def changes(page: str) -> str:
 
 
 def copy_of_the_code(folder: Path) -> Path:
-    """Copy what the tutorial changes and its tests need."""
+    """Copy the code that the tutorial changes, and the files that its tests need."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "node_modules"))
     shutil.copy(ROOT / "pyproject.toml", folder)

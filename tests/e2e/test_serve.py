@@ -1,4 +1,4 @@
-"""The command with the real services and the demo model behind it."""
+"""The serve command with the real services and the demo model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process manager: real processes, with services that have no model behind them."""
+"""``penstock serve`` as a process manager: real processes of services without a model."""
 
 import contextlib
 import os

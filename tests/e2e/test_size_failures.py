@@ -1,7 +1,7 @@
 """Processes of a data-parallel group killed at every named point of a change of its size (make rank-failures).
 
-Every one of 32 streams at a time is what transformers says; the group goes on with the ranks that there are, and has its new size
-once the killed process has been started again.
+Every one of 32 concurrent streams has transformers' tokens. The group continues with its remaining ranks. It reaches
+its new size once the killed process has been restarted.
 """
 
 import asyncio
@@ -36,7 +36,9 @@ CASES: list[Case] = [
     *itertools.product([SHRINKING], [FIRST, STAYS, COORDINATOR], CHANGING),
     *itertools.product([SHRINKING], [LEAVES], LEAVING),
 ]
-"""From how many ranks to how many, who is killed, and where; the coordinator, as rank 0 comes there."""
+"""Number of ranks before and after, the killed process, and the point. The coordinator is killed when rank 0 reaches
+the point.
+"""
 
 
 def _name(case: Case) -> str:
@@ -45,7 +47,7 @@ def _name(case: Case) -> str:
 
 
 class Report:
-    """What is printed at the end."""
+    """Collects the lines that are printed at the end."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -101,7 +103,7 @@ class Sizes:
 
 
 async def whom(ranks: FaultyRanks, who: str) -> Service:
-    """The engine that comes to a point. Those that leave are the last ones by name, and so are those that come."""
+    """Return the engine that reaches a point. Ranks that leave or join are the last ones by name."""
     inside = [engine for engine, _ in await ranks.members()]
     match who:
         case "one that comes" | "one that leaves":
@@ -122,7 +124,7 @@ async def test_no_stream_fails_and_the_group_comes_to_its_size(
     ranks: FaultyRanks, model: tuple[Path, Expected], report: Report, case: Case
 ) -> None:
     (before, after), who, point = case
-    for size in (RANKS, FEWEST, before):  # whoever died before is at its place again
+    for size in (RANKS, FEWEST, before):  # processes that died before have been restarted
         await ranks.scale(size)
     comes = await whom(ranks, who)
     victim = ranks.coordinator if who == COORDINATOR else comes

@@ -1,4 +1,4 @@
-"""The whole system as separate processes, with the demo model: what users are promised."""
+"""The whole system as separate processes, with the demo model: the features that users are promised."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """What transformers says: 24 greedy tokens for each prompt."""
+    """Return transformers' tokens: 24 greedy tokens for each prompt."""
     import torch  # here, not above: of the processes that run tests, one runs these
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

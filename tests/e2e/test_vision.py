@@ -31,7 +31,7 @@ class Server:
         self.openai = OpenAI(base_url=f"http://127.0.0.1:{ports[1]}/v1", api_key="none", max_retries=0)
 
     def answer(self, content: list[dict[str, Any]] | str, **fields: Any) -> str:
-        """What the model says to a message."""
+        """Return the model's answer to a message."""
         said = self.openai.chat.completions.create(
             model="penstock-tiny-vision",
             messages=[{"role": "user", "content": content}],  # type: ignore[list-item,misc]

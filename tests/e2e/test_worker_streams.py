@@ -1,6 +1,6 @@
-"""Workers killed and stopped in one of two engines under 64 streams: what a client gets is what it would have got.
+"""Workers of one of two engines are killed and stopped under 64 streams; clients get the tokens of an undisturbed run.
 
-All of it belongs to ``make worker-failures``: an engine with two workers takes long to start.
+All tests here belong to ``make worker-failures``: an engine with two workers takes long to start.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Workers:
         fault.arm(self.armed_at)
 
     async def again(self) -> None:
-        """The engine serves anew."""
+        """Restart the engine and wait until it serves."""
         await self.engine.start()
         await self.engine.serving()
         await self.cluster.until_engines_are_seen(2)

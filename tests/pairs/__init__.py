@@ -1,1 +1,1 @@
-"""Every pair of an engine's features: what serves it is compared with a plain engine, or it is refused by name."""
+"""Every pair of an engine's features. An engine with both gives a plain engine's tokens, or refuses the pair by name."""

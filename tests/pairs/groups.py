@@ -118,7 +118,9 @@ class GroupPair(Pair):
         return message
 
     async def until_used(self, group: RankGroup) -> None:
-        """Ask again until the feature has done something: copies to the host that nobody waits for may come too late once."""
+        """Repeat the requests until the feature was used: the first copies to the host may arrive too late, since no
+        step waits.
+        """
         name = ""
         if self.has(*(DRAFTS - {Feature.NGRAM})):
             name = "vllm:spec_decode_num_draft_tokens_total"
@@ -130,7 +132,7 @@ class GroupPair(Pair):
 
 
 def lengthened(request: EngineCoreRequest) -> EngineCoreRequest:
-    """It runs long enough for a kill in its middle."""
+    """Return the request with enough tokens for a kill in its middle."""
     params = request.sampling_params
     if params.structured_output is None:
         params = msgspec.structs.replace(params, max_tokens=COUNT)

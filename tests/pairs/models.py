@@ -43,7 +43,7 @@ _LAYERS = ["sliding_attention", "full_attention"]
 
 
 class Checkpoint:
-    """One in ``folder``, of a model that has what is special about ``features``."""
+    """A checkpoint in ``folder`` of a model that supports ``features``."""
 
     def __init__(self, features: frozenset[Feature], folder: Path) -> None:
         torch.set_num_threads(1)
@@ -141,7 +141,7 @@ class Checkpoint:
 
 
 def _quantize_text_model(path: Path) -> None:
-    """Store the weights of a checkpoint with encoders in fewer bits, but for those of the encoders."""
+    """Quantize the text model's weights of a checkpoint with encoders. The encoders' weights stay as they are."""
     stored = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         quantized = "visual" not in name and is_quantized(name, tensor, FORM)

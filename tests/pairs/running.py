@@ -1,4 +1,4 @@
-"""Runs a pair of features in this process, and a plain engine beside it: what differs is an AssertionError."""
+"""Runs a pair of features and a plain engine in this process, and raises AssertionError if their tokens differ."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ HANDED_OVER_AFTER = 3
 
 
 def merged(*sections: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """All of them; the later ones win."""
+    """Merge the sections. A later value replaces an earlier one."""
     found: Sections = {}
     for each in sections:
         for name, settings in each.items():
@@ -71,7 +71,7 @@ def sections_of(features: frozenset[Feature], checkpoint: Checkpoint) -> Section
 
 
 def plain(features: frozenset[Feature], checkpoint: Checkpoint) -> Sections:
-    """The configuration of one engine that has nothing but what changes tokens, and no way to reuse anything."""
+    """Return the configuration of a plain engine: only the features that change tokens, and no reuse of blocks."""
     kept = PLAIN.intersection(features)
     alone = {
         "cache": {"enable_prefix_caching": False},
@@ -81,7 +81,7 @@ def plain(features: frozenset[Feature], checkpoint: Checkpoint) -> Sections:
 
 
 class Pair:
-    """What two features do together. ``folder``: for files."""
+    """Two features that are checked together. Files are written to ``folder``."""
 
     def __init__(self, features: frozenset[Feature], folder: Path) -> None:
         self.features = features
@@ -94,7 +94,7 @@ class Pair:
         return bool(self.features & {*features})
 
     def expected(self) -> Tokens:
-        """What the plain engine says to the requests, one after the other."""
+        """Return the plain engine's tokens for the requests, run one after the other."""
         engine = build_engine(self.checkpoint.path, **plain(self.features, self.checkpoint))
         found: Tokens = {}
         for request in self.requests:
@@ -125,7 +125,7 @@ class Pair:
             self.check_engine()
 
     def check_engine(self) -> None:
-        """The same tokens the first time, with what is kept of that, and when another engine goes on in the middle."""
+        """Check that tokens are equal at first, with cached blocks, and when another engine resumes the requests."""
         expected = self.expected()
         engine = build_engine(self.checkpoint.path, **self.sections())
         try:
@@ -169,7 +169,7 @@ class Pair:
         return nap
 
     def check_constraints(self, expected: Tokens) -> None:
-        """What was to be as the grammar has it is."""
+        """Check that constrained outputs match their grammar."""
         if self.has(Feature.STRUCTURED) and not self.has(Feature.MEDIA):
             from tests.fakes.models.small_tokenizers import byte_level
 
@@ -200,7 +200,9 @@ class Pair:
             assert_close(found, expected, atol=1e-4)
 
     def check_transfer(self) -> None:
-        """Each request begins on one engine and goes on at another, with its blocks, and without where the first is gone."""
+        """Check that each request resumes on a second engine, with its blocks, and without them if the first engine is
+        gone.
+        """
         expected = self.expected()
         with ExitStack() as ends:
             source, target = (
@@ -237,7 +239,9 @@ class Pair:
         assert target.value("penstock:kv_transfer_failures_total") > 0, "the killed engine was not missed"
 
     def check_nodes(self) -> None:
-        """An engine on two nodes. The second is killed when all requests have begun, and a plain engine goes on with these."""
+        """Check an engine on two nodes. The second node is killed after all requests have begun, and a plain engine
+        resumes them.
+        """
         expected = self.expected()
         with ExitStack() as ends:
             if self.has(Feature.TRANSFER):
@@ -266,7 +270,7 @@ class Pair:
             yield sections, node
 
     def kill(self, engine: EngineCore, node: NodeProcess, expected: Tokens) -> None:
-        """Kill a node in the middle of all requests, and have a plain engine go on with them."""
+        """Kill a node in the middle of all requests, and resume them on a plain engine."""
 
         def kill_when_begun(found: Tokens) -> bool:
             if node.popen.poll() is None and self.has_all_begun(found):
@@ -299,7 +303,7 @@ class Pair:
         return found
 
     def go_on(self, found: Tokens, expected: Tokens, sections: Sections) -> None:
-        """Another engine goes on with what a killed one has left, as frontends have it."""
+        """Resume the requests of a killed engine on another engine, as frontends do."""
         left = [
             request for request in self.requests if len(found[request.request_id]) < len(expected[request.request_id])
         ]
@@ -319,7 +323,7 @@ class Events:
         self._num_stored = 0
 
     def take(self) -> None:
-        """Those since the last step."""
+        """Apply the cache events since the last step."""
         for event in of_device(self._engine.scheduler.kv_cache.take_events()):
             if isinstance(event, BlockStored):
                 assert not self._findable & {*event.block_hashes}, "a block was stored twice"
@@ -331,7 +335,7 @@ class Events:
                 self._findable -= {*event.block_hashes}
 
     def check(self) -> None:
-        """They add up to what the cache has."""
+        """Check that the events add up to the contents of the cache."""
         self.take()
         kv_cache = self._engine.scheduler.kv_cache
         assert self._num_stored > 0
@@ -354,12 +358,12 @@ def unnamed(tokens: Tokens) -> Tokens:
 
 
 def handed_over(request: EngineCoreRequest) -> EngineCoreRequest:
-    """It goes on elsewhere after some tokens."""
+    """Return the request with a handoff after some tokens."""
     return msgspec.structs.replace(request, handoff_after_tokens=HANDED_OVER_AFTER)
 
 
 def going_on(request: EngineCoreRequest, prior: list[int], given: KvSource | None) -> EngineCoreRequest:
-    """It has these tokens, and its blocks are there."""
+    """Return the request as it resumes, with these tokens and the source of its blocks."""
     return msgspec.structs.replace(request, prior_output_token_ids=prior, kv_source=given, attempt=1)
 
 

@@ -1,4 +1,4 @@
-"""What is known of each pair: it is refused, it is the same as another pair, or a test compares it with a plain engine."""
+"""The verdict for each pair: it is refused, it equals another pair, or a test compares it with a plain engine."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ Two = frozenset[Feature]
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """An engine with both does not start, or refuses the request. ``message``: what it says, as a regular expression."""
+    """A pair that is refused: the engine does not start, or refuses the request. ``message`` is a regex for its error."""
 
     message: str
 
@@ -83,7 +83,7 @@ def pairs() -> Iterator[tuple[Two, Verdict]]:
 
 
 def _killed(two: Two) -> str:
-    """What is killed in the middle of its requests."""
+    """Name the process that is killed in the middle of the pair's requests."""
     if two & GROUPS:
         return "a rank"
     if Feature.NODES in two:

@@ -1,4 +1,4 @@
-"""edge/ingress.yaml: an Ingress for HTTP, and another for gRPC, which controllers are told by annotations."""
+"""edge/ingress.yaml: one Ingress for HTTP and one for gRPC, with the annotations that controllers need."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""enginecore/_pools.tpl: kinds of engines beside each other, each with what differs from the rest."""
+"""enginecore/_pools.tpl: pools of engines in one release, each with its own values."""
 
 import json
 from pathlib import Path
@@ -144,7 +144,7 @@ def test_a_name_that_is_too_long_beside_the_releases_is_refused():
 
 
 def test_a_pool_may_differ_in_every_value_of_the_engine():
-    """Values by values: what is right there is right in a pool, but for null, which is no value."""
+    """A pool accepts every value that the engine accepts, except null."""
     schema = json.loads((lint.CHART / "values.schema.json").read_text())
     engine = schema["properties"]["enginecore"]["properties"]
     assert schema["definitions"]["pool"]["properties"].keys() == engine.keys() - {"pools"}

@@ -94,7 +94,7 @@ def test_a_drain_of_nodes_leaves_as_many_ranks_as_the_group_goes_on_with():
             ChartError, match=rf"maxUnavailable is {given}; of 4 pods at most 2 may be away, .* = 4 ranks"
         ):
             release(GROUPS, f"{budget}={given}")
-    # One that is as small as it may be stands still meanwhile; the drain goes on.
+    # A group at its minimum size pauses while a pod is evicted; the node drain continues.
     assert release(HUB, *CPU, "enginecore.dataParallel.minSize=4").one("PodDisruptionBudget", "enginecore")
 
 

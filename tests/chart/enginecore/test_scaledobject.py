@@ -1,4 +1,4 @@
-"""enginecore/scaledobject.yaml: what KEDA is told, in the words that the coordinator reads."""
+"""enginecore/scaledobject.yaml: KEDA's metadata uses the field names that the coordinator's scaler reads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""frontend/configmap.yaml and _config.tpl: what the values say, over which stands what the chart alone knows."""
+"""frontend/configmap.yaml and _config.tpl: values become settings, and the chart's own settings override them."""
 
 from pathlib import Path
 

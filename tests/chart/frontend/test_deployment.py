@@ -1,4 +1,4 @@
-"""frontend/deployment.yaml: as many pods as are asked for, with the tokenizer and without what engines need."""
+"""frontend/deployment.yaml: the requested number of pods, with the tokenizer and without the engine's resources."""
 
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
 

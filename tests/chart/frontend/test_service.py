@@ -1,4 +1,4 @@
-"""frontend/service.yaml: the public Service, as it is published, and the headless one beside it."""
+"""frontend/service.yaml: the public Service and the headless Service."""
 
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
 

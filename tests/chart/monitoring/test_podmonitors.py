@@ -1,4 +1,4 @@
-"""monitoring/podmonitors.yaml: what is scraped and how its series are labelled, and no trace of it where it is not asked for."""
+"""monitoring/podmonitors.yaml: scraped ports and labels of the series; nothing is rendered unless enabled."""
 
 import pytest
 

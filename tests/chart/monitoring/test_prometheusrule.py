@@ -1,4 +1,4 @@
-"""monitoring/prometheusrule.yaml: the rules where they are asked for, made for the release, and what values change of them."""
+"""monitoring/prometheusrule.yaml: the rules of the release and the values that change them; rendered only if enabled."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""network/networkpolicies.yaml and _rules.tpl: who reaches whom, on which port, and that nobody else is let in or out."""
+"""network/networkpolicies.yaml and _rules.tpl: allowed peers and ports of each component; all other traffic is denied."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def spec(rendered: Release, component: str) -> dict[str, Any]:
 
 
 def rules(rendered: Release, component: str, way: str) -> dict[tuple[int, ...], list[Any] | None]:
-    """Peers by ports, TCP alone, of the first rule with these; None: any peer."""
+    """Return the peers of each set of TCP ports, from the first rule with those ports. None means any peer."""
     whom = {"ingress": "from", "egress": "to"}[way]
     found = {}
     for rule in spec(rendered, component)[way]:
@@ -150,7 +150,7 @@ def test_what_scales_engines_reaches_the_coordinator_and_that_the_api_server(mod
         "template",
         "demo",
         str(lint.CHART),
-        "--skip-schema-validation",  # what else the mode needs is not the policies' business
+        "--skip-schema-validation",  # this test needs only the policies, not the mode's other values
         "--show-only=templates/network/networkpolicies.yaml",
         f"--set=model.hub.id=a/b,{ON},enginecore.autoscaling.mode={mode}",
     )
@@ -198,7 +198,7 @@ def test_the_coordinator_reaches_the_api_server_where_it_has_rights():
 
 
 def policies_of(rendered: Release, component: str) -> list[dict[str, Any]]:
-    """Those that select the pods of a component."""
+    """Return the policies that select the pods of a component."""
     labels = rendered.pod(component)["metadata"]["labels"]
     return [policy for policy in rendered.all("NetworkPolicy") if selects(policy["spec"]["podSelector"], labels)]
 

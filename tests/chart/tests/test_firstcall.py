@@ -1,4 +1,4 @@
-"""tests/firstcall.yaml: the pod of helm test, with what frontends ask of their clients."""
+"""tests/firstcall.yaml: the pod of ``helm test``, with the credentials and certificates that a frontend's client needs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""tls/certificates.yaml: what cert-manager issues is what services are known by, in the Secrets that their pods mount."""
+"""tls/certificates.yaml: cert-manager issues the names that the services use, in the Secrets that their pods mount."""
 
 from pathlib import Path
 

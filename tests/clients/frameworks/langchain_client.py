@@ -1,4 +1,4 @@
-"""What programs do with LangChain, as one JSON object on standard output: ``python langchain_client.py URL``."""
+"""Calls the API through LangChain and prints the results as one JSON object: ``python langchain_client.py URL``."""
 
 import json
 import sys

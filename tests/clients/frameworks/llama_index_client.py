@@ -1,4 +1,4 @@
-"""What programs do with LlamaIndex, as one JSON object on standard output: ``python llama_index_client.py URL``."""
+"""Calls the API through LlamaIndex and prints the results as one JSON object: ``python llama_index_client.py URL``."""
 
 import json
 import sys
