@@ -1,4 +1,4 @@
-"""A frontend's model directory, and engines without a model to put behind it."""
+"""A frontend's model directory, and engines without a model for the frontend."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ def log_settings_of_earlier_tests_are_gone() -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a frontend reads of a model."""
+    """Return a directory with the model files that a frontend reads."""
     return save_model(tmp_path_factory.mktemp("models") / "model")
 
 

@@ -1,4 +1,6 @@
-"""API keys and tokens at the frontend's ports: who gets in, what others are told, and for whom requests are made."""
+"""API keys and tokens at the frontend's ports: accepted credentials, errors of refused ones, and the tenant of a
+request.
+"""
 
 import base64
 import json
@@ -72,7 +74,9 @@ def unsigned(issuer: Issuer) -> str:
 
 
 def signed_with_the_public_key(issuer: Issuer) -> str:
-    """The attack on verifiers that let the token choose: HMAC with what everybody knows."""
+    """Return a token signed by HMAC with the public key: an attack on verifiers that let the token choose the
+    algorithm.
+    """
     parts = [{"alg": "HS256", "kid": issuer.kid}, issuer.claims()]
     text = ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
     key = json.dumps(issuer.jwk).encode()

@@ -36,7 +36,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> dict[str, Mapping[str, Any]]:
-    """By ``custom_id``: status, and what does not change from run to run."""
+    """Return each record's status and its reproducible parts by ``custom_id``."""
     found = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)

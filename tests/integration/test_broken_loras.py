@@ -1,4 +1,4 @@
-"""A hundred broken adapters, each loaded and asked for over gRPC and HTTP, while neighbours of a running server go on."""
+"""A hundred broken adapters, each loaded and requested over gRPC and HTTP, while other clients' requests continue."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,12 @@ SLOWEST = 0.2
 
 
 class Neighbour:
-    """A client that asks for the same again and again. ``answers``: of those that have ended; ``tokens``: how many came."""
+    """A client that repeats one request.
+
+    Attributes:
+        answers: Tokens of each finished request.
+        tokens: Number of tokens received.
+    """
 
     def __init__(self, stub: Any, name: str) -> None:
         self.name = name
@@ -63,7 +68,9 @@ class Neighbour:
 
 
 class Server:
-    """One with ``folder`` for a directory of adapters, ``loaded`` for those that are loaded, and neighbours."""
+    """A running server with a directory of adapters (``folder``), a folder of loaded adapters (``loaded``), and
+    neighbours.
+    """
 
     def __init__(self, cluster: Cluster, admin: Any, http: httpx.AsyncClient, folder: Path, loaded: Path) -> None:
         self.cluster = cluster
@@ -149,7 +156,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 
 def codes(broken: Broken) -> tuple[str, str]:
-    """What is said over gRPC and over HTTP."""
+    """Return the expected codes over gRPC and over HTTP."""
     if broken.reason in (LoraReason.NOT_FOUND, LoraReason.UNREADABLE):
         return "UNAVAILABLE LORA_UNAVAILABLE", "503"
     return "FAILED_PRECONDITION LORA_REFUSED", "400"

@@ -1,4 +1,4 @@
-"""Each service tells when the certificates of its listeners and connections end."""
+"""Each service exports the end of validity of its listeners' and connections' certificates."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chat through gRPC: a real frontend, and an engine that writes what the test says."""
+"""Chat over gRPC: a real frontend, and an engine that writes a given text."""
 
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""Processes whose config file is replaced as Kubernetes does it: what they read anew, and that they go on."""
+"""Processes while Kubernetes replaces their config file: they apply the settings that can change, and continue to run."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,9 @@ class Mounted:
         self.file.symlink_to("..data/config.yaml")
 
     def swap(self, config: dict[str, Any]) -> None:
-        """What the kubelet does: a new directory, and ``..data`` renamed over the old one."""
+        """Replace the file as the kubelet does: write a new directory and rename the new ``..data`` link over the old
+        one.
+        """
         self._number += 1
         version = self._folder / f"..version_{self._number}"
         version.mkdir()
@@ -71,12 +73,12 @@ class Followed:
         self.mounted.swap(self.config)
 
     def lines(self, event: str) -> list[dict[str, Any]]:
-        """What was logged of an event."""
+        """Return the log lines of an event."""
         lines = [json.loads(line) for line in self.service.log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
     async def until(self, event: str, count: int = 1) -> list[dict[str, Any]]:
-        """Wait until it was logged so often."""
+        """Wait until the event was logged ``count`` times."""
         async with asyncio.timeout(PATIENCE):
             while len(found := self.lines(event)) < count:
                 assert self.service.alive, self.service.log()
@@ -86,7 +88,7 @@ class Followed:
 
 @contextlib.asynccontextmanager
 async def system(tmp_path: Path, component: str, **config: Any) -> AsyncIterator[Followed]:
-    """The service, with what it needs to serve."""
+    """Yield the service together with the services that it needs."""
     async with contextlib.AsyncExitStack() as stack:
         if component == "frontend":
             engine = Followed("enginecore", tmp_path)

@@ -219,7 +219,8 @@ async def test_a_restarted_coordinator_rebuilds_its_state_and_no_frontend_sees_l
             assert everyone(frontend.client.view)  # the last view is kept
 
         server = ServerConfig(host="127.0.0.1", port=first.port)
-        # Its lease is its grace as well: what a busy machine takes to connect again fits in, and is the test's time.
+        # The lease is also the restart grace. Four seconds let all connect again on a busy machine, and the test waits
+        # as long.
         await stack.enter_async_context(running(lease_seconds=4.0, restart_grace=None, server=server))
         for frontend in frontends:
             await eventually(lambda frontend=frontend: frontend.client.connected)
@@ -351,7 +352,7 @@ async def test_health_is_serving(service):
 
 
 class ScriptedCoordinator(service_pb2_grpc.CoordinatorServiceServicer):
-    """Accepts an engine and then says what the test wants."""
+    """Accepts an engine and then sends the test's answers."""
 
     def __init__(self, *answers):
         self.answers = answers

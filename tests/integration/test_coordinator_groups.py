@@ -1,4 +1,4 @@
-"""A data-parallel group over the coordinator's streams: ranks that only say and hear what the contract has."""
+"""A data-parallel group over the coordinator's streams: scripted ranks that only exchange the contract's messages."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,9 @@ class Rank:
         return command
 
     async def named(self, *members: str) -> pb.Reconfigure:
-        """The command to be in a group of these. The coordinator repeats those that nobody has carried out."""
+        """Read until the command to form a group of these members. The coordinator repeats commands that were not
+        carried out.
+        """
         while True:
             command = await self.read()
             if [member.engine_id for member in command.reconfigure.group.members] == list(members):

@@ -1,4 +1,4 @@
-"""EAGLE heads: the same tokens as without, the guesses of plain torch, in both layouts, and what is refused."""
+"""EAGLE heads: the same tokens as without a head, plain torch's drafts in both layouts, and refused heads."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_tokens_are_those_without(model: Path, head: str, setting: str, temperat
 
 
 class Seen:
-    """What a drafter has proposed, by the tokens behind which it did, and how many chains the kernels ran for it."""
+    """Records a drafter's proposals by the tokens before them, and the number of chains that the kernels ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: dict[tuple[int, ...], list[int]] = {}
@@ -171,7 +171,7 @@ def test_workers_in_processes_draft_as_one_does(model: Path, tmp_path: Path) -> 
 
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Other tensors in a head's file; None for none."""
+    """Change tensors in a head's file. None deletes a tensor."""
     found = load_file(folder / "model.safetensors")
     found.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
     save_file(

@@ -56,7 +56,7 @@ async def run(client: SessionClient, request_id: str = "r", *, prompt: list[int]
 
 
 def log_softmax(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
-    """``[tokens, vocab]``: position i scores the token behind it."""
+    """Return log-probabilities ``[tokens, vocab]``. Row i scores the token after position i."""
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0].log_softmax(dim=-1)
 

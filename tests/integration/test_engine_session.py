@@ -97,7 +97,7 @@ Servers = Callable[..., EngineServer]
 
 
 def endless() -> FakeExecutor:
-    """An executor whose requests can go on for longer than any test."""
+    """Return an executor whose requests can run longer than any test."""
     return FakeExecutor(model_max_len=100_000, available_memory=2**30, check_kv=False)
 
 

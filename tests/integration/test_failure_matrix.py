@@ -1,8 +1,9 @@
-"""Every failure of an engine, at every step of a request, on every kind of stream: nothing is lost, nothing comes twice.
+"""Every failure of an engine, at every step of a request, on every kind of stream: no token is lost or sent twice.
 
-A cell (``tests/fakes/systems/matrix``) puts requests of all shapes on an engine, which fails when so many tokens of each are out.
-With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell has every shape with every output kind and n, with one token per step
-and with several; else each shape has one of these, another in the next cell.
+A cell (``tests/fakes/systems/matrix``) sends requests of all shapes to an engine. The engine fails after a given number
+of tokens of each. With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell combines every shape with every output kind
+and n, with one token per step and with several. Otherwise each shape has one combination per cell, and the next cell
+has another.
 """
 
 import itertools

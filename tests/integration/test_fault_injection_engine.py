@@ -52,7 +52,9 @@ async def client(server: EngineServer) -> AsyncIterator[SessionClient]:
 
 
 def name_of(argument: Any) -> str:
-    """The id of what a boundary is called with: a request of the engine or of the wire, an output, a list of ids."""
+    """Return the request id in a boundary's argument: a request of the engine or of the wire, an output, or a list of
+    ids.
+    """
     return getattr(argument, "request_id", "") or " ".join(argument if isinstance(argument, list) else [])
 
 
@@ -65,7 +67,7 @@ def inject(
     of: Callable[..., Any],
     calls: int = 1,
 ) -> None:
-    """From its ``calls``-th call for the bad request on, ``method`` raises. ``of``: what it is called with."""
+    """Make ``method`` raise from its ``calls``-th call for the bad request on. ``of`` finds the request of a call."""
     original = getattr(owner, method)
     seen = 0
 
@@ -149,7 +151,7 @@ def assert_told_and_logged_once(client: SessionClient, caplog: pytest.LogCapture
 async def test_an_id_can_be_used_again_after_an_incident(
     client: SessionClient, server: EngineServer, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Its output could not be encoded while it ran: the engine has ended it as well."""
+    """An output cannot be encoded, so the engine ends the request as well."""
     with monkeypatch.context() as injected:
         inject(injected, convert, "output_to_proto", RuntimeError("injected"), of=tokens, calls=times)
         await client.add(BAD, max_tokens=900)
@@ -258,7 +260,7 @@ async def test_a_utilitys_result_without_a_form_is_that_calls_error(
 async def test_a_utility_that_raises_ends_nothing_else(
     client: SessionClient, server: EngineServer, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # What pytest keeps of the log goes from process to process as UTF-8, which a lone surrogate has no form in.
+    # pytest sends its log between processes as UTF-8, which cannot encode a lone surrogate.
     caplog.set_level(logging.CRITICAL)
     server.executor.rpc_results["probe"] = error
     await client.add("neighbour", seed=1, max_tokens=LENGTH)

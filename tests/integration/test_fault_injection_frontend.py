@@ -1,4 +1,4 @@
-"""What goes wrong in the frontend with one request ends that one: something raises at each place, beside a neighbour."""
+"""An error in the frontend ends only the request that caused it: each place raises while a neighbouring request runs."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ INCIDENT = re.compile(r"incident ([0-9a-f]{8})$")
 
 
 class System(NamedTuple):
-    """A frontend and the engine behind it, which steps when told to."""
+    """A frontend, and an engine that steps on command."""
 
     api: OpenAIServer
     engine: FakeEngine
@@ -86,7 +86,7 @@ async def system(chat_model: Path) -> AsyncIterator[System]:
             yield System(api, engine)
 
 
-# How a poisoned request is sent; each returns what it was told.
+# Ways to send the poisoned request. Each function returns the error that the client got.
 
 
 async def _generate(system: System) -> str:
@@ -126,7 +126,7 @@ async def _chat(system: System) -> str:
 
 
 async def _session(system: System) -> str:
-    """Beside another request of the same session, which must be what it is alone."""
+    """Send the request in a session with another one, whose tokens must equal those of a run alone."""
     call = system.frontend.stub.GenerateSession(timeout=PATIENCE)
     beside = make_request(**NEIGHBOUR, request_id="beside")
     await call.write(pb.GenerateSessionRequest(generate=beside))
@@ -164,11 +164,16 @@ _SENDERS: dict[str, Callable[[System], Awaitable[str]]] = {
 _GENERATING = ("generate", "session", "vllm", "completion", "completion stream", "chat")
 
 
-# What goes wrong.
+# Faults to inject.
 
 
 class Fault(NamedTuple):
-    """``senders``: by what ways the request comes; ``inject(system, monkeypatch)`` makes it fail."""
+    """A fault.
+
+    Attributes:
+        senders: Names of the ways to send the request.
+        inject: Called with the system and ``monkeypatch``, makes the request fail.
+    """
 
     name: str
     senders: tuple[str, ...]
@@ -216,7 +221,7 @@ def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PanickingDecoder(Panicking):
-    """It panics at a token."""
+    """Panics at a given token."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         if PANIC_TOKEN in token_ids:

@@ -1,4 +1,6 @@
-"""Each pair of an engine's features that needs no data-parallel group: the tokens of a plain engine, or a refusal by name."""
+"""Each pair of an engine's features that needs no data-parallel group: the tokens of a plain engine, or a refusal by
+name.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path

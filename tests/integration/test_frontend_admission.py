@@ -1,4 +1,4 @@
-"""What a frontend lets in, by every way in: what is beyond a limit, too late, or of a tenant at its own limit."""
+"""Admission at every entry of a frontend: requests beyond a limit, too late, or of a tenant at its own limit."""
 
 import asyncio
 import time
@@ -48,7 +48,7 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 
 class Refusal(NamedTuple):
-    """What a client is told: the status, and the seconds to wait."""
+    """A refusal as the client sees it: the status, and the seconds to wait."""
 
     code: str
     retry_after: float | None
@@ -136,7 +136,7 @@ WAYS: list[Way] = [
 
 
 class Spy:
-    """Counts what is tokenized and rendered."""
+    """Counts the texts that are tokenized and the conversations that are rendered."""
 
     def __init__(self, server: FrontendServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -242,7 +242,7 @@ async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_
 async def test_a_flooding_tenant_is_refused_and_another_one_is_served_every_time(
     engine: FakeEngine, model: Path, limit: str
 ) -> None:
-    """Tenant a floods with 50 times what may be in flight, tenant b sends 20 requests one by one."""
+    """Tenant a floods with 50 times the limit of requests in flight; tenant b sends 20 requests one by one."""
     options: dict[str, Any] = (
         {"limits": LimitsConfig(max_requests=4)} if limit == "limits.max_requests" else {"http": {"max_requests": 4}}
     )

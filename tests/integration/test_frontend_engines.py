@@ -95,7 +95,7 @@ async def test_a_lost_engine_is_told_with_the_sequences_that_moved_and_logged_on
 
 async def test_requests_are_spread_evenly(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:
     calls = [frontend.generate(max_tokens=1) for _ in range(20)]
-    for engine in engines:  # a step's report would make an engine look idle to what is not routed yet
+    for engine in engines:  # a step's report would make an engine look idle while requests are not routed yet
         await engine.until(lambda e: len(e.running) == 10)
     for engine in engines:
         engine.step()

@@ -1,4 +1,4 @@
-"""Wrong input on every public RPC: the status and the field, and a server that goes on."""
+"""Wrong input on every public RPC: the status and the field, and the server stays up."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A frontend that is told to stop while others are up: no call of any client fails, and every stream has its tokens."""
+"""A frontend stops while others run: no client's call fails, and every stream has all its tokens."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ Client = Callable[["Edge"], contextlib.AbstractAsyncContextManager[Ask]]
 
 
 class Edge:
-    """Two frontends behind one address for gRPC and one for HTTP, and behind an address each."""
+    """Two frontends with one shared address for gRPC, one for HTTP, and one of their own each."""
 
     def __init__(
         self, frontends: Sequence[Service], grpc_port: TcpBalancer, http: TcpBalancer, own: Sequence[TcpProxy]
@@ -262,7 +262,9 @@ async def test_no_call_fails_when_a_frontend_leaves_while_another_is_up(edge: Ed
 async def test_the_only_frontend_serves_on_until_its_clients_have_gone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come back to it whenever they are moved. Between two calls it waits, here for as long as the machine needs."""
+    """Moved clients always return to the same frontend. It waits between two calls for as long as the machine needs
+    here.
+    """
     monkeypatch.setattr(servers, "QUIET", PATIENCE)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.1)
     async with FakeEngine(vocab_size=VOCAB) as engine:

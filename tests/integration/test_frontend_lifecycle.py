@@ -87,7 +87,7 @@ async def test_a_stopping_frontend_waits_for_connections_that_are_moved(engine: 
 async def test_a_watch_of_the_health_does_not_hold_up_the_end(
     model: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection stays open, but nothing else can come on it once it has been moved."""
+    """The watch's connection stays open, but once it has been moved it can carry no other call."""
     monkeypatch.setattr(servers, "QUIET", 0.0)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.05)
     async with FrontendServer(model, engines=[engine.address], server=server, drain_timeout=PATIENCE) as frontend:

@@ -29,7 +29,7 @@ def mixed(*parts: dict[str, Any], **fields: Any) -> pb.GenerateRequest:
 
 
 async def sent(engine: FakeEngine, model: Path, message: pb.GenerateRequest) -> Any:
-    """What the engine was asked for, and the last message of the answer."""
+    """Send a request. Returns the request that the engine got, and the last message of the answer."""
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         responses = [response async for response in frontend.stub.Generate(message)]
     return engine.requests[-1], responses[-1]

@@ -1,4 +1,4 @@
-"""What clients are told when every engine's queue is full."""
+"""Errors that clients get when every engine's queue is full."""
 
 import asyncio
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""Greedy tokens of the fused decoder equal transformers' own: in mixed batches, in chunks, on prefix hits, after preemptions.
+"""Greedy tokens of the fused decoder equal transformers' own: in mixed batches, in chunks, on prefix hits, after
+preemptions.
 
-On a CPU, with kernels in plain torch: what is shown is the decoder's plan, its buffers and its padding.
+The tests run on a CPU with kernels in plain torch. They cover the decoder's plan, its buffers and its padding.
 """
 
 import dataclasses
@@ -116,7 +117,7 @@ def test_log_probabilities_of_prompts_come_from_the_states_of_the_step(tmp_path:
 
 
 def scores(engine: EngineCore, prompt: list[int], params: SamplingParams) -> list[float]:
-    """Log-probabilities of the tokens of ``prompt`` behind the first, and of those that follow."""
+    """Return log-probabilities of the prompt's tokens after the first, and of the output tokens."""
     request = EngineCoreRequest(request_id="scored", prompt_token_ids=prompt, sampling_params=params)
     engine.add(engine.preprocess(CLIENT, request))
     found: list[float] = []

@@ -1,7 +1,7 @@
-"""Schemas as generators write them: each is served, or refused at its place, and what a model writes under it is valid.
+"""Schemas as generators write them: each is served, or refused at its place, and constrained outputs are valid.
 
-``tests/documents/generator_schemas`` holds them by generator. ``REFUSED`` are those that cannot be enforced, with the place and
-the reason that the client is told.
+``tests/documents/generator_schemas`` holds them by generator. ``REFUSED`` lists schemas that cannot be enforced, with
+the place and the reason in the client's error.
 """
 
 import json
@@ -58,7 +58,7 @@ def engine() -> Iterator[EngineCore]:
 
 
 def _type(validator: Any, types: Any, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """``type``, with OpenAPI's ``nullable`` beside it."""
+    """Check ``type`` together with OpenAPI's ``nullable``."""
     if instance is not None or schema.get("nullable") is not True:
         yield from jsonschema.Draft202012Validator.VALIDATORS["type"](validator, types, instance, schema)
 
@@ -78,7 +78,7 @@ def validator(schema: Any) -> Any:
 
 
 def sampled(engine: EngineCore, names: list[str]) -> dict[str, int]:
-    """How many samples of the schemas ended, and how many of those are invalid."""
+    """Return the number of samples that ended, and the number of invalid ones among them."""
     prompt = TOKENIZER.encode("JSON please", add_special_tokens=False).ids
     requests = [
         (

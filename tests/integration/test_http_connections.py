@@ -29,7 +29,7 @@ class Connection:
         self._client.auto_open = 0
 
     async def get(self, path: str = "/v1/models") -> tuple[int, str | None]:
-        """The status, and what the answer says of the connection."""
+        """Return the status and the ``Connection`` header of the answer."""
 
         def ask() -> tuple[int, str | None]:
             self._client.request("GET", path)

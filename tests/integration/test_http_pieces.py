@@ -1,4 +1,4 @@
-"""Streamed answers whose pieces go straight to the connection: what is on the wire is what HTTP wants."""
+"""Streamed answers whose pieces are written directly to the connection: the bytes on the wire are valid HTTP."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_a_client_of_http_1_0_gets_no_chunks(api: OpenAIServer) -> None:
 
 
 class _Cycle:
-    """What a piece is written to."""
+    """A fake of the request cycle that pieces are written to."""
 
     class Flow:
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A connection that sends what it is told to."""
+    """A connection that sends given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

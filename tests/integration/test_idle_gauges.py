@@ -128,7 +128,7 @@ ENDS: list[Callable[[System], Awaitable[None]]] = [
 
 
 async def settled(read: Callable[[], Gauges], before: Gauges) -> None:
-    """Wait until the gauges are as they were. AssertionError with those that differ, if that does not come."""
+    """Wait until the gauges have their earlier values. Raises AssertionError with the differences after a timeout."""
     with contextlib.suppress(TimeoutError):
         await eventually(lambda: read() == before)
     now = read()

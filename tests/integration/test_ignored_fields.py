@@ -1,4 +1,6 @@
-"""Fields that are listed as ignored change no answer; others that nobody knows are told, counted, or refused, on every route."""
+"""Ignored and unknown fields on every route: ignored ones change no answer; unknown ones are reported, counted or
+refused.
+"""
 
 import copy
 import json

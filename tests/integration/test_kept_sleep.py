@@ -1,6 +1,7 @@
-"""Engines whose weights and KV cache keep their addresses while they sleep, on a device that loses what it gives back.
+"""Engines whose weights and KV cache keep their addresses during sleep, on a device that loses the contents of freed
+memory.
 
-On a CPU, with the driver's virtual memory pretended and graphs recorded.
+The tests run on a CPU, with fake virtual memory of the driver and with recorded graphs.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A connector that a plugin brings: what it is told of requests, brings for them, and says of them."""
+"""A plugin's connector: calls that it gets for requests, blocks that it loads, and statistics that it reports."""
 
 import json
 import time

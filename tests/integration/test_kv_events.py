@@ -142,7 +142,9 @@ async def test_a_late_subscriber_begins_with_what_is_cached_now(watched: Fronten
 
 @pytest.fixture
 async def adapting() -> AsyncIterator[EngineServer]:
-    """An engine that is real but for its executor, has an adapter at /a, and tells what it caches, in blocks of four tokens."""
+    """Yield an engine with a fake executor. It has an adapter at /a and publishes KV cache events, in blocks of four
+    tokens.
+    """
     executor = FakeExecutor(vocab_size=VOCAB)
     executor.adapters["/a"] = LoadedLora(bytes(range(1, 17)), 8, ("q_proj",), 2**20)
     server = EngineServer(make_config(enable_kv_events=True, lora=EngineLoraConfig(max_loras=2)), executor)

@@ -1,6 +1,6 @@
-"""A bit that flips on the way of a block is found, and the block is computed: tokens are the same.
+"""A flipped bit in a transferred block is detected, and the block is recomputed: tokens are the same.
 
-Host memory has no checksums: what is there never leaves the engine, and is as safe as the KV cache itself.
+Host memory has no checksums: its blocks never leave the engine, and are as safe as the KV cache itself.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def flipped(data: bytes) -> bytes:
 
 
 class Bad:
-    """Says which blocks of those that are sent, by number from 1 on, come with a flipped bit."""
+    """Flips a bit in the sent blocks with these numbers. The first block has number 1."""
 
     def __init__(self, *numbers: int) -> None:
         self._numbers = numbers

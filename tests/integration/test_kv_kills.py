@@ -1,6 +1,7 @@
 """Requests in two legs while an engine, a frontend or the network fails at a point of a pull: no token is lost, nothing is left.
 
-With ``PENSTOCK_KV_KILLS=full`` (``make kv-kills``) every row is at every point with every kind of output and n; else a few are.
+With ``PENSTOCK_KV_KILLS=full`` (``make kv-kills``) every row is at every point with every kind of output and n; else a
+few are.
 """
 
 import itertools
@@ -17,7 +18,7 @@ FULL = os.environ.get("PENSTOCK_KV_KILLS") == "full"
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))
 SOME = {("destination", "killed"), ("frontend", "killed"), ("network", "cut off")}
-"""What a machine that is busy gets done in a few seconds."""
+"""Cases that a busy machine finishes in a few seconds."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

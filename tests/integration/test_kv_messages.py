@@ -1,4 +1,4 @@
-"""What frontends and engines say to each other of requests that move, as both ends write and read it."""
+"""Messages between frontends and engines about moved requests, as both ends write and read them."""
 
 import msgspec
 

@@ -20,7 +20,7 @@ from tests.fakes.patience import PATIENCE
 
 BLOCK_SIZE = 4
 FAMILIES = ("llama", "gemma2")
-"""Full attention, and windows beside it."""
+"""A family with full attention, and one with windows as well."""
 LARGE = 600
 PLENTY = 16 << 20
 """Bytes of host memory, for blocks of a few kilobytes."""
@@ -60,7 +60,7 @@ def bits(run: Run, request_id: str) -> tuple[list[int], list[float]]:
 
 
 def copy_at_once(engine: EngineCore, patch: pytest.MonkeyPatch) -> None:
-    """Have each copy to the host over before the next step, so that who runs beside whom does not depend on how long it takes."""
+    """Finish each copy to the host before the next step, so that batches do not depend on the duration of copies."""
     assert isinstance(engine.connector, TieredConnector)
     assert engine.connector._host is not None
     wait([engine.connector._host._reserved])
@@ -75,7 +75,7 @@ def copy_at_once(engine: EngineCore, patch: pytest.MonkeyPatch) -> None:
 
 
 def loads(engine: EngineCore) -> int:
-    """Tokens that were brought, of all requests."""
+    """Return the number of tokens loaded for all requests."""
     return engine.scheduler.kv_cache.external_stats.hits
 
 
@@ -85,7 +85,7 @@ def smallest(engine: EngineCore) -> int:
 
 
 def assert_all_free(engine: EngineCore) -> None:
-    """Behind the copies that are under way, and what is being written to the disk."""
+    """Wait for pending copies and disk writes, then check that all blocks are free."""
     deadline = time.monotonic() + PATIENCE
     pool = engine.scheduler.kv_cache.pool
     disk = None if engine.connector is None else engine.connector._disk
@@ -169,7 +169,7 @@ def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_workers_in_processes_keep_their_parts(model: Model, size: int, tmp_path: Path) -> None:
-    """The host's memory is small: most of what comes back is on the disk."""
+    """Host memory is small, so most reused blocks come from the disk."""
     executor = {"kind": "multiproc", "tensor_parallel_size": size}
     large = engine_of(model, LARGE, executor=executor)
     expected = conversation(large, model)

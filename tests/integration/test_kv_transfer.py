@@ -1,4 +1,4 @@
-"""Requests that go on at another engine, which takes their blocks from the first one: tokens are those of one engine."""
+"""Requests resume on another engine, which pulls their blocks from the first one: tokens are those of one engine."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Sources that are killed, or stopped and go on, at every point of a pull: tokens are the same, and nothing is left behind.
+"""Source engines are killed, or stopped and continued, at every point of a pull: tokens are the same and all memory is
+freed.
 
-Over NIXL, whose agents are fakes that share a process, the connection to the source is cut or lets nothing pass.
-``test_kv_kills`` has the others that may fail.
+Over NIXL, whose agents are fakes that share a process, the connection to the source is cut or stalls. ``test_kv_kills``
+covers failures of the other processes.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ BLOCKS = 13
 
 
 def source(path: Path, transport: str, to: Connection) -> None:
-    """A process: hands a request over when it is told to, one block every 20 ms; then says what it has left."""
+    """Run a source process: hand a request over on command, send one block every 20 ms, then report the remaining
+    blocks.
+    """
     pull_server._READ_BYTES = 1
     found = pull_server._Stream._contents
 
@@ -67,7 +70,7 @@ def source(path: Path, transport: str, to: Connection) -> None:
 
 
 class Source:
-    """That process. ``strike`` does to it what the test is about, once."""
+    """The test's handle of the source process. ``strike`` kills or stops the process once."""
 
     def __init__(self, path: Path, transport: str, how: str) -> None:
         context = get_context("forkserver")  # forks of a process that has imported torch, once
@@ -135,7 +138,7 @@ CASES = [
     for p, point in enumerate(POINTS)
     for h, how in enumerate(("killed", "stopped"))
 ]
-"""Every two of a point, what is done there, and a transport."""
+"""Every pair of a point and a failure, with one transport each."""
 
 
 @pytest.mark.parametrize(("point", "how", "transport"), CASES)

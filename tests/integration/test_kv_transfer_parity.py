@@ -1,4 +1,4 @@
-"""Requests of every kind that begin on one engine and go on at another: clients get what one engine alone gives them."""
+"""Requests of every kind that start on one engine and resume on another: clients get the tokens of one engine."""
 
 import asyncio
 import json
@@ -106,7 +106,7 @@ def vectors(count: int) -> tensor_pb2.Tensor:
 
 
 def request_of(name: str) -> pb.GenerateRequest:
-    """Each has a prompt of its own."""
+    """Return the request of a case. Each case has its own prompt."""
     text = f"{name}: {STORY * 4}"
     match name:
         case "n":

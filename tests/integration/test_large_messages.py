@@ -1,4 +1,6 @@
-"""What is larger than a message between a frontend's session and a real engine: it is cut, or refused alone."""
+"""Data larger than a message between a frontend's session and a real engine: it is split, or only its request is
+refused.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +75,7 @@ def vectors(count: int) -> PromptEmbeds:
 
 
 async def neighbour(pair: Pair, request_id: str = "neighbour") -> None:
-    """What another request on the session gives is what it gives alone."""
+    """Check that another request on the session gives the tokens of a run alone."""
     assert pair.tokens(request_id) == oracle_tokens(3, 100, VOCAB)
 
 

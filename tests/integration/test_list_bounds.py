@@ -1,4 +1,4 @@
-"""Every list that a request may have is bounded, and what is beyond is refused by field, value and limit."""
+"""Every list in a request is bounded; longer lists are refused with the field, the value and the limit."""
 
 from collections.abc import AsyncIterator
 from typing import Any

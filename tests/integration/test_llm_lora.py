@@ -1,4 +1,4 @@
-"""LoRA adapters of an ``LLM``: the demo model and the two that were trained for it, beside what PEFT makes of them."""
+"""LoRA adapters of an ``LLM``: the demo model with the two adapters trained for it, compared with PEFT."""
 
 import warnings
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def expected() -> dict[str, list[list[int]]]:
     for name in ("", *ADAPTERS):
         model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's of what transformers deprecates
+            warnings.simplefilter("ignore")  # PEFT uses functions that transformers deprecates
             model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
         found[name] = []
         for prompt in prompts:

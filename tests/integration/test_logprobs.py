@@ -93,7 +93,7 @@ def test_prompt_and_output_tokens_of_a_mixed_batch_are_scored(
 ) -> None:
     monkeypatch.setattr(step_sampling, "_MAX_LOGITS_BYTES", chunk_bytes)
     path, model = gemma
-    # The requests share prompts: those that score theirs must not skip what is cached.
+    # The requests share prompts. A request that scores its prompt must not skip cached tokens.
     engine = build_engine(path, model=ALL, scheduler={"max_num_batched_tokens": tokens_per_step})
     wanted = {
         "neither": {},

@@ -153,7 +153,7 @@ def test_a_prefix_is_reused_by_requests_of_the_same_adapter_alone(make: Make, te
     assert cached("again", one) == len(PROMPT) - 1
     assert cached("other", other) == 0
     assert cached("base", None) == 0
-    unknown = LoraAdapter("label", one.path)  # known by what is at its path
+    unknown = LoraAdapter("label", one.path)  # identified by the contents at its path
     assert cached("by path", unknown) == len(PROMPT) - 1
     write_adapter(tmp_path / "a11", 13)
     assert cached("by what was read", unknown) == len(PROMPT) - 1

@@ -35,7 +35,9 @@ def prompts() -> list[list[int]]:
 
 
 class Adapted:
-    """A model and adapters of it, saved, and what each makes of the prompts: the base model and adapters in turn."""
+    """A saved model with adapters, and the expected tokens for prompts that use the base model and the adapters in
+    turn.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "model"

@@ -1,4 +1,4 @@
-"""Names of LoRA adapters in front of engines without a model: which adapter engines are told of, and what operators change."""
+"""Names of LoRA adapters in front of engines without a model: the adapter in engine requests, and changes by operators."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ class Rig:
         return list((await self.admin.ListLoras(admin_pb.ListLorasRequest())).names)
 
     async def applied(self, **fields: Any) -> Any:
-        """What the engine is told that gets a request: name, path and content; None: no adapter."""
+        """Send a request. Returns the adapter that the engine got: name, path and content. None means no adapter."""
         before = {engine: len(engine.requests) for engine in self.engines}
         await self.frontend.outputs(max_tokens=1, **fields)
         ((lora, given),) = [(r.lora, r.HasField("lora")) for e in self.engines for r in e.requests[before[e] :]]

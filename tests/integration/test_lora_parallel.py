@@ -36,7 +36,7 @@ CASES = [
     (2, 1, "modules"),
     (1, 2, "modules"),
 ]
-"""Tensor and pipeline parallel sizes, and what computes."""
+"""Tensor parallel size, pipeline parallel size, and implementation of the layers."""
 SECTIONS: dict[str, Any] = {
     # Prompts in pieces, requests that are preempted, cached prompts; blocks that the kernels take.
     "scheduler": {"max_num_batched_tokens": 29},
@@ -190,7 +190,7 @@ def test_sleeping_workers_read_their_parts_again(
 
 
 def check_held(engine: EngineCore, saved: Saved, tensor: int, pipeline: int) -> None:
-    """All layers of an adapter are told of, and as many bytes as a worker has."""
+    """Check that all layers of each adapter are listed, and that its size is the bytes on one worker."""
     for name, given in saved.adapters.items():
         asked = engine.loras.add_lora(name, given.path)
         while not asked.done():

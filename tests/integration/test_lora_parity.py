@@ -18,7 +18,7 @@ from tests.fakes.models.adapted_models import ADAPTERS, BASE, NEW_TOKENS, Adapte
 NATIVE = ("llama", "gemma", "gemma2", "gemma3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 """Families that the kernels' decoder computes."""
 PACKED = ("cohere", "glm4", "gpt_neox", "granite", "olmo", "opt", "phi", "starcoder2")
-"""Others, whose linear layers the kernels compute."""
+"""Families whose linear layers the kernels compute, while modules compute the rest."""
 QUICK = "llama"
 KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
 """Plain layers, capped scores, projections in one, and of packed layers those with biases and with learned positions."""

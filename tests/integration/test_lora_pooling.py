@@ -1,4 +1,4 @@
-"""Pooled results with adapters equal PEFT's, beside those of other adapters and of none."""
+"""Pooled results with adapters equal PEFT's, in batches with other adapters and with the base model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +51,12 @@ class Adapted:
             self.loras.append(LoraAdapter(f"adapter {seed}", str(path)))
         generator = torch.Generator().manual_seed(3)
         self.prompts = [torch.randint(4, VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
-        # Each adapter has two prompts, of which the first is the base model's, too.
+        # Each adapter has two prompts. The base model has the first of each as well.
         self.asked = [(i, i % len(self.models)) for i in range(len(LENGTHS))] + [(i, 0) for i in range(1, 5)]
 
     @torch.inference_mode()
     def expected(self, read: Read, **inputs: Any) -> list[torch.Tensor]:
-        """What ``read`` takes from PEFT's output for each prompt, computed alone."""
+        """Return the part of PEFT's output that ``read`` selects, for each prompt computed alone."""
         return [read(self.models[model](torch.tensor([self.prompts[i]]), **inputs)) for i, model in self.asked]
 
     def check(self, read: Read, params: PoolingParams, **sections: Any) -> None:

@@ -93,7 +93,9 @@ async def test_what_one_frontend_loads_the_other_serves(engine: LoraEngine, mode
             async with frontend_at(model, address, "f3") as third:
                 await third.until_engines(1)
                 assert named(third) == {}
-                await load(third, "x", "/a/x")  # what it has heard of the name lets it give it anew
+                await load(
+                    third, "x", "/a/x"
+                )  # the name's version, heard from the others, makes this load win over the unload
                 await eventually(lambda: named(first) == named(second) == {"x": "/a/x"})
 
 

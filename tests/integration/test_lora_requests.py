@@ -33,7 +33,7 @@ QUESTIONS = (
         "How old is the moon?",
     ),
 )
-"""Of which the first few are asked whose answers are clear, see ``MARGIN``."""
+"""Candidate prompts. The tests use the first few whose tokens have a clear ``MARGIN``."""
 ASKED, TOKENS = 4, 40
 REGEX = "[a-z ]{900}"
 """Longer than any answer gets."""
@@ -42,8 +42,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 
 class Expected(NamedTuple):
-    """What PEFT says to a prompt with an adapter, "" for none: tokens, and log-probabilities of all at their places, in float32
-    and ``exact``, in float64.
+    """PEFT's answer to a prompt with an adapter (``""``: none).
+
+    It holds the tokens, and log-probabilities of the whole vocabulary at each: in float32, and in float64 as ``exact``.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Trained:
             model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
             model.generation_config.eos_token_id = None
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT's of what transformers deprecates
+                warnings.simplefilter("ignore")  # PEFT uses functions that transformers deprecates
                 self.models[name] = (PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model).eval()
         self.prompts: list[list[int]] = []
         self.answers: list[Expected] = []
@@ -88,14 +89,17 @@ class Trained:
             each._replace(exact=self.logprobs(each.name, each.prompt, each.tokens)) for each in self.answers
         ]
         self.rounding = max(float((each.logprobs - each.exact).abs().max()) for each in self.answers)
-        """How far PEFT's log-probabilities in float32 are from those in float64: 1e-4, logits being as large as 27."""
+        """Measure the distance of PEFT's log-probabilities in float32 from float64: 1e-4, with logits up to 27."""
 
     @torch.inference_mode()
     def logprobs(self, name: str, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         return _logprobs(self.models[name], prompt, tokens)
 
     def answer(self, name: str, prompt: list[int], *, constrained: bool) -> Expected | None:
-        """Greedy, past ends; ``constrained``: of small letters and spaces. None where two tokens are too close to each other."""
+        """Return PEFT's greedy tokens, past end tokens, or None if two candidates are too close to each other.
+
+        If ``constrained`` is set, only small letters and spaces are allowed.
+        """
         ids = torch.tensor([prompt])
         only: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda *_: self.allowed} if constrained else {}
         with torch.inference_mode():

@@ -30,7 +30,7 @@ from tests.fakes.multimodal_models import PATCH, SIDE, VOCAB_SIZE, save_multimod
 
 ROWS = (SIDE // PATCH) ** 2
 IMAGE = image_file()
-pb: Any = messages_pb2  # messages are made of dictionaries here
+pb: Any = messages_pb2  # messages are built from dictionaries here
 vllm: Any = vllm_engine_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,7 +52,7 @@ def text(content: str) -> dict[str, str]:
 
 
 class Served:
-    """A frontend, the engine behind it, and the id of the token that stands for a row of an image."""
+    """A frontend, its engine, and the id of the placeholder token for a row of an image."""
 
     def __init__(self, api: OpenAIServer, engine: FakeEngine, token_id: int) -> None:
         self.api = api

@@ -74,11 +74,11 @@ class Outputs:
         pass
 
     async def until_ended(self, count: int) -> None:
-        """So many requests."""
+        """Wait until ``count`` requests have ended."""
         await self._until(lambda: len(self.ends) >= count)
 
     async def until_tokens(self, count: int) -> None:
-        """So many, of all requests."""
+        """Wait until all requests together have ``count`` tokens."""
         await self._until(lambda: sum(map(len, self.tokens.values())) >= count)
 
     async def _until(self, condition: Callable[[], object]) -> None:

@@ -1,5 +1,7 @@
-"""Pictures as transformers has them, whatever their format, mode and orientation: as ``load_image`` gives those that show all of
-their pixels, and as ``convert_to_rgb`` of its image processors gives those with alpha.
+"""Decoded pictures equal transformers', whatever their format, mode and orientation.
+
+The reference is ``load_image`` for opaque pictures, and ``convert_to_rgb`` of its image processors for those with
+alpha.
 """
 
 import base64

@@ -1,5 +1,6 @@
-"""Prompts with images, sound and vectors that go on at another engine, or whose blocks come back from the host: tokens are those
-of one engine, what is missing moves, and nothing whose blocks have come is encoded again.
+"""Prompts with images, sound and embeddings that resume on another engine or load their blocks from the host.
+
+Tokens are those of one engine. Only missing blocks move, and media whose blocks have arrived are not encoded again.
 """
 
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ HIDDEN = 48
 
 
 class Case:
-    """A family's tiny checkpoint, two prompts, and what transformers makes of them."""
+    """A family's tiny checkpoint, two prompts, and transformers' tokens for them."""
 
     def __init__(self, family: str, directory: Path) -> None:
         self.family, self.path = family, directory
@@ -100,7 +101,7 @@ def test_media_go_on_without_being_encoded_again(case: Case, ends: ExitStack, tr
         assert computed == 0 or name == "last"
         had += computed
         assert moved(source, "out") == moved(target, "in")
-        if case.family != "gemma3":  # of its windows those alone move that are looked at
+        if case.family != "gemma3":  # gemma3 moves only the blocks inside its windows
             whole = (len(prompt.token_ids) + AFTER - 1) // BLOCK
             assert moved(target, "in") == whole or name == "last"
     assert target.value("penstock:kv_transfer_failures_total") == 0
@@ -122,7 +123,7 @@ def test_another_image_at_the_same_place_takes_no_blocks_of_it(case: Case, ends:
     found = target.run(again)["last"]
     alone = source.run(msgspec.structs.replace(request, mm_features=[other]))["last"]
     assert tokens_of(found) == tokens_of(alone)
-    if case.family != "gemma3":  # whose source has let go of the windows before the image
+    if case.family != "gemma3":  # the gemma3 source has already freed the blocks outside its windows
         assert moved(target, "in") == feature.offset // BLOCK
     assert encoded(target.core) == feature.num_embeds
 

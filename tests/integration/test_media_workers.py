@@ -119,7 +119,9 @@ def test_all_of_it_works_on_the_frontends_own_event_loop() -> None:
         return ["127.0.0.1"]
 
     async def outcome(server: FileServer, path: str, **settings: float) -> str:
-        """``settings``: other than those that wait for everything."""
+        """Run a media service and return the outcome. ``settings`` replace its timeouts, which are ``PATIENCE`` by
+        default.
+        """
         service = MediaService(
             PlainFamily(),
             MediaConfig(
@@ -216,14 +218,14 @@ asyncio.run(main())
 
 
 def is_running(pid: int) -> bool:
-    """Whether it has not ended; one that nobody waits for is a zombie then."""
+    """Return whether the process still runs. An ended process that was not reaped is a zombie and does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-# What nobody should send costs its own request alone.
+# Malformed and hostile media fail only their own request.
 
 REASONS = {"MEDIA_UNREADABLE", "MEDIA_TOO_LARGE", "MEDIA_NOT_ALLOWED", "MEDIA_FETCH_FAILED"}
 

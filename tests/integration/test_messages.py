@@ -1,4 +1,4 @@
-"""``/v1/messages`` with the published Anthropic client, in front of an engine that writes what the test says."""
+"""``/v1/messages`` with the published Anthropic client, in front of an engine that writes a given text."""
 
 import asyncio
 import json

@@ -28,7 +28,7 @@ queries = pytest.importorskip(
     "tests.monitoring.queries", reason="promql-parser is not installed: make setup installs it", exc_type=ImportError
 )
 OF_PROMETHEUS = {"up": frozenset()}
-"""What Prometheus itself says of what it scrapes."""
+"""Metrics that Prometheus itself adds for each scrape."""
 
 
 def served(registries: Iterable[CollectorRegistry]) -> dict[str, set[str]]:
@@ -42,7 +42,7 @@ def served(registries: Iterable[CollectorRegistry]) -> dict[str, set[str]]:
 
 
 def problems(named: dict[str, str], there: dict[str, set[str]]) -> list[str]:
-    """What the queries name and nobody serves."""
+    """Return the names in the queries that no service exports."""
     found = []
     for name, query in named.items():
         uses = list(queries.uses(query))
@@ -66,7 +66,7 @@ async def used(system: System) -> None:
 
 
 def in_kubernetes(folder: Path) -> CollectorRegistry:
-    """What is served only where there is TLS, and where an API server refuses something."""
+    """Return metrics that appear only with TLS, and when an API server refuses a request."""
     registry = CollectorRegistry()
     registry.register(certificates := Certificates())
     tls = Authority().issue("penstock-frontend").write(folder).client()
@@ -77,7 +77,7 @@ def in_kubernetes(folder: Path) -> CollectorRegistry:
 
 
 def of_media() -> CollectorRegistry:
-    """What is served of a model that takes media."""
+    """Return the metrics of a model that takes media."""
     registry = CollectorRegistry()
     metrics = MediaMetrics(registry, "model")
     metrics.series("penstock:media_seconds", "image", "fetch").observe(0.1)
@@ -86,7 +86,7 @@ def of_media() -> CollectorRegistry:
 
 
 def of_blocks() -> CollectorRegistry:
-    """What engines that give and take blocks serve, and keep some on the host."""
+    """Return the metrics of engines that transfer blocks and keep some on the host."""
     registry, counts = CollectorRegistry(), TransferCounts()
     counts.moved("in", "grpc", 100)
     counts.ended(Transfer({}, KvMedium.HOST, "", 0.0, 1.0, 2, 1, 100, PART))

@@ -22,7 +22,7 @@ PICTURES = make_image(40, 40, 1), make_image(70, 36, 2), make_image(30, 61, 3)
 AUDIO = ("qwen2_audio", "voxtral")
 FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
 LARGEST_SPAN = 18
-"""Tokens of a gemma3 image, with those around it."""
+"""Number of tokens of a gemma3 image, including the tokens around it."""
 SLIDING = ("gemma3", "aya_vision")
 """Have two groups of layers, which share the blocks."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_
 
 
 class Case:
-    """A family's tiny checkpoint, its prompts, and what transformers makes of them."""
+    """A family's tiny checkpoint, its prompts, and transformers' tokens for them."""
 
     def __init__(self, family: str, directory: Path) -> None:
         self.family = family
@@ -137,7 +137,7 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     lengths = [len(prompt.token_ids) for prompt in prompts.values()]
     room = max(
         max(lengths) + count + 4, sum(lengths[:3]) + 20
-    )  # of three prompts, and too little for what comes behind them
+    )  # enough for three prompts, and too little for the requests after them
     blocks = (room // 4 + 2) * (1 + (case.family in SLIDING))
     engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
     found = run(engine, [prompt.request(name, count) for name, prompt in prompts.items()])

@@ -34,8 +34,10 @@ DECODERS = (
     *("seed_oss", "smollm3", "vaultgemma"),
 )
 DECODER_KINDS = ("exaone4", "gemma3", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
-"""One of each: layers without positions, norms behind what is added, norms of all heads, mixtures that are experts and a router,
-and those that are more, which modules compute between calls.
+"""One family of each kind of decoder.
+
+The kinds are: layers without positions, norms after the residual addition, norms over all heads, mixtures of experts
+and a router, and mixtures with extra parts, which modules compute between kernel calls.
 """
 
 

@@ -1,6 +1,6 @@
-"""Engines over several nodes, each a group of processes at a loopback address of its own.
+"""Engines over several nodes. A node is a group of processes with its own loopback address.
 
-With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) all of it, else what is quick.
+With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) all tests run, otherwise only the quick ones.
 """
 
 import contextlib

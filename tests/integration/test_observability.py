@@ -207,7 +207,7 @@ async def test_prompts_are_logged_only_of_requests_all_of_which_was_to_be_logged
     all_of_it, lines_alone = LogConfig(requests=True, prompts=True), LogConfig(requests=True)
 
     async def lines_of(before: LogConfig, after: LogConfig) -> list[Any]:
-        """What is logged of a request during which the configuration of the log is replaced."""
+        """Return the log lines of a request during which the log configuration is replaced."""
         async with FrontendServer(model, engines=[manual.address], log=before) as frontend:
             with capture_logs() as logs:
                 call = frontend.generate("a secret", max_tokens=1)

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` with the published OpenAI client, in front of an engine that writes what the test says."""
+"""``/v1/chat/completions`` with the published OpenAI client, in front of an engine that writes a given text."""
 
 import asyncio
 import json

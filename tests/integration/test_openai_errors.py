@@ -1,4 +1,4 @@
-"""What clients of the HTTP API are told when something is wrong: OpenAI's shape, the field, the value and the limit."""
+"""Errors of the HTTP API: they have OpenAI's shape and name the field, the value and the limit."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,6 +1,6 @@
 """``/v1/score``, ``/rerank``, ``/classify``, ``/pooling`` in front of an engine without a model: forms and errors.
 
-What they compute is compared in ``test_embed.py``.
+``test_embed.py`` compares their results.
 """
 
 import array

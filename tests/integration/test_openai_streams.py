@@ -1,4 +1,4 @@
-"""Streams of the HTTP API: what they add up to, how they fail, and what happens when nobody reads them."""
+"""Streams of the HTTP API: their total output, their failures, and clients that stop reading."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ VOCAB = TOKENIZER.get_vocab_size()
 TOO_SMALL = finish_pb2.RequestError(
     code="RESOURCE_EXHAUSTED", message="it needs more than there is", reason="KV_CACHE_TOO_SMALL"
 )
-"""What no other engine could mend."""
+"""An error that no other engine could avoid, so the request is not retried."""
 
 
 @pytest.fixture

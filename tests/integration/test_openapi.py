@@ -1,4 +1,4 @@
-"""``/openapi.json``: every route is in it, and it says what is answered."""
+"""``/openapi.json`` lists every route and describes its answers."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""An oracle engine fails where it is told to, and refuses what no frontend that keeps the contract would ask for."""
+"""An oracle engine fails at the configured places, and refuses requests that break the contract between frontend and
+engine.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The oracle service stands in for the enginecore under the chart: its config file, its variables, its probes, its end."""
+"""The oracle service replaces the enginecore under the chart: its config file, its variables, its probes, its shutdown."""
 
 import signal
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def chart_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine
         config = release(DEMO).config("enginecore")
         config["model"]["path"] = str(MODEL)
         config["coordinator"]["address"] = coordinator
-        if not coordinator:  # where nobody is told of an address, none is said
+        if not coordinator:  # without a coordinator the chart sets no address to advertise
             monkeypatch.delenv("PENSTOCK_COORDINATOR__ADVERTISE", raising=False)
         config["metrics"]["port"] = free_port()
         file = tmp_path / "config.yaml"

@@ -1,4 +1,4 @@
-"""What becomes of requests when no engine is left, when one of them kills engines, and when clients have had enough."""
+"""Requests when no engine is left, requests that kill engines, and clients that cancel."""
 
 import asyncio
 from collections.abc import Sequence
@@ -109,7 +109,9 @@ async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path
 async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_finish(
     model: Path, fault: dict[str, Any], most_deaths: int
 ) -> None:
-    """Three engines die that brought nothing; before them one for each token that came, since it dies with what it still has."""
+    """Three engines die before they produce a token. Before that, one engine dies for each token that the request still
+    produced.
+    """
     async with OracleCluster(model, engines(3, faults=[fault | {"salt": "poison"}])) as cluster:
         await cluster.until_connected()
         asked = [plain(number, 2 * LENGTH) for number in range(9)]
@@ -130,7 +132,7 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
 
 
 async def test_a_request_that_moves_too_often_ends(model: Path) -> None:
-    """Each engine brings a token before it dies: nobody takes the request for the cause, but its moves are used up."""
+    """Each engine produces a token before it dies, so the request is not quarantined, but its moves are used up."""
     retries = RetriesConfig(max_moves=3)
     knobs = {"faults": [{"at": "after_first_token", "salt": "costly"}]}
     async with OracleCluster(model, engines(2, **knobs), retries=retries) as cluster:

@@ -36,7 +36,7 @@ CASES = [
     (2, 2, "linear"),
     (2, 1, "modules"),
 ]
-"""Tensor and pipeline parallel sizes, and what computes."""
+"""Tensor parallel size, pipeline parallel size, and implementation of the layers."""
 SECTIONS: dict[str, Any] = {
     # Prompts in pieces, requests that are preempted, cached prompts; blocks that the kernels take.
     "scheduler": {"max_num_batched_tokens": 19},
@@ -48,7 +48,7 @@ EXACT = 1e-4
 
 
 class Result:
-    """Of one request: ``tokens``, and log-probabilities of what was asked for."""
+    """One request's ``tokens``, and its log-probabilities of the output and of the prompt."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("qwen3")
     shutil.copy(TOKENIZER, path)
-    # So many tokens that four workers cannot have as many each.
+    # The size of the vocabulary is not divisible by four workers.
     vocab = Tokenizer.from_file(str(TOKENIZER)).get_vocab_size() | 3
     yield path, save_tiny_model("qwen3", path, num_hidden_layers=4, vocab_size=vocab, hidden_size=64, eos_token_id=1)
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Models that are pooled, over several workers: transformers' vectors and probabilities, and what is refused."""
+"""Pooling models over several workers: transformers' embeddings and probabilities, and refused configurations."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A seeded request draws the same tokens whatever runs beside it."""
+"""A seeded request draws the same tokens in any batch."""
 
 from pathlib import Path
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 BLOCK_SIZE = 4
 NEW_TOKENS = 60
 PROMPT_LENGTHS = (2, 9, 30, 41)
-# Kinds of equal and of different size: one group each, and three groups of windowed layers beside one.
+# Layer kinds in equal and in different numbers: one group for each kind, or three groups of windowed layers and one of
+# full.
 LAYERS = {"gemma2": "sfsf", "gemma3": "sssf", "gpt_oss": "sfsf"}
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
 
@@ -95,7 +96,7 @@ def test_prefix_hits_far_beyond_the_window_give_the_same_tokens(case: Case, back
     assert _greedy(engine, case.prompts, prefix="first")[0] == case.expected
     assert _greedy(engine, case.prompts, prefix="second")[0] == case.expected
     before = engine.scheduler.stats().prefix_cache_hits
-    # Conversations go on: the prefix is the prompt and most of the answer.
+    # Continue the conversations: the prefix is the prompt and most of the answer.
     half = NEW_TOKENS // 2
     longer = [p + t[:half] for p, t in zip(case.prompts, case.expected, strict=True)]
     tokens, run, _ = _greedy(engine, longer, prefix="third", num_tokens=NEW_TOKENS - half)

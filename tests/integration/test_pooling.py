@@ -51,7 +51,7 @@ PROMPTS = random_prompts(*LENGTHS)
 
 @torch.inference_mode()
 def each(model: Any, read: Callable[[Any], torch.Tensor], **inputs: Any) -> list[torch.Tensor]:
-    """What ``read`` takes from transformers' output for every prompt, computed alone."""
+    """Return the part of transformers' output that ``read`` selects, for every prompt computed alone."""
     return [read(model(torch.tensor([prompt]), **inputs)) for prompt in PROMPTS]
 
 

@@ -1,4 +1,4 @@
-"""Conversations stay on the engine that has what was said: real engines and a real frontend, on a small model."""
+"""Conversations stay on the engine that has cached them: real engines and a real frontend, on a small model."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ FIRST = "Once upon a time there was a river that did not want to go to the sea."
 
 
 class Turn(NamedTuple):
-    """What was said up to now, the engine that answered last, and how many tokens it had cached."""
+    """A conversation's text, the engine that answered last, and the number of tokens that it had cached."""
 
     text: str
     engine: str
@@ -67,7 +67,7 @@ def engines() -> Iterator[Pair]:
 def empty_caches(engines: Pair) -> None:
     for server in engines.servers.values():
         server.engine.scheduler.reset_prefix_cache()
-        server.engine.scheduler.kv_cache.take_events()  # nobody is connected
+        server.engine.scheduler.kv_cache.take_events()  # no frontend is connected
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""Every route that generates, by the published clients: their helpers, and the errors that they raise.
+"""Every route that generates, called by the published clients: their helpers, and the errors that they raise.
 
-What the answers say, and how streams fail in the middle, is in ``test_openai_*.py``, ``test_responses.py``, ``test_messages.py``.
+Answers and failing streams are tested in ``test_openai_*.py``, ``test_responses.py`` and ``test_messages.py``.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_
 
 
 class City(pydantic.BaseModel):
-    """What answers are parsed as."""
+    """Type that answers are parsed as."""
 
     name: str
     size: int
@@ -36,7 +36,7 @@ BONN = City(name="Bonn", size=335)
 
 
 class Clients(NamedTuple):
-    """Both, of one frontend, and the engine behind it. ``url``: of the frontend."""
+    """Both published clients of one frontend, its engine, and its ``url``."""
 
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic

@@ -62,7 +62,9 @@ def tokenizer(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def bias(tokenizer: Tokenizer) -> dict[int, float]:
-    """A push towards the ends of the reasoning and of objects: random weights would go on for hundreds of tokens."""
+    """Return a bias towards the ends of the reasoning and of objects, so that random weights stop in less than hundreds
+    of tokens.
+    """
     return {tokenizer.token_to_id("</think>"): 6.0, tokenizer.token_to_id("}"): 12.0, EOS: 3.0}
 
 
@@ -220,7 +222,7 @@ async def test_a_request_that_moves_in_its_reasoning_is_told_so_again(path: Path
 
 
 def silent(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A push away from every end: what ends the reasoning then is its budget alone."""
+    """Return a bias against every end, so that only the budget ends the reasoning."""
     pushes = {tokenizer.token_to_id("</think>"): -100.0, EOS: -100.0}
     return {"response_format": None, "bias": pushes, "max_tokens": 40}
 

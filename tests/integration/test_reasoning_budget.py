@@ -79,7 +79,7 @@ def test_the_reasoning_ends_at_its_budget(plain: tuple[float, Run]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_make_tokens_gives_the_same(plain: tuple[float, Run], way: str) -> None:
     temperature, expected = plain
-    # Predictions that go on as if the reasoning did: their tokens behind the budget must be rejected.
+    # The predictions continue the reasoning past its budget: their tokens after the budget must be rejected.
     without = expected.tokens[str(len(BUDGETS) - 1)]
     predicted = {str(number): without for number in range(len(BUDGETS))} if way == "prediction" else {}
     assert run(predicted, temperature, **WAYS[way]).tokens == expected.tokens

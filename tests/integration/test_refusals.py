@@ -1,4 +1,4 @@
-"""What a client reads who sees only its request and the message: the field, value, limit and remedy are those of the request."""
+"""Errors for a reader who knows only the request: field, value, limit and fix refer to the request itself."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -95,12 +95,12 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "normalize",
         "normalize is true and use_activation is false; they are two names of the same setting, so set one",
     ),
-    # what to use is a field that this route has
+    # the error names replacement fields that this route has
     ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
     ("/v1/score", {"messages": [HI]}, "messages", "messages is not served; use queries and documents"),
     (CHAT, {"lora_request": {"lora_name": "a"}}, "lora_request", "lora_request is not served; use lora"),
     (CHAT, {"logits_processors": ["a"]}, "logits_processors", "logits_processors is not served; leave it out"),
-    # what was asked for, not what is tried instead
+    # the error names the requested task, not the fallback
     ("/rerank", {}, "model", "the model does not score: it serves neither score nor embed; it serves generate"),
     ("/pooling", {}, "model", "the model does not pool; it serves generate"),
     # a choice under the client's word

@@ -33,7 +33,7 @@ async def post(server: FrontendServer, path: str, **body: Any) -> httpx.Response
 
 
 async def prompt(server: FrontendServer, **body: Any) -> str:
-    """What the conversation is rendered to."""
+    """Return the rendered text of the conversation."""
     response = await post(server, "/tokenize", **body)
     assert response.status_code == 200, response.text
     return byte_level().decode(response.json()["tokens"])

@@ -1,4 +1,4 @@
-"""``/v1/responses`` with the published OpenAI client and its typed events, and an engine that writes what the test says."""
+"""``/v1/responses`` with the published OpenAI client and its typed events, and an engine that writes a given text."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A request that goes on on another engine, cut at every token: as if it had never been cut."""
+"""A request is interrupted at every token and resumes on another engine: the result equals an uninterrupted run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +106,8 @@ def test_log_probabilities_go_on_at_the_token_that_is_new(engine: EngineCore) ->
         assert whole[:cut] + rest == whole
         for again, before in zip(rest_logprobs, logprobs[cut:], strict=True):
             assert (again.token_ids, again.ranks) == (before.token_ids, before.ranks)
-            assert again.logprobs == pytest.approx(before.logprobs, abs=1e-3)  # the prompt and they are computed anew
+            # the engine computes the prompt and the earlier tokens again
+            assert again.logprobs == pytest.approx(before.logprobs, abs=1e-3)
 
 
 def test_a_request_that_was_cut_behind_its_last_token_ends_at_once(engine: EngineCore) -> None:

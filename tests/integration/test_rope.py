@@ -118,7 +118,7 @@ def test_dynamic_scaling_has_the_frequencies_of_the_served_length(tmp_path: Path
     model: Any = _save("llama-dynamic", tmp_path)
     _, long = _prompts()
     rotary = model.model.rotary_emb
-    # What transformers arrives at in a forward pass over a sequence of the served length, kept for all others.
+    # transformers recomputes its frequencies in a forward pass of the served length. Keep them for all other lengths.
     rotary(torch.zeros(1), torch.arange(MAX_LEN)[None])
     rotary.rope_type = "default"
     engine = build_engine(tmp_path, model={"max_model_len": MAX_LEN})

@@ -1,4 +1,6 @@
-"""Certificates, authorities and keys replaced while requests run: nothing breaks, and what is new counts from then on."""
+"""Certificates, authorities and keys replaced while requests run: no request fails, and the new files apply from then
+on.
+"""
 
 import asyncio
 import ssl
@@ -40,7 +42,7 @@ class Site:
         self.frontend = self.write("penstock-frontend")
 
     def write(self, name: str) -> Any:
-        """New files for this name, by the authority of now, trusting what is trusted now."""
+        """Write new files for this name, issued by the current authority, with the currently trusted authorities."""
         return self.authority.issue(name, ca=self.trusted).write(self.directory / name)
 
     def write_keys(self, *keys: str) -> None:
@@ -98,7 +100,7 @@ async def step(engine: FakeEngine) -> None:
 
 
 async def tokens_of(server: FrontendServer, seed: int, key: str, going_on: asyncio.Event) -> tuple[list[int], bool]:
-    """Read a stream until it is told to end. Returns its tokens, and whether they are the right ones."""
+    """Read a stream until it is ended. Returns its tokens, and whether they are the right ones."""
     metadata = (("authorization", f"Bearer {key}"),)
     request = make_request(seed=seed, max_tokens=50_000, ignore_eos=True)
     call = server.stub.Generate(request, metadata=metadata)
@@ -148,7 +150,7 @@ async def test_certificates_authorities_and_keys_replaced_under_load_break_nothi
             identity, ca, key = await site.rotate(number)
             new = site.authority.issue("client")
             scratch = tmp_path / "http"
-            # What is new gets in, what is old does not: neither the client's, nor what it trusts, nor its key.
+            # The new files are accepted. The old client certificate, its trusted authority and its key are refused.
             assert await over_grpc(server, new, site.authority.ca, site.key) == "OK"
             assert await over_grpc(server, identity, site.authority.ca, site.key) == "UNAVAILABLE"
             assert await over_grpc(server, new, ca, site.key) == "UNAVAILABLE"
@@ -184,7 +186,7 @@ async def test_an_engine_finds_its_coordinator_again_after_both_have_new_certifi
         await eventually(lambda: member.client.connected)
         second.issue("penstock-coordinator").write(tmp_path / "coordinator")
         second.issue("penstock-enginecore").write(tmp_path / "engine")
-        assert member.client.connected  # what is connected stays so
+        assert member.client.connected  # existing connections stay
     await eventually(lambda: not member.client.connected)
     async with running(server=ServerConfig(host="127.0.0.1", port=port, tls=server.server())):
         await eventually(lambda: member.client.connected)

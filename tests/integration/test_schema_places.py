@@ -1,4 +1,4 @@
-"""A schema that is refused is refused at its place in what the client has sent, on every route that takes schemas."""
+"""A refused schema is reported at its place in the client's request, on every route that takes schemas."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,7 +27,7 @@ WHY = "#/$defs/place/items/pattern cannot be honoured: a word boundary, which is
 
 
 class CheckingEngine(FakeEngine):
-    """Refuses what a real engine does, in its words."""
+    """Refuses the same schemas as a real engine, with the same messages."""
 
     def _add(self, message: pb.EngineCoreRequest, session: Any) -> None:
         constraint = request.from_proto(message.sampling_params).structured_output

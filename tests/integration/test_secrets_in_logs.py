@@ -1,4 +1,4 @@
-"""What nobody may find in a log: credentials, prompts and answers, wherever a request has them, at the level debug."""
+"""Secrets stay out of logs: credentials, prompts and answers, wherever a request has them, at the level debug."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 async def over_grpc(address: str, credentials: list[tuple[str, str]]) -> None:
-    """Right requests and wrong ones; all that matters is what is logged of them."""
+    """Send valid and invalid requests; only their log lines matter."""
     params = sampling_pb2.SamplingParams(max_tokens=4, stop=[WORD], seed=1)
     wrong = sampling_pb2.SamplingParams(top_p=7, bad_words=[WORD])
     grammar = sampling_pb2.SamplingParams(structured_output=structured_output_pb2.StructuredOutput(grammar=WORD))
@@ -54,7 +54,7 @@ async def _ended(call: Any) -> None:
         else:
             await call
     except grpc.aio.AioRpcError:
-        return  # what it says goes to the client alone
+        return  # only the client gets the message
 
 
 async def over_http(port: int, credentials: list[tuple[str, str]]) -> None:

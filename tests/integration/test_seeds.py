@@ -1,4 +1,4 @@
-"""Any signed 64-bit integer is a seed, at every door, in front of a real engine: sequence i is what seed + i gives alone."""
+"""Any signed 64-bit integer is a seed, on every API, in front of a real engine: sequence i equals a run with seed + i."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tools and histories of coding agents, over HTTP and gRPC: what is not served is left out with a warning, all else is served."""
+"""Tools and histories of coding agents, over HTTP and gRPC: unsupported ones are left out with a warning."""
 
 import json
 from collections.abc import AsyncIterator
@@ -58,7 +58,7 @@ CUSTOM = {"name": "patch", "description": "Changes files."}
 
 
 class Served:
-    """A server and the engine behind it."""
+    """A server and its engine."""
 
     def __init__(self, api: OpenAIServer, engine: FakeEngine) -> None:
         self.api = api

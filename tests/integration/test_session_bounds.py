@@ -1,4 +1,4 @@
-"""Bounds on what sessions of strangers can make an engine hold, over real gRPC."""
+"""Limits on the memory that untrusted sessions can occupy in an engine, over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

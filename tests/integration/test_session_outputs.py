@@ -1,4 +1,4 @@
-"""What an engine says of its outputs reaches the frontend, over a real session."""
+"""An engine's outputs reach the frontend over a real session."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +38,7 @@ VOCAB = byte_level().get_vocab_size()
 
 
 class NanExecutor(FakeExecutor):
-    """Sees two NaN logits whenever it samples a token, but for the first of a request, once it is told to."""
+    """Reports two NaN logits for every sampled token except a request's first one, once ``sees_nan`` is set."""
 
     sees_nan = False
 
@@ -265,7 +265,7 @@ async def test_what_threads_emit_comes_whole_and_in_order() -> None:
 
 
 async def _next(session: FrontendSession, count: int) -> list[pb.SessionResponse]:
-    """So many messages."""
+    """Return the next ``count`` messages."""
     messages = _messages(session)
     return [await anext(messages) for _ in range(count)]
 

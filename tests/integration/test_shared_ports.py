@@ -1,4 +1,4 @@
-"""Several frontends behind one port: the system shares the connections out, everything else is each one's own."""
+"""Several frontends on one port: the system distributes the connections, and each frontend has its own state."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Turns that a client forges in a message, on every route that renders conversations: what the engine gets."""
+"""Messages that contain forged turns, on every route that renders conversations: the prompt that the engine gets."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path

@@ -23,7 +23,7 @@ PROMPTS = (1, 3, 7, 16, 34, 9)
 
 
 class Ended(NamedTuple):
-    """What a request has put out."""
+    """The output of a finished request."""
 
     token_ids: list[int]
     logprobs: Logprobs
@@ -68,7 +68,10 @@ def requests_of(bad_words: tuple[tuple[int, ...], ...] = ()) -> list[EngineCoreR
 
 
 def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, Ended], Any]:
-    """Ends of the requests, and the last statistics. Queued two at a time, so that prompts begin beside others' drafts."""
+    """Return the finished requests and the last statistics.
+
+    Requests are queued two at a time, so that prompts start in the same steps as other requests' drafts.
+    """
     found = {request.request_id: Ended([], Logprobs(), None, None, None) for request in requests}
     left = list(requests)
     stats = None

@@ -84,7 +84,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "json": {"n": 2, "response_format": {"type": "json_object"}, "logprobs": True},
 }
 WHOLE_ONLY = ("prompt_logprobs", "best_of", "echo")
-"""What streams do not serve."""
+"""Parameters that streams do not support."""
 CASES = [
     pytest.param(path, name, id=f"{path} {name}")
     for path, cases in (("completions", COMPLETIONS), ("chat/completions", CHATS))
@@ -93,7 +93,7 @@ CASES = [
 
 
 class Stacks:
-    """A frontend and an engine for each method, and for none of them."""
+    """A frontend and an engine for each speculation method, and one of each without speculation."""
 
     def __init__(self, servers: dict[str, OpenAIServer], engines: dict[str, EngineServer]) -> None:
         self.servers = servers
@@ -138,7 +138,9 @@ def body_of(path: str, fields: dict[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def counted(usage: dict[str, Any]) -> dict[str, Any]:
-    """``usage`` but for what it says of drafts, and of prefixes: whether one is cached depends on which request came first."""
+    """Return ``usage`` without counts of drafts and of cached prefixes. Prefix hits depend on the order of the
+    requests.
+    """
     details = dict(usage.get("completion_tokens_details") or {})
     for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
         details.pop(name, None)
@@ -147,7 +149,7 @@ def counted(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 async def whole(server: OpenAIServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer but for its names, its time, and what it says of drafts."""
+    """Return the answer without ids, times and counts of drafts."""
     answer = await server.http.post(f"/v1/{path}", json=body)
     assert answer.status_code == 200, answer.text
     read = answer.json()
@@ -177,7 +179,7 @@ async def streamed(server: OpenAIServer, path: str, body: dict[str, Any]) -> dic
 
 
 def _join(before: dict[str, Any], new: dict[str, Any]) -> None:
-    """Texts and lists are appended; what has come once stays."""
+    """Merge the fields of a chunk: append texts and lists, and keep other values once set."""
     for name, value in new.items():
         if isinstance(value, dict):
             _join(before.setdefault(name, {}), value)

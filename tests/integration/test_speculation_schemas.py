@@ -35,7 +35,7 @@ def schema(number: int) -> str:
 
 
 def requests(numbers: range, temperature: float, predicted: dict[str, list[int]]) -> list[EngineCoreRequest]:
-    """One for each schema. ``predicted``: by its id, what a request says will come."""
+    """Return one request for each schema. ``predicted`` maps a request's id to its predicted output."""
     made = []
     for number in numbers:
         question = f"<|user|>{speculation.story(number)}<|end|><|assistant|>"

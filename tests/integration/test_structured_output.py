@@ -1,4 +1,6 @@
-"""Constrained outputs of a real engine with random weights: valid whatever is sampled, and nobody else is disturbed."""
+"""Constrained outputs of a real engine with random weights are valid for every sampled token. Other requests are
+unaffected.
+"""
 
 import json
 import random
@@ -55,7 +57,9 @@ def engine(path: Path) -> Iterator[EngineCore]:
 
 @pytest.fixture(scope="module")
 def closing() -> dict[int, float]:
-    """A push towards the ends of strings, arrays and objects: a random model would go on for thousands of tokens."""
+    """Return a bias towards the ends of strings, arrays and objects, since a random model would write thousands of
+    tokens.
+    """
     texts = {i: TOKENIZER.decode([i], skip_special_tokens=False) for i in range(TOKENIZER.get_vocab_size())}
     return {i: CLOSING[text[0]] for i, text in texts.items() if text and set(text) <= set(CLOSING)}
 

@@ -1,4 +1,4 @@
-"""mTLS on every hop: who gets in, with which code others are refused, and that nobody else notices."""
+"""mTLS on every hop: accepted and refused peers, the code of the refusal, and other connections stay undisturbed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.fakes.network.certificates import Authority
 from tests.fakes.systems.hops import HOPS, Sites
 
 OPEN_TO_ALL = ("client to frontend", "client to frontend over HTTP")
-"""There every certificate of the authority will do: what clients may is decided by their keys."""
+"""Hops that accept every certificate of the authority. There, API keys decide on the client's rights."""
 
 
 @pytest.mark.parametrize("name", HOPS)

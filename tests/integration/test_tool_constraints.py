@@ -1,4 +1,4 @@
-"""Calls that are insisted on, compiled by the engine's own backend: what it lets through is what the parsers read."""
+"""Forced tool calls, compiled by the engine's own backend: the parsers can read everything that the constraint admits."""
 
 import json
 from collections.abc import Iterator

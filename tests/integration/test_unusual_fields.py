@@ -42,7 +42,7 @@ SERVED, REFUSED, IGNORED = "served", "refused", "ignored"
 
 
 class Api:
-    """A frontend before an engine that keeps what it is asked for."""
+    """A frontend with an engine that records its requests."""
 
     def __init__(self, server: OpenAIServer, asked: list[pb.EngineCoreRequest]) -> None:
         self._server = server
@@ -56,7 +56,7 @@ class Api:
         return await self._server.http.post(route, content=body)
 
     async def asked(self, route: str, **fields: Any) -> bytes:
-        """What the engine is asked for: prompt and parameters."""
+        """Send a request. Returns the prompt and the parameters that the engine got."""
         status, answer = await self.post(route, **fields)
         assert status == 200, answer
         request = self._asked[-1]

@@ -1,4 +1,4 @@
-"""Web pages that call a real listener: what a browser would send for them, and what becomes of it."""
+"""Web pages that call a real listener: the headers that browsers send, and the answers."""
 
 import asyncio
 from pathlib import Path

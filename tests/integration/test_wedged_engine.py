@@ -1,4 +1,4 @@
-"""An engine that hangs in a step: its I/O thread says so, to everybody who goes by it."""
+"""An engine that hangs in a step: its I/O thread reports the engine as wedged to frontends, coordinator and probes."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,6 +1,7 @@
 """A worker killed or stopped at every point of its life: the engine says so, ends, and leaves nothing behind.
 
-With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) every point, each of two ranks, killed and stopped, and it must
+With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) every point, each of two ranks, killed and stopped,
+and it must
 be soon. Else a few of them.
 """
 
@@ -48,7 +49,7 @@ TOLD = {"kill": r"worker {rank} \(pid {pid}\) was killed by SIGKILL", "stop": r"
 
 
 class Sink:
-    """What frontends would hear."""
+    """Records the messages for frontends."""
 
     def __init__(self) -> None:
         self.busy = threading.Event()
@@ -151,7 +152,7 @@ def strike(fault: Fault, armed_at: Path, engine: EngineCore, loop: Loop) -> floa
         os.kill(workers_of(engine)[fault.rank], signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
         now = time.monotonic()
         if fault.does == "stop":
-            loop.ask(1)  # nobody misses it before
+            loop.ask(1)  # an idle engine notices a stopped worker only at its next call
         loop.join(PATIENCE)
         return now
     loop.ask(8)
@@ -177,7 +178,7 @@ class Outcome(msgspec.Struct):
 
 
 def run(fault: Fault, model: Path, armed_at: Path, remains: Remains, timeout: float) -> Outcome:
-    """An engine's life with that fault in it."""
+    """Run an engine from start to end with the fault injected."""
     if fault.point in ("loading", "loaded"):
         fault.arm(armed_at)
         try:
@@ -216,7 +217,7 @@ def test_the_engine_ends_and_leaves_nothing_behind(
     if fault.does == "stop":
         stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
         assert "it is stopped" in stacks[fault.rank]
-        other = "it has ended" if fault.point == "ending" else "File "  # that one does what it was told
+        other = "it has ended" if fault.point == "ending" else "File "  # the other worker finished its command
         assert other in stacks[1 - fault.rank]
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogCaptureHandler):
