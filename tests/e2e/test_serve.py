@@ -169,5 +169,5 @@ def test_the_demo_shows_everything_and_stops() -> None:
     with Command("demo", str(MODEL)) as command:
         assert command.wait_for_exit() == 0, command.output
         assert "the same text" in command.output
-        assert "8 requests at once over 2 engines" in command.output
+        assert "8 concurrent requests on 2 engines" in command.output
         assert "coordinator stopped" in command.output

@@ -176,7 +176,7 @@ def test_a_missing_model_is_reported_before_anything_starts(tmp_path: Path) -> N
 def test_settings_of_single_services_in_the_environment_reach_none_of_them(model: Path, ports: list[int]) -> None:
     setting = {"PENSTOCK_SERVER__PORT": str(ports[0])}
     with Command("serve", str(model), *flags(ports), fake_services=True, **setting) as command:
-        command.wait_for("ignoring PENSTOCK_SERVER__PORT of the environment")
+        command.wait_for("ignoring the environment variable PENSTOCK_SERVER__PORT")
         command.wait_for("Ctrl-C stops everything")
 
 

@@ -153,7 +153,7 @@ async def test_a_port_of_the_public_api_is_told(capsys: pytest.CaptureFixture[st
     address = f"127.0.0.1:{await rpc.start()}"
     assert await asyncio.to_thread(main, ["lora", "list", "--admin-address", address]) == 1
     await rpc.stop(0)
-    assert f"{address} does not know this call: the operators' API listens on --admin-port" in capsys.readouterr().err
+    assert f"{address} does not know this call: the admin API listens on --admin-port" in capsys.readouterr().err
 
 
 @pytest.fixture
