@@ -1,6 +1,7 @@
 """Sphinx configuration of the docs site; ``python -m docs.site`` passes the folder of pages and the version."""
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,13 @@ class Kotlin(KotlinLexer):  # type: ignore[misc]
             yield index, Text if token is Error else token, value
 
 
+def short_names(*event: Any) -> tuple[str, str] | None:
+    """Shorten types like ``~package.Type`` in the signature that autodoc has made for a struct."""
+    *_, signature, returned = event
+    return (re.sub(r"~[\w.]+\.(\w+)", r"\1", signature), returned) if signature else None
+
+
 def setup(app: Sphinx) -> None:
-    """Add the lexer to Sphinx."""
+    """Add the lexer and the shortening to Sphinx."""
     app.add_lexer("kotlin", Kotlin)
+    app.connect("autodoc-process-signature", short_names)

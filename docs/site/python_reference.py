@@ -26,7 +26,7 @@ def python_pages() -> dict[str, str]:
 def _client() -> Iterator[str]:
     yield from _title("Python client: penstock_client", "=")
     yield from (
-        "``pip install penstock-client`` installs the client.",
+        "The wheel ``penstock-client`` of a release has the client.",
         ":doc:`/guides/clients/python` shows how to use it.",
         "",
     )
@@ -55,7 +55,7 @@ def _client() -> Iterator[str]:
 
 def _llm() -> Iterator[str]:
     yield from _title("LLM: penstock_local", "=")
-    yield from ("``pip install penstock`` installs it.", ":doc:`/reference/cli` shows how to use it.", "")
+    yield from ("The wheel ``penstock`` of a release has ``LLM``.", ":doc:`/reference/cli` shows how to use it.", "")
     public = {name: getattr(penstock_local, name) for name in penstock_local.__all__}
     engines = ["LLM", "LLMEngine", "AsyncLLMEngine"]
     parameters = ["SamplingParams", "StructuredOutput", "BeamSearchParams", "OutputKind", "JsonWhitespace"]
