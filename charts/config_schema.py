@@ -53,7 +53,7 @@ SET_BY_CHART = (
     | {"parallel.secret_file"}
     | {f"data_parallel.{name}" for name in ("size", "min_size", "on_rank_loss", "move_after", "address")}
 )
-"""What the chart alone knows, or has a value of its own for."""
+"""Settings that only the chart knows, or for which it has its own value."""
 
 # With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback. A pod
 # has its ports to itself, and a frontend's metrics are at its HTTP port.
@@ -63,7 +63,7 @@ NOT_OFFERED: dict[str, set[str]] = {
     "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | _ANYWHERE,
     "coordinator": _ANYWHERE,
 }
-"""What makes no sense in a pod."""
+"""Settings that make no sense in a pod."""
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}

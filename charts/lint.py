@@ -68,7 +68,7 @@ def _minor(version: str) -> int:
 
 
 def helm(*arguments: str) -> str:
-    """What helm prints. Raises ChartError with its complaint."""
+    """Return the output of helm. Raises ChartError with helm's error."""
     beside_python = shutil.which("helm", path=str(Path(sys.executable).parent))
     program = beside_python or shutil.which("helm")
     if program is None:
@@ -112,7 +112,7 @@ def validate(manifest: dict[str, Any], kube_version: str) -> None:
 
 
 def check(values: Path) -> list[str]:
-    """What is wrong with the chart under one values file."""
+    """Return the faults of the chart under one values file."""
     problems = []
     try:
         newest = KUBE_VERSIONS[-1]

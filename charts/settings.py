@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/reference/settings.md"
 
 
 def generated() -> dict[Path, str]:
-    """What each generated file has to hold."""
+    """Return the required content of each generated file."""
     schema = json.loads(values_table.SCHEMA.read_text(encoding="utf-8"))
     schema = config_schema.with_pools(config_schema.with_config(schema))
     readme = values_table.README.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from penstock_common.config.settings import settings_of
 FILE = Path(__file__).resolve().parent / "penstock" / "values_needs.json"
 
 ROOT = "/"
-"""In front of a value of the whole chart, in the condition on a value of a pool."""
+"""Prefix of a value of the whole chart in the condition of a pool's value."""
 _OFF = ("null", '""', '"0"', "0", "false", "[]", "{}")
 
 
@@ -63,7 +63,7 @@ OF_ALL: Needs = (
     Need(("coordinator.kubernetes.admissionPolicy",), _on("coordinator.kubernetes.deletionCosts")),
     Need(("test.keySecret.key",), _on("test.keySecret.name")),
 )
-"""Of values that there are once, by their paths."""
+"""Needs of values that exist once, by path."""
 
 OF_POOLS: Needs = (
     Need(("gpu.resourceName", "gpu.dra.", "gpu.runtimeClassName"), _on("gpu.count")),
@@ -80,11 +80,11 @@ OF_POOLS: Needs = (
     Need(("autoscaling.hpa.selector",), _is("autoscaling.hpa.metrics", "External")),
     Need(("modelCache.size",), _is(f"{ROOT}model.source", "hub", "init")),
 )
-"""Of values of ``enginecore`` and its pools, by their paths below these."""
+"""Needs of values of ``enginecore`` and its pools, by path below these."""
 
 
 def text() -> str:
-    """What the file has to hold: rows of ``all`` values, of ``pools``, and of ``config`` by service."""
+    """Return the required content of the file: rows for ``all`` values, for ``pools``, and for ``config`` by service."""
     values = values_table.default_values()
     pool = values["enginecore"]
     rows: dict[str, Any] = {

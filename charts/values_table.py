@@ -38,7 +38,7 @@ def leaves(schema: dict[str, Any], part: dict[str, Any], path: tuple[str, ...] =
 
 
 def part_at(schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """What the schema says of the value at ``path``."""
+    """Return the description of the value at ``path`` from the schema."""
     part = schema
     for key in path:
         part = resolve(schema, part["properties"][key])
@@ -46,7 +46,7 @@ def part_at(schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def default_values() -> dict[str, Any]:
-    """What ``values.yaml`` holds."""
+    """Return the content of ``values.yaml``."""
     values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     return values
 

@@ -1,1 +1,1 @@
-"""What people look at: the dashboard that the chart installs."""
+"""Dashboard that the chart installs."""

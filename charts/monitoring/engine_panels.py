@@ -1,4 +1,4 @@
-"""What the dashboard shows of engines, row by row."""
+"""Panels of the dashboard about engines, row by row."""
 
 from charts.monitoring.panel import OF_ENGINES, OF_RELEASE, OVER, Panel, Row, of_pools, quantiles, rate, share
 

@@ -1,11 +1,11 @@
-"""What a panel of the dashboard is, and queries that many have."""
+"""A panel of the dashboard, and queries that several panels use."""
 
 import msgspec
 
 OF_RELEASE = 'namespace="$namespace",release="$release"'
 OF_ENGINES = f'{OF_RELEASE},component="enginecore",pool=~"$pool"'
 OF_POOLS = f'{OF_RELEASE},pool=~"$pool"'
-"""Of what the coordinator says of pools."""
+"""Selector for metrics of the coordinator about pools."""
 OVER = "[$__rate_interval]"
 
 
@@ -27,18 +27,18 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """Of a histogram of the release, by their names."""
+    """Return a query for quantiles of a histogram of the release, by name."""
     buckets = f"sum by (le) (rate({histogram}_bucket{{{OF_RELEASE}}}{OVER}))"
     return {f"p{part * 100:.0f}": f"histogram_quantile({part}, {buckets})" for part in (0.5, 0.95, 0.99)}
 
 
 def rate(counter: str, labels: str = OF_RELEASE, by: str = "") -> str:
-    """Of a counter, per second."""
+    """Return a query for the rate of a counter, per second."""
     return f"sum {f'by ({by}) ' if by else ''}(rate({counter}{{{labels}}}{OVER}))"
 
 
 def share(part: str, whole: str, labels: str, by: str) -> str:
-    """Of one counter in another."""
+    """Return a query for the share of one counter in another."""
     return f"{rate(part, labels, by)} / {rate(whole, labels, by)}"
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows, row by row, for who is on call: from what clients notice to what causes it."""
+"""Panels of the dashboard, row by row, for a person on call: from the effects that clients notice to their causes."""
 
 from charts.monitoring.engine_panels import ADAPTERS, BLOCKS, ENGINES, MEDIA
 from charts.monitoring.panel import OF_ENGINES, OF_POOLS, OF_RELEASE, Panel, Row, quantiles, rate

@@ -23,7 +23,9 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class Target:
-    """Where a release goes. ``registry`` has the images and, below ``charts``, the chart; ``builder`` makes and pushes images."""
+    """Destination of a release. ``registry`` has the images and, below ``charts``, the chart. ``builder`` builds and
+    pushes images.
+    """
 
     version: str
     registry: str

@@ -290,7 +290,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     use_activation: bool = True
     """False: the model's raw scores. Only for cross-encoders."""
     truncate_prompt_tokens: int | None = None
-    """As in a PoolingRequest: applies to each pair for cross-encoders, otherwise to each text."""
+    """Number of tokens to keep, see PoolingRequest. Applies to each pair for cross-encoders, otherwise to each text."""
     truncation: Truncation | None = None
     context: RequestContext = RequestContext()
 

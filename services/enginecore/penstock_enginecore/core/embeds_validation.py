@@ -10,7 +10,7 @@ from penstock_common.types.prompt_embeds import EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 
 _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
-"""By the model's dtype, the smallest float32 that rounds to infinity in it."""
+"""Smallest float32 that rounds to infinity in the model's dtype, by dtype."""
 _TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
 """The same limit for bfloat16 data, as bits without the sign. The bits of NaN are larger."""
 

@@ -33,7 +33,7 @@ Split = Literal[
     "all_reduce",
     "first_rank",
 ]
-"""How a layer or weight is split.
+"""Ways to split a layer or weight.
 
 Layers:
 

@@ -46,8 +46,8 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How a checkpoint pools. ``max_seq_length`` is the number of tokens for which it was tuned, or None if its files
-    do not say.
+    """Pooling configuration of a checkpoint. ``max_seq_length`` is the number of tokens for which it was tuned, or None
+    if its files do not say.
     """
 
     mode: PoolingMode

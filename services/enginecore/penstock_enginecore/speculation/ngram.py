@@ -54,7 +54,7 @@ class TokenIndex:
         self._width = width
         self.tokens: list[int] = []
         self._before: list[int] = []
-        """For each position, the previous position at which the same run ended, or -1."""
+        """Previous position at which the same run ended, for each position, or -1."""
         self._newest: dict[int, int] = {}
         self.extend(tokens)
 

@@ -287,7 +287,7 @@ class LiveRequest:
         self.lora: LoraAdapter | None = None
         """LoRA adapter of the request, or None if it has none or it is not known yet."""
         self.request: GenerateRequest | PoolingRequest | None = None
-        """None until the request is started."""
+        """Request that was started, or None before the start."""
         self.prompt_token_ids: Sequence[int] = ()
         """Token ids of the prompt; empty until the request is sent to an engine, like ``states``."""
         self.states: Sequence[RequestState] = ()

@@ -300,9 +300,9 @@ class Where(enum.Enum):
     """State of an adapter on an engine."""
 
     ACTIVE = "active"
-    """In a slot, or a request that uses it was just sent."""
+    """The adapter has a slot, or a request that uses it was just sent."""
     CACHED = "cached"
-    """In memory, without a slot."""
+    """The adapter is in memory, without a slot."""
     ABSENT = "absent"
 
 

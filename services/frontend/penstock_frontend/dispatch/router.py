@@ -42,7 +42,7 @@ class Candidate(msgspec.Struct, frozen=True):
     accepting: bool = True
     """True if it is connected and neither draining nor wedged."""
     variant: str = ""
-    """Its ``config_hash``."""
+    """Hash of the engine's configuration, ``config_hash``."""
     applies_lora: bool = True
     """True if it takes requests with LoRA adapters."""
     modalities: tuple[Modality, ...] = ()

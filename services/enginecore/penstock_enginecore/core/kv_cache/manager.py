@@ -59,7 +59,7 @@ class KVCacheManager:
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._num_cached: dict[str, int] = {}
         self._num_left: dict[str, list[int]] = {}
-        """For each request, the number of blocks of each windowed group that have left the window."""
+        """Number of blocks of each windowed group that have left the window, by request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""

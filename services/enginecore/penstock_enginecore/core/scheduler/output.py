@@ -171,7 +171,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens_after(self) -> dict[str, int]:
-        """By request id, the number of computed tokens after the step."""
+        """Number of computed tokens after the step, by request id."""
         computed = {new.request_id: new.num_computed_tokens for new in self.new_requests}
         cached = self.cached_requests
         computed.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))

@@ -51,7 +51,7 @@ class ClientOutputs:
     def __init__(self) -> None:
         self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
         self._told_loras: dict[str, int] = {}
-        """By client id, the version of the adapter list that the client was last sent."""
+        """Version of the adapter list that a client was last sent, by client id."""
 
     def __bool__(self) -> bool:
         return bool(self._clients)

@@ -97,7 +97,7 @@ class MultiprocExecutor:
 
     @property
     def experts(self) -> None:
-        """None: workers share the layers of a model, and ranks that share experts have only one worker."""
+        """Always None: workers share the layers of a model, and ranks that share experts have only one worker."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         self._on_failure = failed

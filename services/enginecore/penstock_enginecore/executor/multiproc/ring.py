@@ -517,6 +517,6 @@ class Shape(NamedTuple):
 
 
 CALLS = Shape(64, 16 * 1024)
-"""From the engine to its workers: a step of 64 requests takes one slot."""
+"""Slots from the engine to its workers: a step of 64 requests takes one slot."""
 ANSWERS = Shape(64, 4 * 1024)
-"""From one worker to the engine."""
+"""Slots from one worker to the engine."""

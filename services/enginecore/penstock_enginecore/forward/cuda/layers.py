@@ -105,7 +105,7 @@ class HeadsAttention:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Both products."""
+        """Run both products."""
         return self.first, self.output
 
     def run(

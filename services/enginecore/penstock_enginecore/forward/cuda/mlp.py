@@ -253,7 +253,7 @@ class GatedMLP:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Both products."""
+        """Run both products."""
         return self.gate_up, self.down
 
     def run(

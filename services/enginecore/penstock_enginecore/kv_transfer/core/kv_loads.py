@@ -138,7 +138,7 @@ class KvLoads(StepResource):
         self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, Request] = {}
-        """By load, the request that it was begun for, even if that has left."""
+        """Request for which each load began, by load, even if the request has left."""
         self._others: dict[str, Request] = {}
         """Requests that wait for another request's load, by key."""
         self._held: dict[str, Request] = {}

@@ -131,7 +131,7 @@ class Leases:
         self._over: list[Lease] = []
         """Ended leases whose references are to be dropped."""
         self._holders: Counter[int] = Counter()
-        """By block id, the number of leases that hold a reference."""
+        """Number of leases that hold a reference, by block id."""
         self.ends: Counter[LeaseState] = Counter()
         """Number of ended leases by end state."""
         self.num_refused = 0

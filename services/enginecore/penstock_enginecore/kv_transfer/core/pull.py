@@ -114,10 +114,10 @@ class Pull:
         self._window = window
         self._fetches: dict[int, _Fetch] = {}
         self._of: dict[int, int | None] = {}
-        """By number of an open request, its fetch. None if the fetch was abandoned."""
+        """Fetch of each open request, by number. None if the fetch was abandoned."""
         self._next_number = 1
         self._sizes: dict[int, int] = {}
-        """By sequence number, bytes of blocks that have arrived but are not acknowledged."""
+        """Bytes of blocks that have arrived but are not acknowledged, by sequence number."""
         self._taken: set[int] = set()
         self._next_sequence = 0
         self._first = 0

@@ -44,11 +44,11 @@ class PeerLoads:
         self._peers = peers
         self._copier = copier
         self._had: dict[str, set[bytes]] = {}
-        """By request key, hashes of the blocks that its source had."""
+        """Hashes of the blocks that a request's source had, by request key."""
         self._missing: dict[str, set[BlockName]] = {}
-        """By request key, blocks that its source was asked for and did not send."""
+        """Blocks that a request's source was asked for and did not send, by request key."""
         self._asked: dict[int, tuple[set[BlockName], Sequence[Place]]] = {}
-        """By load, the request's set of missing blocks, and the places to load."""
+        """Request's set of missing blocks, and the places to load, by load."""
 
     def opened(self, request: Request) -> None:
         """Note a new request."""

@@ -8,7 +8,7 @@ from penstock_common.types.kv_transfer import KvMedium
 
 WHOLE = "whole"
 PART = "part"
-"""Some of the blocks arrived, and no failure is known."""
+"""Outcome if blocks are missing and no failure is known."""
 NOTHING = "nothing"
 ABANDONED = "abandoned"
 """The rest of the transfer was not needed any more."""

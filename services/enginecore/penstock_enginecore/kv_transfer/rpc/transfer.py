@@ -90,7 +90,9 @@ class Peers:
         self._wake = wake
         self._next_fetch = itertools.count(1)
         self._sources: dict[str, KvSource] = {}
-        """By request key, the source, if it may be asked. Belongs to the busy loop's thread, like the next two."""
+        """Source of each request that may be asked, by request key. Belongs to the busy loop's thread, like the next
+        two.
+        """
         self._pulls: dict[str, PullClient] = {}
         self._own: dict[str, bytes] = {}
         """Leases of this engine that its own requests have open."""

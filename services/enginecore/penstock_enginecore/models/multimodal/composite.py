@@ -80,7 +80,7 @@ _OURS = {
     "qwen2_vl_text": ("qwen2_vl", "Qwen2VL"),
     "qwen3_vl_text": ("qwen3_vl", "Qwen3VL"),
 }
-"""By model type of the configuration: transformers' package and the prefix of its classes."""
+"""Package of transformers and prefix of its classes, by model type of the configuration."""
 
 
 @cache

@@ -68,7 +68,8 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For every prompt token its own entry and the most likely ones, by token id. The first position has none."""
+"""Log-probabilities of each prompt token and of the most likely tokens there, by token id. The first position has none.
+"""
 
 
 class TextOffsets:

@@ -55,7 +55,7 @@ class CallReader(ToolParser):
 
     @abc.abstractmethod
     def _begin(self) -> State | None:
-        """Behind a mark, ``_mark``: the first state of a call."""
+        """Return the first state of a call, after the mark ``_mark``."""
 
     def _outside(self) -> State | None:
         """Read content up to the next mark. The whitespace before a mark belongs to the mark."""
