@@ -17,8 +17,9 @@ _RULES = (
 
 
 def synchronous(source: str) -> str:
-    """Return the source without ``async`` and ``await``. Names in backquotes stay, because docstrings mention both
-    clients.
+    """Return the source without ``async`` and ``await``.
+
+    Names in backquotes stay, because docstrings mention both clients.
     """
     for pattern, replacement in _RULES:
         source = re.sub(pattern, replacement, source)

@@ -138,8 +138,9 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[pb.GenerateResponse, Output]:
-        """Continue a prompt and stream the pieces, interleaved for n sequences. Leaving the iterator aborts the
-        request.
+        """Continue a prompt and stream the pieces, interleaved for n sequences.
+
+        Leaving the iterator aborts the request.
         """
         request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._deadline(timeout), metadata=self.metadata)

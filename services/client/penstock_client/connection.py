@@ -24,8 +24,9 @@ Options = list[tuple[str, str | int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """TLS settings of a connection. All fields except ``server_name`` are paths of PEM files, read when a client is
-    created.
+    """TLS settings of a connection.
+
+    All fields except ``server_name`` are paths of PEM files, read when a client is created.
     """
 
     ca: str | os.PathLike[str] = ""
@@ -105,8 +106,9 @@ class BaseClient(ABC):
         self._open(channel, address, tls, _channel_options(tls, keepalive or Keepalive(), options))
 
     def _deadline(self, timeout: float | None) -> float | None:
-        """Return the timeout of a call in seconds: ``timeout``, or the client's default; None for no limit. Raises
-        ValueError.
+        """Return the timeout of a call in seconds: ``timeout``, or the client's default; None for no limit.
+
+        Raises ValueError.
         """
         wanted = self._timeout if timeout is None else timeout
         if wanted is not None and not wanted > 0:

@@ -98,8 +98,9 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Class probabilities, in the order of the model's labels. ``label`` is the most likely one, or empty if labels
-    have no names.
+    """Class probabilities, in the order of the model's labels.
+
+    ``label`` is the most likely one, or empty if labels have no names.
     """
 
     probabilities: list[float]

@@ -1,5 +1,6 @@
-"""Registry of LoRA adapter names that frontends share through the coordinator. Soft state: frontends send it again
-after a restart.
+"""Registry of LoRA adapter names that frontends share through the coordinator.
+
+Soft state: frontends send it again after a restart.
 """
 
 import time

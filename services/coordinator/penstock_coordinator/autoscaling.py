@@ -116,10 +116,10 @@ class Activity:
         return changed
 
     def active_for(self, pool: str, idle_seconds: float, now: float) -> float:
-        """Return the seconds for which a pool stays in use if no request arrives. Infinite while it has work, 0 if it
-        is not in use.
+        """Return the seconds for which a pool stays in use if no request arrives.
 
-        ``idle_seconds`` is the time after its last request in which it still counts as in use.
+        Infinite while it has work, 0 if it is not in use. ``idle_seconds`` is the time after its last request in which
+        it still counts as in use.
         """
         if self._busy.get(pool):
             return math.inf
@@ -132,10 +132,10 @@ class Activity:
 
 
 class ScalingSignals:
-    """Load and activity of the pools. Empty until the cluster is known, because a load of zero would remove busy
-    engines.
+    """Load and activity of the pools.
 
-    Used from one event loop. Times are seconds of a monotonic clock that the caller passes in.
+    Empty until the cluster is known, because a load of zero would remove busy engines. Used from one event loop. Times
+    are seconds of a monotonic clock that the caller passes in.
     """
 
     def __init__(self, config: ScalingConfig) -> None:
@@ -166,8 +166,9 @@ class ScalingSignals:
             self.changes.publish(now)
 
     def pool(self, name: str) -> PoolLoad:
-        """Return the load of a pool. Raises Unavailable until the cluster is known, and InvalidArgument for an unknown
-        pool.
+        """Return the load of a pool.
+
+        Raises Unavailable until the cluster is known, and InvalidArgument for an unknown pool.
         """
         self._check(name)
         return self._pools[name]

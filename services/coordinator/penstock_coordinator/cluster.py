@@ -115,8 +115,9 @@ class Cluster:
         return 0 if group is None else group.machine.group.epoch
 
     def subscribe(self, subscription: Subscription, *, deltas: bool) -> ViewReader:
-        """Subscribe a frontend's stream to views, until ``unsubscribe``. ``deltas`` is whether the frontend understands
-        deltas.
+        """Subscribe a frontend's stream to views, until ``unsubscribe``.
+
+        ``deltas`` is whether the frontend understands deltas.
         """
         return self._views.subscribe(subscription, self.view(), self.now(), deltas=deltas)
 
@@ -134,8 +135,9 @@ class Cluster:
         return self._report_intervals[pool]
 
     def apply(self, effects: Sequence[Effect]) -> None:
-        """Log the changes and publish a view. Raises Unavailable or AlreadyExists if the session that caused them must
-        end.
+        """Log the changes and publish a view.
+
+        Raises Unavailable or AlreadyExists if the session that caused them must end.
         """
         for effect in effects:
             if isinstance(effect, SessionEnded):

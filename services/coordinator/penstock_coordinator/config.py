@@ -32,8 +32,9 @@ NEEDS: Needs = (
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Signals for autoscalers about the pools of engines. Targets and times are defaults for ScaledObjects that set
-    none.
+    """Signals for autoscalers about the pools of engines.
+
+    Targets and times are defaults for ScaledObjects that set none.
     """
 
     pools: Annotated[
@@ -75,8 +76,9 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Objects that the coordinator changes in its Kubernetes namespace, with its pod's service account. By default
-    none.
+    """Objects that the coordinator changes in its Kubernetes namespace, with its pod's service account.
+
+    By default none.
     """
 
     deletion_costs: Annotated[

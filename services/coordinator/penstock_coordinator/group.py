@@ -23,12 +23,12 @@ from penstock_common.types.data_parallel import (
 
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
-    """Waves of a group as the coordinator has observed them. Every method handles a message, and returns the next state
-    and messages.
+    """Waves of a group as the coordinator has observed them.
 
-    The machine never predicts. The group counts as running once a rank reports that it is in the wave. Messages of
-    another epoch are ignored, and an older wave changes nothing. A rank that reports a start is in the wave. All other
-    ranks are sent a start, including the rank of the first request, because that rank may have refused it.
+    Every method handles a message, and returns the next state and messages. The machine never predicts. The group
+    counts as running once a rank reports that it is in the wave. Messages of another epoch are ignored, and an older
+    wave changes nothing. A rank that reports a start is in the wave. All other ranks are sent a start, including the
+    rank of the first request, because that rank may have refused it.
     """
 
     group: RankGroup = RankGroup()
@@ -317,8 +317,9 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return len(self.group.members) if self.waits else self.min_size
 
     def _living(self) -> tuple[str, ...]:
-        """Return members that a new group can have. A rank with a broken stream would count as dead until it has
-        reported.
+        """Return members that a new group can have.
+
+        A rank with a broken stream would count as dead until it has reported.
         """
         return tuple(m for m in self.group.members if m in self.known and m not in self.broken)
 

@@ -251,8 +251,9 @@ class Rank:
 
 
 class Groups:
-    """Maps engines to ranks, and holds the group of each pool. Times are seconds of a monotonic clock that callers pass
-    in.
+    """Maps engines to ranks, and holds the group of each pool.
+
+    Times are seconds of a monotonic clock that callers pass in.
     """
 
     def __init__(self, *, recovered_at: float, floor: int, on_change: Callable[[], None]) -> None:
@@ -285,8 +286,9 @@ class Groups:
         return self._groups.get((model, pool))
 
     def scale(self, pool: str, size: int, now: float) -> int | None:
-        """Set the target number of ranks of a pool, for any model. Returns the previous target, or None if the pool has
-        no group.
+        """Set the target number of ranks of a pool, for any model.
+
+        Returns the previous target, or None if the pool has no group.
 
         Raises like ``GroupOfPool.scale``.
         """

@@ -45,8 +45,9 @@ class Pace(msgspec.Struct, frozen=True):
         return max(self.view_interval, num_engines / self.max_reports_per_second)
 
     def of_changes(self, num_engines: int) -> float:
-        """Return the interval between two views of this many engines if members change. Engines that join together
-        share a view.
+        """Return the interval between two views of this many engines if members change.
+
+        Engines that join together share a view.
         """
         return min(num_engines / self.max_reports_per_second / _CHANGES_PER_VIEW, _MOST_BETWEEN_CHANGES)
 

@@ -38,11 +38,11 @@ def fail(text: str) -> None:
 
 
 class JoinedLog:
-    """Merges the log lines of several services into one stream, such as ``engine-0    | ...``. Each service has its own
-    color.
+    """Merges the log lines of several services into one stream, such as ``engine-0 | ...``.
 
-    While ``muted`` is True, lines are dropped. If the stream's reader is gone (a closed terminal, ``| head``),
-    ``on_closed`` is called once and later lines are dropped, so that services can keep writing until they have stopped.
+    Each service has its own color. While ``muted`` is True, lines are dropped. If the stream's reader is gone (a closed
+    terminal, ``| head``), ``on_closed`` is called once and later lines are dropped, so that services can keep writing
+    until they have stopped.
     """
 
     def __init__(self, services: list[str], *, stream: TextIO, on_closed: Callable[[], None]) -> None:

@@ -24,11 +24,11 @@ def add_positional(parser: argparse.ArgumentParser, options: type[msgspec.Struct
 
 
 def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct], **metavars: str) -> None:
-    """Add a flag for each named field of ``options``. The help shows the description, the range or choices, and the
-    default.
+    """Add a flag for each named field of ``options``.
 
-    ``metavars`` has the placeholder of the value in the help, by field name. It is empty for fields with choices. A
-    flag that is not given is None, and ``options_of`` leaves it out.
+    The help shows the description, the range or choices, and the default. ``metavars`` has the placeholder of the value
+    in the help, by field name. It is empty for fields with choices. A flag that is not given is None, and
+    ``options_of`` leaves it out.
     """
     for name, metavar in metavars.items():
         setting = _setting(options, name)
@@ -246,8 +246,9 @@ def _read_text(path: str, *, flag: str) -> str:
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser for integers in a range that the protobuf type can hold. The server checks whether the value
-    makes sense.
+    """Return a parser for integers in a range that the protobuf type can hold.
+
+    The server checks whether the value makes sense.
     """
 
     def integer(text: str) -> int:
@@ -358,8 +359,9 @@ VLLM_FLAGS: Mapping[str, str] = {
     "-dp": "use --data-parallel-size N",
     "-q": "use --quantization",
 }
-"""Hint for each vLLM flag, as the end of an error message. Flags that match a setting's name are found by
-``settings.named``.
+"""Hint for each vLLM flag, as the end of an error message.
+
+Flags that match a setting's name are found by ``settings.named``.
 """
 
 _CHECKPOINTS_OWN = "a quantized checkpoint is recognized by its files: leave the flag out"

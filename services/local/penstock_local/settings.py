@@ -83,8 +83,9 @@ def apply_settings(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[
 
 
 def check_config(service: str, config: Mapping[str, Any]) -> None:
-    """Check a service's configuration as the service does when it starts. Raises ConfigError that begins with
-    ``service``.
+    """Check a service's configuration as the service does when it starts.
+
+    Raises ConfigError that begins with ``service``.
     """
     try:
         build(_structs()[service], copy.deepcopy(dict(config)), strict=False)

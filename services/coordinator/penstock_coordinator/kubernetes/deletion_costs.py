@@ -74,10 +74,10 @@ class DeletionCosts:
 
 
 def deletion_cost(engine: EngineStatus, slots: int) -> int:
-    """Return 0 for an idle engine, else its load rounded up to a power of two. Rounding avoids frequent changes of the
-    cost.
+    """Return 0 for an idle engine, else its load rounded up to a power of two.
 
-    ``slots`` is the number of requests that the engine can run at once if it does not report it.
+    Rounding avoids frequent changes of the cost. ``slots`` is the number of requests that the engine can run at once if
+    it does not report it.
     """
     requests = engine.num_running_reqs + engine.num_waiting_reqs
     if not requests:

@@ -21,8 +21,9 @@ class KubernetesLink:
     """Kubernetes client and its users. The client library is imported only if the configuration needs it."""
 
     def __init__(self, config: KubernetesConfig, registry: CollectorRegistry, clock: Clock) -> None:
-        """Create the link. ``clock`` returns monotonic seconds. Raises ConfigError if a service account is needed but
-        missing.
+        """Create the link. ``clock`` returns monotonic seconds.
+
+        Raises ConfigError if a service account is needed but missing.
         """
         self._config = config
         self._now = clock

@@ -138,8 +138,9 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
 
 
 def check_draining(draining: enginecore_pb.Draining) -> None:
-    """Raise InvalidArgument unless the message says when the drain ends. ``deadline`` counts only if ``time_left`` is
-    not set.
+    """Raise InvalidArgument unless the message says when the drain ends.
+
+    ``deadline`` counts only if ``time_left`` is not set.
     """
     name = "time_left" if draining.HasField("time_left") else "deadline"
     value: float = getattr(draining, name)

@@ -87,11 +87,10 @@ KV_CACHE_USAGE = "kv_cache_usage"
 
 
 class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
-    """Answers KEDA from the scaling signals. Each call has its metadata, so the service keeps no state per
-    ScaledObject.
+    """Answers KEDA from the scaling signals.
 
-    Until the cluster is known, unary calls fail with UNAVAILABLE, which makes KEDA keep the number of engines. Streams
-    wait.
+    Each call has its metadata, so the service keeps no state per ScaledObject. Until the cluster is known, unary calls
+    fail with UNAVAILABLE, which makes KEDA keep the number of engines. Streams wait.
     """
 
     def __init__(self, signals: ScalingSignals, config: ScalingConfig, clock: Clock) -> None:

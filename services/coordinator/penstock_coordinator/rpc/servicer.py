@@ -45,8 +45,9 @@ class ProtoEncoder:
 
 
 class PreEncoded:
-    """Adds the handlers of generated code to a server. The responses of some methods are bytes that are already
-    encoded.
+    """Adds the handlers of generated code to a server.
+
+    The responses of some methods are bytes that are already encoded.
     """
 
     def __init__(self, server: grpc.aio.Server, methods: Collection[str]) -> None:
@@ -93,8 +94,9 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
     ) -> AsyncIterator[pb.EngineCommand]:
-        """Take a register, then reports until the engine leaves. The end of the stream alone does not end the
-        membership.
+        """Take a register, then reports until the engine leaves.
+
+        The end of the stream alone does not end the membership.
         """
         reports = aiter(request_iterator)
         registration = convert.registration(await self._unless_stopped(first_message(reports, "register")))

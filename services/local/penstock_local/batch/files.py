@@ -220,10 +220,10 @@ _DIGEST = 8
 
 
 class InputFile:
-    """Input file of a batch. Keeps an 8-byte digest of each line's ``custom_id``, to recognize lines and find
-    duplicates.
+    """Input file of a batch.
 
-    ``total`` is the number of lines that are not blank.
+    Keeps an 8-byte digest of each line's ``custom_id``, to recognize lines and find duplicates. ``total`` is the number
+    of lines that are not blank.
 
     Raises:
         ConfigError: The file cannot be read, has no lines, or has two lines with the same ``custom_id``.

@@ -86,8 +86,9 @@ def numbered_lines(file: Path, *, flag: str) -> list[tuple[int, str]]:
 
 
 def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
-    """Decode JSON into a type. Raises ConfigError that begins with ``where``, which names the file and the line or
-    entry.
+    """Decode JSON into a type.
+
+    Raises ConfigError that begins with ``where``, which names the file and the line or entry.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -96,8 +97,9 @@ def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
 
 
 def decode_list(text: str, kind: type[T], *, where: str, what: str) -> list[T]:
-    """Decode a JSON list with entries of one type. Raises ConfigError if it is not a list of ``what``, or naming a
-    wrong entry.
+    """Decode a JSON list with entries of one type.
+
+    Raises ConfigError if it is not a list of ``what``, or naming a wrong entry.
     """
     try:
         entries = msgspec.json.decode(text, type=list[msgspec.Raw])
@@ -128,8 +130,9 @@ class _PromptLine(msgspec.Struct, frozen=True):
 
 
 def prompts_file(options: BenchOptions) -> Dataset:
-    """Return the prompts of ``--prompts``, repeated endlessly. Lines of a ``*.jsonl`` file are objects, other lines are
-    texts.
+    """Return the prompts of ``--prompts``, repeated endlessly.
+
+    Lines of a ``*.jsonl`` file are objects, other lines are texts.
 
     Raises ConfigError naming the line.
     """
@@ -309,8 +312,9 @@ def _random_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
 
 
 def prefix_repetition(options: BenchOptions, model: Model) -> Dataset:
-    """Return prompts in which all prefixes are equally frequent. Raises ConfigError if the model does not accept the
-    lengths.
+    """Return prompts in which all prefixes are equally frequent.
+
+    Raises ConfigError if the model does not accept the lengths.
     """
     prefix, suffix = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
     longest = prefix + suffix + options.prefix_repetition_output_len

@@ -103,8 +103,9 @@ class Conversation:
         self._media.clear()
 
     def save(self, file: Path, *, model: str) -> None:
-        """Write the turns as JSON: ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``. Media are written
-        as names.
+        """Write the turns as JSON: ``{"model": ..., "messages": [{"role": ..., "content": ...}]}``.
+
+        Media are written as names.
 
         Raises SaveError. A file that this conversation did not write is never overwritten.
         """
@@ -147,8 +148,9 @@ class LineReader:
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def read(self) -> str:
-        """Return the next message. Raises EOFError at the end of input, KeyboardInterrupt, or ConfigError if it is not
-        UTF-8.
+        """Return the next message.
+
+        Raises EOFError at the end of input, KeyboardInterrupt, or ConfigError if it is not UTF-8.
         """
         try:
             return self._message()

@@ -124,8 +124,9 @@ async def generate(options: GenerateOptions) -> int:
 
 
 def describe_end(ends: Collection[Piece], *, seconds: float) -> str:
-    """Return one line about how the outputs ended, their token counts and their speed. ``ends`` has the last piece of
-    each.
+    """Return one line about how the outputs ended, their token counts and their speed.
+
+    ``ends`` has the last piece of each.
     """
     reasons = Counter(_reason(end) for end in ends)
     if len(ends) == 1:

@@ -74,8 +74,9 @@ def adapter_folder(path: str, *, of: str) -> str:
 
 
 def parse_directory(text: str) -> str:
-    """Return the absolute path of ``--lora-directory``, or empty if it is not given. Raises ConfigError if it does not
-    exist.
+    """Return the absolute path of ``--lora-directory``, or empty if it is not given.
+
+    Raises ConfigError if it does not exist.
     """
     if not text:
         return ""
@@ -91,8 +92,9 @@ def parse_directory(text: str) -> str:
 
 
 def path_of(text: str) -> str:
-    """Return the absolute path of a directory if it exists here. Otherwise return the text, which may be a path on
-    another machine.
+    """Return the absolute path of a directory if it exists here.
+
+    Otherwise return the text, which may be a path on another machine.
     """
     return str(Path(text).resolve()) if Path(text).is_dir() else text
 

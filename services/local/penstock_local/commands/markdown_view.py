@@ -17,8 +17,9 @@ _FENCES = ("```", "~~~")
 
 
 def rendered(text: str) -> RenderableType:
-    """Return Markdown as a renderable. Link addresses are written out, because some terminals cannot open or copy
-    hidden ones.
+    """Return Markdown as a renderable.
+
+    Link addresses are written out, because some terminals cannot open or copy hidden ones.
     """
     return Markdown(text, hyperlinks=False)
 

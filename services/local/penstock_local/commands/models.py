@@ -93,21 +93,20 @@ def cached_models() -> Sequence[CachedModel]:
 
 
 def why_not(folder: Path) -> str:
-    """Return the reason why the files of a directory cannot be served as a model. Empty if they can, as far as the
-    files show.
+    """Return the reason why the files of a directory cannot be served as a model.
 
-    The reason is the same as in ``penstock serve``. The engine checks the architecture and the memory when it loads the
-    model.
+    Empty if they can, as far as the files show. The reason is the same as in ``penstock serve``. The engine checks the
+    architecture and the memory when it loads the model.
     """
     said = checkpoint.problem(str(folder)).removeprefix(repr(str(folder)))
     return said.removeprefix(": ") if said.startswith(":") else f"it{said}" if said else ""
 
 
 def pull(name: str, *, revision: str) -> int:
-    """Download a model into the cache and print its directory. Shows progress bars on a terminal. Returns the exit
-    code.
+    """Download a model into the cache and print its directory.
 
-    Files that are already in the cache are not downloaded again.
+    Shows progress bars on a terminal. Returns the exit code. Files that are already in the cache are not downloaded
+    again.
 
     Raises:
         ConfigError: The model does not exist.

@@ -49,8 +49,9 @@ def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _replayed(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Return the share of steps that GPUs replayed, and the share of padding tokens in them. Empty before the first
-    replay.
+    """Return the share of steps that GPUs replayed, and the share of padding tokens in them.
+
+    Empty before the first replay.
     """
     found = [worker.get("graphs", {}) for worker in workers]
     replays, launched, tokens, padding = (
@@ -269,8 +270,9 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
 
 
 def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
-    """Return lines about the cluster and a row per engine. ``width`` is in characters: narrow terminals get fewer
-    columns.
+    """Return lines about the cluster and a row per engine.
+
+    ``width`` is in characters: narrow terminals get fewer columns.
     """
     engines = _shown(snapshot.cluster)
     if not engines:
@@ -428,8 +430,9 @@ def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
 
 
 def _kept(info: dict[str, Any]) -> str:
-    """Return the number of KV block leases of an engine, with their blocks and bytes. Empty if the engine does not
-    report it.
+    """Return the number of KV block leases of an engine, with their blocks and bytes.
+
+    Empty if the engine does not report it.
     """
     kept = info.get("kv_transfer") or {}
     if not kept.get("num_leases"):

@@ -166,8 +166,9 @@ class Batch(Generic[T, P, R]):
         self._shown = shown
 
     def all(self, inputs: Inputs[T]) -> list[R]:
-        """Return the results in the order of the inputs. With ``errors="raise"``, all inputs are checked before the
-        first runs.
+        """Return the results in the order of the inputs.
+
+        With ``errors="raise"``, all inputs are checked before the first runs.
         """
         if not self._raises:
             return self._listed(self._results(inputs, self._window(self._job.whole)))
@@ -181,8 +182,9 @@ class Batch(Generic[T, P, R]):
         return self._listed(self._results(Inputs(iter(checked), len(checked)), window))
 
     def each(self, inputs: Inputs[T], *, in_order: bool) -> Iterator[tuple[int, R]]:
-        """Yield the index and result of each input, when it ends or in input order. Each input is checked just before
-        it runs.
+        """Yield the index and result of each input, when it ends or in input order.
+
+        Each input is checked just before it runs.
         """
         return self._results(inputs, self._window(self._job.whole), in_order=in_order)
 

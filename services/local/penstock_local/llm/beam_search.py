@@ -1,8 +1,8 @@
-"""Beam search on top of an engine that does not know about it. Each step generates one token per beam, with cached
-prefixes.
+"""Beam search on top of an engine that does not know about it.
 
-The algorithm is the textbook one. All beams are extended by one token, and the most likely ``beam_width`` results are
-kept. Results that end with an end-of-sequence token are set aside.
+Each step generates one token per beam, with cached prefixes. The algorithm is the textbook one. All beams are extended
+by one token, and the most likely ``beam_width`` results are kept. Results that end with an end-of-sequence token are
+set aside.
 """
 
 import asyncio

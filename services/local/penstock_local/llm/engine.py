@@ -122,8 +122,9 @@ class InProcessEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the busy loop, wait for it, and release the device. Idempotent. Call it from any thread except the
-        engine's.
+        """Stop the busy loop, wait for it, and release the device.
+
+        Idempotent. Call it from any thread except the engine's.
         """
         self._busy_loop.request_shutdown()
         self._thread.join()
@@ -201,8 +202,9 @@ class InProcessEngine:
     # Internals.
 
     def _run(self) -> None:
-        """Run the engine's thread. The busy loop reports its own failure through ``engine_dead``, which fails every
-        call.
+        """Run the engine's thread.
+
+        The busy loop reports its own failure through ``engine_dead``, which fails every call.
         """
         try:
             self._busy_loop.run()

@@ -26,10 +26,10 @@ has images, audio and videos, such as ``{"image": image}`` or ``{"image": [first
 the model's own placeholder tokens for them. ``"mm_processor_kwargs"`` has extra arguments for the model's processor.
 """
 Message = Mapping[str, Any]
-"""Message of a conversation: ``{"role": "user", "content": "..."}``. ``tool_calls`` and content parts are as in
-OpenAI's API.
+"""Message of a conversation: ``{"role": "user", "content": "..."}``.
 
-A media part may also be ``{"type": "image", "image": image}``, in any form that ``multi_modal_data`` accepts.
+``tool_calls`` and content parts are as in OpenAI's API. A media part may also be ``{"type": "image", "image": image}``,
+in any form that ``multi_modal_data`` accepts.
 """
 Sampling = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters. SamplingParams sets all fields; with a mapping, the model's defaults apply to missing fields."""
@@ -99,8 +99,9 @@ def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> I
 def paired(
     inputs: Inputs[T], sampling: Sampling | Iterable[Sampling]
 ) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
-    """Yield each input with its sampling parameters. Raises InvalidArgument if there are too few, or like
-    ``sampling_of``.
+    """Yield each input with its sampling parameters.
+
+    Raises InvalidArgument if there are too few, or like ``sampling_of``.
     """
     return map(
         _pair,
@@ -186,8 +187,9 @@ def _alone(prompt: Mapping[str, Any], name: str) -> str | Sequence[int]:
 
 
 def _listed(several: object, name: str, wanted: str) -> list[Any]:
-    """Return the items of an iterable, such as a generator or a table column. Text, bytes and mappings are single
-    values.
+    """Return the items of an iterable, such as a generator or a table column.
+
+    Text, bytes and mappings are single values.
     """
     return list(_iterable(several, name, wanted))
 
@@ -262,8 +264,9 @@ def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
 
 
 def _fields(sampling: object, name: str) -> dict[str, Any]:
-    """Return the given fields after a type check, with lists converted to tuples. Fields that are None keep their
-    defaults.
+    """Return the given fields after a type check, with lists converted to tuples.
+
+    Fields that are None keep their defaults.
     """
     given = _given(sampling, name)
     if isinstance(given.get("stop"), str):
@@ -333,8 +336,9 @@ class Requests:
         *,
         name: str = "prompts",
     ) -> Inputs[GenerateRequest]:
-        """Create generation requests. ``name`` is the name of the inputs in errors. Raises InvalidArgument for general
-        errors.
+        """Create generation requests.
+
+        ``name`` is the name of the inputs in errors. Raises InvalidArgument for general errors.
         """
         inputs = predicted_of(prompts, name=name)
 

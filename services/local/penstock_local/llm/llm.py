@@ -91,8 +91,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel running requests and release the model. Idempotent. Also runs when the LLM is garbage-collected or the
-        program ends.
+        """Cancel running requests and release the model.
+
+        Idempotent. Also runs when the LLM is garbage-collected or the program ends.
         """
         self._close()
 
@@ -225,12 +226,11 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[EmbeddingOutput]:
-        """Compute embeddings of texts. The model must be an embedding model, or a decoder with the option
-        ``task="embed"``.
+        """Compute embeddings of texts.
 
-        ``dimensions`` truncates each embedding to that size. If ``normalize`` is None, the model's config decides.
-        ``truncate_prompt_tokens`` cuts longer texts to that many tokens; -1 cuts to the model's maximum, and None
-        refuses texts that are too long.
+        The model must be an embedding model, or a decoder with the option ``task="embed"``. ``dimensions`` truncates
+        each embedding to that size. If ``normalize`` is None, the model's config decides. ``truncate_prompt_tokens``
+        cuts longer texts to that many tokens; -1 cuts to the model's maximum, and None refuses texts that are too long.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
         job: Job[Any, Any, EmbeddingOutput] = Job("texts", self._calls.embed, EmbeddingOutput)
@@ -350,8 +350,9 @@ def _conversation(
     template: tuple[str, Mapping[str, Any] | None],
     context: RequestContext,
 ) -> ChatRequest:
-    """Return the common options of the conversations of a call. ``template`` is a custom chat template, if any, and its
-    variables.
+    """Return the common options of the conversations of a call.
+
+    ``template`` is a custom chat template, if any, and its variables.
     """
     return ChatRequest(
         messages=(),

@@ -85,10 +85,10 @@ class LLMEngine:
         return bool(self._running)
 
     def step(self) -> list[RequestOutput]:
-        """Wait until there is new output, and return it: at most one output per request. The last output of a request
-        is ``finished``.
+        """Wait until there is new output, and return it: at most one output per request.
 
-        A request that fails has ``error`` set. Without running requests, returns an empty list immediately.
+        The last output of a request is ``finished``. A request that fails has ``error`` set. Without running requests,
+        returns an empty list immediately.
         """
         outputs: list[RequestOutput] = []
         while self._running and not outputs:
@@ -100,8 +100,9 @@ class LLMEngine:
 
 
 class _Board:
-    """Holds the latest output of each request until the caller takes it. Later deltas of a request accumulate
-    meanwhile.
+    """Holds the latest output of each request until the caller takes it.
+
+    Later deltas of a request accumulate meanwhile.
     """
 
     def __init__(self) -> None:

@@ -76,8 +76,9 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
 
 
 def adapter_paths(given: object) -> dict[str, str]:
-    """Return absolute directories of LoRA adapters by name, from the argument ``lora``. Empty for None. Raises
-    ConfigError.
+    """Return absolute directories of LoRA adapters by name, from the argument ``lora``.
+
+    Empty for None. Raises ConfigError.
     """
     if given is None:
         return {}

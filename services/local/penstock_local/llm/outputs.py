@@ -129,8 +129,9 @@ class EmbeddingOutput(Record, frozen=True, kw_only=True):
 
 
 class ClassificationOutput(Record, frozen=True, kw_only=True):
-    """Class probabilities in the order of the model's config, and the most likely label. The label is empty if classes
-    have no names.
+    """Class probabilities in the order of the model's config, and the most likely label.
+
+    The label is empty if classes have no names.
     """
 
     probs: list[float] = []

@@ -29,8 +29,9 @@ _TOKENIZER_THREADS = 2
 
 
 class Runtime:
-    """Loads the model and starts both threads. It has no reference to the ``LLM``, which closes it when it is
-    garbage-collected.
+    """Loads the model and starts both threads.
+
+    It has no reference to the ``LLM``, which closes it when it is garbage-collected.
     """
 
     def __init__(

@@ -40,8 +40,9 @@ class LostEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantRefusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a tenant that the frontend refused in the last minute. ``tenant`` is empty for requests without a
-    tenant.
+    """Requests of a tenant that the frontend refused in the last minute.
+
+    ``tenant`` is empty for requests without a tenant.
     """
 
     tenant: str

@@ -118,10 +118,9 @@ _RETRY_SECONDS = 0.05
 
 
 async def wait_until_serving(address: str, *, secured: bool = False) -> None:
-    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process. Also waits for the server to
-    start.
+    """Return when ``grpc.health.v1`` at ``address`` reports SERVING for the process.
 
-    With ``secured``, TLS settings and credentials come from the environment.
+    Also waits for the server to start. With ``secured``, TLS settings and credentials come from the environment.
     """
     async with connect(address) if secured else make_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -10,10 +10,9 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_hub(model: str, revision: str = "") -> None:
-    """Raise ConfigError if a model is neither in this machine's cache nor available from the hub. The message says what
-    to do.
+    """Raise ConfigError if a model is neither in this machine's cache nor available from the hub.
 
-    A model in the cache is served without asking the hub, so it needs no network.
+    The message says what to do. A model in the cache is served without asking the hub, so it needs no network.
     """
     # Imported here because it takes half a second and only hub ids need it.
     from huggingface_hub import HfApi, try_to_load_from_cache

@@ -52,8 +52,9 @@ Work = Callable[[AsyncClient, Model, JoinedLog], Coroutine[Any, Any, None]]
 
 
 async def serve(options: ServeOptions) -> int:
-    """Serve until asked to stop, and return the exit code. Raises ConfigError before the start, and ServiceDiedError
-    after it.
+    """Serve until asked to stop, and return the exit code.
+
+    Raises ConfigError before the start, and ServiceDiedError after it.
     """
     started = time.monotonic()
 

@@ -320,8 +320,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def speculation(self) -> dict[str, Any]:
-        """Return the ``speculative`` section of the engine configuration. Empty if speculation is off. Raises
-        ConfigError.
+        """Return the ``speculative`` section of the engine configuration.
+
+        Empty if speculation is off. Raises ConfigError.
         """
         section = speculation.of_flags(self.speculative, self.speculative_model, self.speculative_tokens)
         if not self.speculative_config:

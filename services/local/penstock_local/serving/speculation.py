@@ -63,8 +63,9 @@ def parse_config(text: str) -> dict[str, Any]:
 
 
 def of_flags(method: str, model: str, tokens: int | None) -> dict[str, Any]:
-    """Build the section from the three flags. Empty if none is given. Raises ConfigError if the flags do not fit
-    together.
+    """Build the section from the three flags.
+
+    Empty if none is given. Raises ConfigError if the flags do not fit together.
     """
     if not method:
         for flag, value in ((MODEL_FLAG, model), (TOKENS_FLAG, tokens)):

@@ -173,8 +173,9 @@ DEATHS_WINDOW = 60.0
 
 
 class ServiceDiedError(PenstockError):
-    """Error for a service that ended on its own. The message has its name, its exit code or signal, and its last log
-    lines.
+    """Error for a service that ended on its own.
+
+    The message has its name, its exit code or signal, and its last log lines.
     """
 
     def __init__(self, process: ServiceProcess, exit_code: int) -> None:
@@ -184,8 +185,9 @@ class ServiceDiedError(PenstockError):
 
 
 class StopRequest:
-    """Tracks the user's stop signals. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for a
-    kill.
+    """Tracks the user's stop signals.
+
+    The first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for a kill.
     """
 
     def __init__(self) -> None:

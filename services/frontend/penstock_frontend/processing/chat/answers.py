@@ -20,8 +20,9 @@ class ReasoningTokenCount(Protocol):
     """Counter of the reasoning tokens of one sequence."""
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Count the tokens of the next piece. ``reasoning``: the piece contains reasoning. ``ended``: it is the last
-        piece.
+        """Count the tokens of the next piece.
+
+        ``reasoning``: the piece contains reasoning. ``ended``: it is the last piece.
         """
         ...
 
@@ -137,7 +138,9 @@ class ChatOutputs:
         text = output.text[answer.length :] if cumulative else output.text
         delta = answer.push(text, ended=output.finish is not None)
         if output.finish is not None and answer.broken:
-            get_logger().warning("calls of tools could not be read: they are text, or incomplete", calls=answer.broken)
+            get_logger().warning(
+                "tool calls could not be parsed; they are returned as text or are incomplete", calls=answer.broken
+            )
         finish = answer.counted(output, delta, cumulative=cumulative)
         if self._kind is not OutputKind.DELTA:
             delta = answer.add(delta)

@@ -176,10 +176,10 @@ class ShownRoles(NamedTuple):
 
 
 def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> ShownRoles:
-    """Find the shown roles by trial rendering. ``as_content`` converts a text to the form in which the template reads
-    contents.
+    """Find the shown roles by trial rendering.
 
-    If the template cannot render a plain question, all roles count as shown.
+    ``as_content`` converts a text to the form in which the template reads contents. If the template cannot render a
+    plain question, all roles count as shown.
     """
     one, two, three = _MARKS
 

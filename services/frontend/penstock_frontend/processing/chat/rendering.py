@@ -365,7 +365,8 @@ def _check_unicode(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as e:
         raise InvalidArgument(
-            f"messages, or what is beside them, have {prompt[e.start]!r}, which is half a character", field="messages"
+            f"messages or other template variables contain {prompt[e.start]!r}, which is half a character (a lone surrogate)",
+            field="messages",
         ) from None
 
 

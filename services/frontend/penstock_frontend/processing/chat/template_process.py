@@ -75,7 +75,7 @@ class TemplateProcess:
             message = framed(job)
         except UnicodeEncodeError:
             raise InvalidArgument(
-                "messages, or what is beside them, have half a character, which no template of a request takes",
+                "messages or other template variables contain half a character (a lone surrogate); remove it",
                 field="messages",
             ) from None
         async with self._turn:

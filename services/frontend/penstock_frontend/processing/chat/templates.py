@@ -178,10 +178,10 @@ class TemplateTraits(NamedTuple):
 
 
 class ChatTemplates:
-    """Chat templates of one model by name; most models have one, ``default``. ``special_tokens`` are texts by name,
-    like ``bos_token``.
+    """Chat templates of one model by name; most models have one, ``default``.
 
-    Thread-safe: conversations are rendered in the tokenizer's threads.
+    ``special_tokens`` are texts by name, like ``bos_token``. Thread-safe: conversations are rendered in the tokenizer's
+    threads.
     """
 
     def __init__(

@@ -12,8 +12,9 @@ from penstock_common.errors import quoted
 _HEAD = re.compile(r"[ \t\r\n\f]*data:([^,]{0,256}?)(; *base64 *)?,", re.IGNORECASE)
 _WHITESPACE = " \t\r\n\f"
 _SLICE = 128 * 1024
-"""Number of characters to decode at once, a multiple of four. Canonical base64 of this length holds the GIL for half a
-millisecond.
+"""Number of characters to decode at once, a multiple of four.
+
+Canonical base64 of this length holds the GIL for half a millisecond.
 """
 _MAX_PADDING = 2
 _DIGITS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -22,8 +23,9 @@ _TOKEN = re.compile(r"%[0-9A-Fa-f]{2}|[\s\S]")
 
 
 class DataUrlError(ValueError):
-    """Error for a text that is not a ``data:`` URL, or whose data cannot be decoded. The message continues the field's
-    name.
+    """Error for a text that is not a ``data:`` URL, or whose data cannot be decoded.
+
+    The message continues the field's name.
     """
 
 
@@ -162,8 +164,9 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
-    """Return the error of the first character of a slice that is not base64. ``padding`` is the number of ``=`` before
-    the slice.
+    """Return the error of the first character of a slice that is not base64.
+
+    ``padding`` is the number of ``=`` before the slice.
     """
     for token in _TOKEN.finditer(piece):
         value = unquote_to_bytes(token[0]) if len(token[0]) == 3 else token[0].encode("utf-8", "replace")

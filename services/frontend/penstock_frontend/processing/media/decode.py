@@ -1,5 +1,6 @@
-"""Decoding of files to pixels and samples in a media worker. Headers are checked first, and only the detected format is
-tried.
+"""Decoding of files to pixels and samples in a media worker.
+
+Headers are checked first, and only the detected format is tried.
 """
 
 import math

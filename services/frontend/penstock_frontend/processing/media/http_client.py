@@ -380,8 +380,9 @@ class Fetcher:
         self._handshakes.shutdown(wait=False)
 
     def check(self, url: str, *, field: str) -> Target:
-        """Return the target of a URL. Raises PermissionDenied or InvalidArgument, before any connection, if it may not
-        be fetched.
+        """Return the target of a URL.
+
+        Raises PermissionDenied or InvalidArgument, before any connection, if it may not be fetched.
         """
         target = read_url(url, field=field)
         check_domain(target, self._config.allowed_domains, field=field)

@@ -310,8 +310,9 @@ class WorkerPool:
         return len(self._queue)
 
     async def start(self) -> None:
-        """Wait for the first worker; the others start concurrently. Raises ConfigError if the model's processor cannot
-        be created.
+        """Wait for the first worker; the others start concurrently.
+
+        Raises ConfigError if the model's processor cannot be created.
         """
         try:
             first = await self._started()

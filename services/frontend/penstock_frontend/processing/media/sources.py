@@ -32,8 +32,9 @@ def unreadable(field: str, why: str) -> InvalidArgument:
 
 
 def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
-    """Return the error for a media item above a limit. ``what`` continues the field's name, such as ``has 70000000
-    pixels``.
+    """Return the error for a media item above a limit.
+
+    ``what`` continues the field's name, such as ``has 70000000 pixels``.
     """
     # Workers send limits as floats, and 64000000.0 pixels would look odd.
     number = int(limit) if limit == int(limit) else limit

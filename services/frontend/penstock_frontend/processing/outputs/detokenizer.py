@@ -62,8 +62,9 @@ class IncrementalDetokenizer:
         return self._decode([token for token in token_ids if token not in self._skipped])
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes. Empty for a skipped special token, or in the middle of a
-        character.
+        """Return the text that this token completes.
+
+        Empty for a skipped special token, or in the middle of a character.
         """
         if token_id in self._skipped:
             return ""
@@ -95,9 +96,7 @@ class IncrementalDetokenizer:
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Return the front tokens' text once later tokens cannot change it, because the run of undecodable tokens may
-        be endless.
-        """
+        """Release the front tokens that later ones cannot change, so that an endless undecodable run stays bounded."""
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
             if front + self._decode(self._window[end:]) == text:
@@ -169,8 +168,9 @@ class StopMatcher:
         self._found[state] = stop
 
     def _link(self) -> list[int]:
-        """Build the failure links, breadth first. A state also matches what its link matches, unless it ends a longer
-        stop string.
+        """Build the failure links, breadth first.
+
+        A state also matches what its link matches, unless it ends a longer stop string.
         """
         fail = [0] * len(self._goto)
         queue = deque(self._goto[0].values())
@@ -300,8 +300,9 @@ class OutputText:
         return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
-        """Add new text. Returns the final delta if a stop string completes. ``settled``: the text of every token is
-        complete.
+        """Add new text. Returns the final delta if a stop string completes.
+
+        ``settled``: the text of every token is complete.
         """
         before = self._length
         self._text += text

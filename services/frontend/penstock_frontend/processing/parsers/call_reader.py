@@ -8,8 +8,9 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, 
 from penstock_frontend.processing.parsers.call_scanner import CallScanner, ObjectScanner
 
 State = Callable[[], Any]
-"""Function that reads from the front of ``_text``. Returns the next state, or None if it needs more text or is
-finished.
+"""Function that reads from the front of ``_text``.
+
+Returns the next state, or None if it needs more text or is finished.
 """
 
 _MAX_HEAD = 256

@@ -235,8 +235,9 @@ class CallScanner:
 
 
 class ObjectScanner:
-    """Passes an object on unchanged, including strings with brackets. Text that does not begin with a bracket is not an
-    object.
+    """Passes an object on unchanged, including strings with brackets.
+
+    Text that does not begin with a bracket is not an object.
     """
 
     started = True

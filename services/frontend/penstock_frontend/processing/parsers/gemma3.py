@@ -10,10 +10,10 @@ _FENCE, _FENCE_END = "```tool_code\n", "\n```"
 
 
 class Gemma3ToolParser(Llama4PythonicToolParser):
-    """Parses a list at the start of the answer, or blocks anywhere. A block has one call per line, possibly inside
-    ``print``.
+    """Parses a list at the start of the answer, or blocks anywhere.
 
-    Gemma has no special tokens for tools. Messages or a custom template describe this format to the model.
+    A block has one call per line, possibly inside ``print``. Gemma has no special tokens for tools. Messages or a
+    custom template describe this format to the model.
     """
 
     tags: ClassVar = ()

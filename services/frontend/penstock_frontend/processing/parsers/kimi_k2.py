@@ -12,8 +12,9 @@ _ID = re.compile(r"(?:functions\.)?(\S+?)(?::\d+)?")
 
 
 class KimiK2ToolParser(CallReader):
-    """Parses calls whose text before the arguments is also the call's id. The template shows the id with the tool's
-    result.
+    """Parses calls whose text before the arguments is also the call's id.
+
+    The template shows the id with the tool's result.
     """
 
     form: ClassVar = ToolForm(f"{_CALL}functions.{{bare}}:0{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)

@@ -16,8 +16,9 @@ _ID_LENGTH = 9
 
 
 class MistralToolParser(CallListReader):
-    """Parses ``[TOOL_CALLS]`` and a JSON list of calls. Models since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for
-    each call.
+    """Parses ``[TOOL_CALLS]`` and a JSON list of calls.
+
+    Models since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + " [", "]")

@@ -25,8 +25,9 @@ class BracketScanner:
         self._escaped = False
 
     def push(self, text: str) -> tuple[int, bool | None]:
-        """Return how many characters belong to the text, and whether it is complete. None means that brackets do not
-        match.
+        """Return how many characters belong to the text, and whether it is complete.
+
+        None means that brackets do not match.
         """
         for index, char in enumerate(text):
             if self._escaped:
@@ -67,7 +68,7 @@ def read_calls(text: str) -> Sequence[tuple[str, str]]:
             statements = ast.parse(text.strip()).body
         calls = [_call(node) for statement in statements for node in _nodes(statement)]
     except (SyntaxError, RecursionError, MemoryError) as e:
-        raise ValueError("is no text of Python's") from e
+        raise ValueError("is not valid Python") from e
     if not calls:
         raise ValueError("has no calls")
     return calls
@@ -82,12 +83,12 @@ def _nodes(statement: ast.stmt) -> Sequence[ast.expr]:
         case ast.Expr(value=node):
             return [node]
         case _:
-            raise ValueError("is no call")
+            raise ValueError("is not a call")
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("is no call with named arguments")
+        raise ValueError("is not a call with named arguments")
     arguments = {}
     for keyword in node.keywords:
         if keyword.arg is None:
@@ -120,10 +121,10 @@ def _value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case _:
-            raise ValueError("has an argument that is no value")
+            raise ValueError("has an argument that is not a literal")
 
 
 def _key(node: ast.expr | None) -> str:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
-        raise ValueError("has a key that is no text")
+        raise ValueError("has a key that is not a string")
     return node.value

@@ -44,8 +44,9 @@ class TagReasoningParser(ReasoningParser):
         self._text = ""
 
     def push(self, text: str) -> ReasoningDelta:
-        """Parse the next piece of the answer. Text that may begin a tag is held back, and whitespace around tags is
-        dropped.
+        """Parse the next piece of the answer.
+
+        Text that may begin a tag is held back, and whitespace around tags is dropped.
         """
         self._text += text
         reasoning = content = ""
@@ -103,8 +104,9 @@ class TagReasoningParser(ReasoningParser):
         return True
 
     def _upto(self, ends: Sequence[str]) -> tuple[str, bool]:
-        """Consume text up to the first of the tags. Returns the text without trailing whitespace, and whether a tag was
-        found.
+        """Consume text up to the first of the tags.
+
+        Returns the text without trailing whitespace, and whether a tag was found.
         """
         places = [(index, end) for end in ends if (index := self._text.find(end)) >= 0]
         if places:

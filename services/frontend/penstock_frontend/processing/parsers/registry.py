@@ -60,8 +60,9 @@ class Parsers(NamedTuple):
 
 
 def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
-    """Return the parsers with these names. ``auto`` selects the first that fits the chat template, built-in parsers
-    first.
+    """Return the parsers with these names.
+
+    ``auto`` selects the first that fits the chat template, built-in parsers first.
 
     Raises ConfigError.
     """

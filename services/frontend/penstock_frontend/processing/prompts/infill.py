@@ -28,8 +28,9 @@ def infill_form(tokenizer: Tokenizer) -> InfillForm | None:
 
 
 def infill_prompt(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
-    """Return the prompt to fill the gap between ``prompt`` and ``suffix``. Raises Unimplemented if the model has no
-    such tokens.
+    """Return the prompt to fill the gap between ``prompt`` and ``suffix``.
+
+    Raises Unimplemented if the model has no such tokens.
     """
     form = infill_form(tokenizer)
     if form is None:

@@ -186,8 +186,9 @@ class InputProcessor:
         )
 
     def _reasoning_for(self, params: SamplingParams) -> Reasoning | None:
-        """Return the reasoning format if the parameters need it. Raises InvalidArgument for a budget that cannot be
-        enforced.
+        """Return the reasoning format if the parameters need it.
+
+        Raises InvalidArgument for a budget that cannot be enforced.
         """
         budget = params.thinking_token_budget
         if budget is not None and self.reasoning is None:

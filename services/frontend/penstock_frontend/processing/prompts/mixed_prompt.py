@@ -66,7 +66,7 @@ class MediaText(NamedTuple):
             try:
                 place = token_ids.index(item.placeholder_id, begin)
             except ValueError:
-                raise RuntimeError("a placeholder of media has no token in the text that it stands in") from None
+                raise RuntimeError("a media placeholder has no token in its text") from None
             filled += token_ids[begin:place]
             features.append(feature_of(item, offset + len(filled)))
             filled += item.replacement.token_ids
@@ -91,8 +91,9 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
 
 
 def identifier_of(placed: PlacedMedia) -> str:
-    """Return the item's identifier. If neighboring media change the encoder's input, the identifier is derived from
-    both.
+    """Return the item's identifier.
+
+    If neighboring media change the encoder's input, the identifier is derived from both.
     """
     identifier, variant = placed.prepared.identifier, placed.replacement.variant
     return hashlib.blake2b(f"{identifier}:{variant}".encode(), digest_size=32).hexdigest() if variant else identifier

@@ -209,8 +209,9 @@ def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
 
 
 def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
-    """Return the bytes of the result vectors: float32, one vector per request or per token. 0 for tasks without
-    vectors.
+    """Return the bytes of the result vectors: float32, one vector per request or per token.
+
+    0 for tasks without vectors.
     """
     if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
         return 0

@@ -46,8 +46,9 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: LimitsConfig) -> SamplingParams:
-    """Return the parameters of a request: given values, then the model's defaults, then Penstock's. The seed is always
-    set.
+    """Return the parameters of a request: given values, then the model's defaults, then Penstock's.
+
+    The seed is always set.
 
     Raises InvalidArgument naming the field, the value and the limit.
     """

@@ -39,8 +39,9 @@ class ByteLevelDecoder:
         self._bytes_of = _Bytes(backend, decode).__getitem__
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``. Ids without a token are skipped. Raises OddTokenError if the library must
-        decode.
+        """Return the text of ``token_ids``.
+
+        Ids without a token are skipped. Raises OddTokenError if the library must decode.
         """
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
 
@@ -167,8 +168,9 @@ class GuardedText(str):
 
 
 def cut(text: str, longest: int, *, at_start: bool = False) -> str:
-    """Return at most the first ``longest`` characters, or the last ones with ``at_start``. A guarded text stays
-    guarded.
+    """Return at most the first ``longest`` characters, or the last ones with ``at_start``.
+
+    A guarded text stays guarded.
     """
     kept = slice(-longest, None) if at_start else slice(longest)
     if isinstance(text, GuardedText):
@@ -177,8 +179,9 @@ def cut(text: str, longest: int, *, at_start: bool = False) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Join texts. The result is guarded if any text is. Unguarded texts next to guarded ones must not have control
-    tokens.
+    """Join texts. The result is guarded if any text is.
+
+    Unguarded texts next to guarded ones must not have control tokens.
     """
     parts = list(texts)
     text = "".join(parts)
@@ -231,8 +234,9 @@ def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: 
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each text remain. An odd token goes to the longer text, or to the second if they are
-    equal.
+    """Return how many tokens of each text remain.
+
+    An odd token goes to the longer text, or to the second if they are equal.
     """
     shorter = min(first, second, room // 2)
     return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
@@ -249,8 +253,9 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Byte token of SentencePiece vocabularies."""
 _LONG_TEXT = 64 * 1024
-"""Number of characters above which a text is tokenized in a separate thread. It may take seconds, and others must not
-wait.
+"""Number of characters above which a text is tokenized in a separate thread.
+
+It may take seconds, and others must not wait.
 """
 
 
@@ -334,10 +339,10 @@ class Tokenizer:
         return self._backend.normalizer is not None
 
     def guard(self, tokens: Sequence[str]) -> Mapping[str, str]:
-        """Treat these tokens as plain text in every GuardedText from now on. Returns their names for
-        ``GuardedText.named``.
+        """Treat these tokens as plain text in every GuardedText from now on.
 
-        Clients cannot know the names. Call it once, after ``hide``, before any text is tokenized. Raises ConfigError.
+        Returns their names for ``GuardedText.named``. Clients cannot know the names. Call it once, after ``hide``,
+        before any text is tokenized. Raises ConfigError.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
@@ -355,8 +360,9 @@ class Tokenizer:
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
-        """Tokenize pairs of texts, each into one prompt with the tokenizer's pair template. For ``cut`` see
-        ``encode_all``.
+        """Tokenize pairs of texts, each into one prompt with the tokenizer's pair template.
+
+        For ``cut`` see ``encode_all``.
         """
 
         def encode() -> list[EncodedPair]:
@@ -457,8 +463,9 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in a tokenizer thread with the caller's context. For text work that would block the event
-        loop.
+        """Call ``function`` in a tokenizer thread with the caller's context.
+
+        For text work that would block the event loop.
         """
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

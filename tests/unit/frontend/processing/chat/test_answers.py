@@ -107,5 +107,5 @@ async def test_cumulative_answers_only_grow() -> None:
 async def test_calls_that_cannot_be_read_are_text_and_one_warning(text: str, warnings: int) -> None:
     with structlog.testing.capture_logs() as logs:
         got = await read(BACKEND.encode(text, add_special_tokens=False).ids, [1], [True], OutputKind.DELTA)
-    assert [log["calls"] for log in logs if "could not be read" in log["event"]] == [1] * warnings
+    assert [log["calls"] for log in logs if "could not be parsed" in log["event"]] == [1] * warnings
     assert (joined(got)[0] == text) is not text.endswith("</tool_call>")

@@ -199,7 +199,8 @@ def _windows(checkpoint: Checkpoint) -> Windows:
 
 
 def _masked_rows(length: int) -> int:
-    """Return the number of embeddings of that many steps. The audio encoder's convolutions and pooling each halve the
-    length.
+    """Return the number of embeddings of that many steps.
+
+    The audio encoder's convolutions and pooling each halve the length.
     """
     return ((length - 1) // 2 + 1 - 2) // 2 + 1

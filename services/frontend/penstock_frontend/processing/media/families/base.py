@@ -80,8 +80,9 @@ class FamilyProcessor(Protocol):
     """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process an RGB image with EXIF rotation applied. Raises ValueError for ``kwargs`` that the processor does not
-        accept.
+        """Process an RGB image with EXIF rotation applied.
+
+        Raises ValueError for ``kwargs`` that the processor does not accept.
         """
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
@@ -142,8 +143,9 @@ class MediaPreparer(Protocol):
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """Prepare media, in the order of ``parts``. ``deadline`` is in seconds since the Unix epoch. ``tenant`` owns
-        the media.
+        """Prepare media, in the order of ``parts``.
+
+        ``deadline`` is in seconds since the Unix epoch. ``tenant`` owns the media.
 
         Raises:
             InvalidArgument: With reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE, MEDIA_TOO_MANY, or MEDIA_FETCH_FAILED if a retry is

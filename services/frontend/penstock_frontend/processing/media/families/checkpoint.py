@@ -147,8 +147,9 @@ _TEXT_ALONE = ". With media.enabled false it is served for text alone"
 
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
-    """Return the family of the checkpoint in ``folder``, or None for a text-only model. ``encode`` is its tokenizer's
-    encoder.
+    """Return the family of the checkpoint in ``folder``, or None for a text-only model.
+
+    ``encode`` is its tokenizer's encoder.
 
     Raises ConfigError, naming the model, if its media are not supported: the family is unknown, or its processor needs
     torchvision.

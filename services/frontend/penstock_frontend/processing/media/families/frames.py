@@ -26,8 +26,9 @@ class Sampling(NamedTuple):
     max_frames: int
 
     def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the indexes of the selected frames: all, or an even selection by ``num_frames`` or ``fps``. Raises
-        ValueError.
+        """Return the indexes of the selected frames: all, or an even selection by ``num_frames`` or ``fps``.
+
+        Raises ValueError.
         """
         given = len(timestamps)
         if not timestamps or timestamps[-1] > _LONGEST:
@@ -90,8 +91,9 @@ class FrameVideos(NamedTuple):
         return self.item(tensors.from_arrays({_PIXELS: pixels[None]}))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values_videos`` ``[1, frames, 3, height, width]``. Its layout is the number of
-        frames.
+        """Return the item of ``pixel_values_videos`` ``[1, frames, 3, height, width]``.
+
+        Its layout is the number of frames.
 
         Raises ValueError.
         """
@@ -104,8 +106,9 @@ class FrameVideos(NamedTuple):
 
 
 def frame_videos(checkpoint: Checkpoint, size: tuple[int, int], rows_of_frame: int, *, extra: int = 0) -> FrameVideos:
-    """Return the format of the video processor's configuration. Frames have the ``size`` of image tiles, the encoder's
-    only size.
+    """Return the format of the video processor's configuration.
+
+    Frames have the ``size`` of image tiles, the encoder's only size.
     """
     settings = checkpoint.video_processor
     return FrameVideos(

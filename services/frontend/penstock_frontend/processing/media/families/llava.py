@@ -29,8 +29,9 @@ class Square(NamedTuple):
     names: tuple[str, ...] = ("pixel_values",)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, 3, height, width]``. Other tensors in ``names`` are not inputs of
-        the model.
+        """Return the item of ``pixel_values`` ``[1, 3, height, width]``.
+
+        Other tensors in ``names`` are not inputs of the model.
         """
         pixels = tensors.taken(data, "pixel_values", (1, 3, *self.size))
         return ProcessedItem(modality="image", data={"pixel_values": pixels}, num_embeds=self.max_rows)
@@ -191,7 +192,9 @@ def num_tiles(size: Size, tile: Size, resolutions: Sequence[Size]) -> int:
 _PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
 _SQUARE = "pixel_values_of_square"
 """Name for the picture ``[1, 1, 3, height, width]`` that the encoder gets if a prompt has several images: padded to a
-square, then resized. It is not an input of the model.
+square, then resized.
+
+It is not an input of the model.
 """
 _SHRINKS_FROM = 1.1
 """Factor above the largest grid from which a grid is shrunk."""
@@ -253,8 +256,9 @@ class OneVisionTiles(NamedTuple):
         return self._kept(*shown(size, self.tile, (self.side, self.side), self.resolutions))
 
     def _kept(self, rows: int, columns: int) -> int:
-        """Return the embeddings of a feature grid without padding. A larger grid is shrunk. Each line ends with a
-        newline embedding.
+        """Return the embeddings of a feature grid without padding.
+
+        A larger grid is shrunk. Each line ends with a newline embedding.
         """
         ratio = math.sqrt(rows * columns / (self.max_tiles * self.side**2))
         if ratio > _SHRINKS_FROM:
@@ -280,8 +284,9 @@ class LlavaOnevisionProcessor(ImageProcessor):
 
 
 class LlavaOnevision(ImageFamily):
-    """Family with one token per embedding. All frames of a video, which are pooled, are followed by one newline
-    embedding.
+    """Family with one token per embedding.
+
+    All frames of a video, which are pooled, are followed by one newline embedding.
     """
 
     processor = LlavaOnevisionProcessor

@@ -1,5 +1,6 @@
-"""Pixtral as the vision encoder of LLaVA and Mistral 3. Images keep their shape, and rows of patches end with their own
-tokens.
+"""Pixtral as the vision encoder of LLaVA and Mistral 3.
+
+Images keep their shape, and rows of patches end with their own tokens.
 
 https://huggingface.co/docs/transformers/model_doc/pixtral
 """
@@ -40,8 +41,9 @@ class Patches(NamedTuple):
         return self.max_side**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``. Its layout is
-        rows and columns.
+        """Return the item of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``.
+
+        Its layout is rows and columns.
         """
         height, width = tensors.numbers(data, "image_sizes", (1, 2))
         tensors.taken(data, "pixel_values", (1, 3, height, width))
@@ -58,8 +60,9 @@ class Patches(NamedTuple):
 
 
 class Pixtral(ImageFamily):
-    """Family with image tokens row by row. A break token follows each row except the last, which is followed by an end
-    token.
+    """Family with image tokens row by row.
+
+    A break token follows each row except the last, which is followed by an end token.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -54,8 +54,9 @@ class Grids(NamedTuple):
         return self.max_pixels // self.factor**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``. Its
-        layout is the grid.
+        """Return the item of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``.
+
+        Its layout is the grid.
         """
         time, height, width = tensors.numbers(data, "image_grid_thw", (1, 3))
         if time != 1:
@@ -188,8 +189,9 @@ class VideoGrids(NamedTuple):
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of tensors alone. Raises ValueError if the model needs the times of frames, which tensors do
-        not have.
+        """Return the item of tensors alone.
+
+        Raises ValueError if the model needs the times of frames, which tensors do not have.
         """
         if self.tells_times:
             raise ValueError(
@@ -295,8 +297,9 @@ def video_grids(checkpoint: Checkpoint) -> VideoGrids:
 
 
 class QwenVL(ImageFamily):
-    """Family with one token per embedding. In Qwen3-VL, each step of a video follows its time, between begin and end
-    tokens.
+    """Family with one token per embedding.
+
+    In Qwen3-VL, each step of a video follows its time, between begin and end tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -322,8 +325,9 @@ class QwenVL(ImageFamily):
         return grown(self.encode("".join(steps)), self._token_ids["video"], rows, before=times[0])
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the tokens of the largest image or video. The times of a video have at most as many tokens as its
-        steps have embeddings.
+        """Return the tokens of the largest image or video.
+
+        The times of a video have at most as many tokens as its steps have embeddings.
         """
         timed = modality == "video" and self._grids.tells_times
         return super().max_tokens(modality) * (2 if timed else 1)

@@ -75,8 +75,9 @@ def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None
 
 
 def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
-    """Return the number of precomputed embeddings ``[rows, width]``. Raises ValueError for other tensors, or too few or
-    too many.
+    """Return the number of precomputed embeddings ``[rows, width]``.
+
+    Raises ValueError for other tensors, or too few or too many.
     """
     check_names(data, (EMBEDS,))
     rows = taken(data, EMBEDS, (None, None)).shape[0]

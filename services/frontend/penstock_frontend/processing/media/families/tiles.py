@@ -96,8 +96,9 @@ class Canvas(NamedTuple):
         )
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``. The checkpoint limits the
-        latter two.
+        """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``.
+
+        The checkpoint limits the latter two.
         """
         arguments.check_names(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         crops = arguments.flag(kwargs, "crop_to_patches")
