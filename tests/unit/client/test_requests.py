@@ -1,4 +1,4 @@
-"""What the Python client makes of images, sound and video."""
+"""Requests with images, sound and video, as the Python client builds them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Addresses as host:port, in which an IPv6 host stands in brackets."""
+"""Addresses as host:port, with IPv6 hosts in brackets."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""What the process gives back of what it has freed."""
+"""Memory that the process returns to the system after freeing it."""
 
 import os
 import platform

@@ -119,7 +119,7 @@ def test_the_vectors_of_a_shared_prompt_are_hashed_once():
         max_model_len=1000,
     )
     assert hashed(shared) == first
-    shared.prompt_embeds.data[:] = bytes(24)  # nobody looks at them again
+    shared.prompt_embeds.data[:] = bytes(24)  # the hashes are cached, so this change has no effect
     assert hashed(second) == first
 
 
@@ -155,7 +155,7 @@ def test_it_matters_where_a_medium_begins_and_which_positions_have_its_embedding
         make_feature(1, 0, 8, embed_runs=(EmbedRun(0, 2), EmbedRun(3, 5))),
     ]
     every = [of_media(feature)[0] for feature in features]
-    assert every[0] == every[2]  # what is behind a block does not matter to it
+    assert every[0] == every[2]  # tokens after a block do not change its hash
     assert len(set(every)) == len(features) - 1
     inside = [of_media(make_feature(1, offset, 8 - offset))[1] for offset in (0, 4)]
     assert len(set(inside)) == 2

@@ -1,4 +1,4 @@
-"""Who may still enter a bounded place that is full."""
+"""Admission to a bounded queue when it is full."""
 
 import math
 import random
@@ -109,7 +109,7 @@ def test_it_is_full_at_the_limit_or_at_the_end_of_the_reserve_where_tenants_are_
     assert room.full(10)
 
 
-# What is said of the time until there is room, for known patterns of work.
+# The estimated time until the queue has space, for known patterns of work.
 
 MEMORY = 10.0
 

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint show is said at once, with what to do."""
+"""Errors that a checkpoint's files reveal are reported at once, with the fix."""
 
 import json
 import os

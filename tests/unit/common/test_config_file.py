@@ -1,4 +1,4 @@
-"""What a service makes of its config file when that changes."""
+"""Reactions of a service to changes of its config file."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ class File:
         self.path.write_text(yaml.safe_dump(BASE | changes))
 
     async def look(self, times: int = 1) -> list[Any]:
-        """What is logged meanwhile, shortened: the level, and the settings if it tells any."""
+        """Look at the file ``times`` times. Returns, for each log line, its level and its settings or else its event."""
         with capture_logs() as logs:
             for _ in range(times):
                 await self.config_file.look(self.applied.append)

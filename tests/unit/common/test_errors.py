@@ -1,4 +1,4 @@
-"""What errors quote of values that clients sent."""
+"""Quotes of clients' values in errors."""
 
 import pytest
 

@@ -18,7 +18,7 @@ LARGE = bytes(3 * SMALL)
 
 
 class Service:
-    """Methods that wait, once they have their message, until they are let go."""
+    """Methods that wait, once they have their message, until ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Semaphore(0)

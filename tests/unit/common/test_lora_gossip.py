@@ -14,7 +14,7 @@ ONE = st.sampled_from(FRONTENDS)
 
 
 class Stream:
-    """Both ends of a frontend's session and what is under way."""
+    """Both ends of a frontend's session, and the messages in flight."""
 
     def __init__(self, frontend, coordinator):
         self.ends = {"up": Gossip(frontend), "down": Gossip(coordinator)}
@@ -36,7 +36,7 @@ class GossipMachine(RuleBasedStateMachine):
         self.frontends = {name: LoraRegistry() for name in FRONTENDS}
         self.streams = {name: Stream(self.frontends[name], self.coordinator) for name in FRONTENDS}
         self.said = LoraRegistry()
-        """What somebody knows who hears everything at once."""
+        """Keep the state of a reference that receives every message at once."""
 
     @rule(frontend=ONE, name=NAMES, unloaded=st.booleans(), path=st.sampled_from(["/x", "/y"]))
     def say(self, frontend, name, unloaded, path):

@@ -11,7 +11,7 @@ MEMINFO = "MemTotal:       100 kB\nMemAvailable:     50 kB\n"
 
 
 def told(tmp_path: Path, **files: str) -> Memory | None:
-    """What is made of /proc/meminfo and the control group's files."""
+    """Return the memory derived from /proc/meminfo and the control group's files."""
     (tmp_path / "meminfo").write_text(MEMINFO)
     for name, content in files.items():
         (tmp_path / name.replace("_", ".")).write_text(content)

@@ -1,4 +1,4 @@
-"""Names of processes, and what they have computed."""
+"""Names and CPU times of processes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Who is in a data-parallel group: changes that are planned, ranks that die, coordinators that start anew."""
+"""Members of a data-parallel group: planned changes, ranks that die, coordinators that restart."""
 
 import msgspec
 import pytest
@@ -107,7 +107,7 @@ def test_a_preparation_that_fails_because_a_member_died_names_a_group_without_it
     machine, _ = SERVING.scale(3)
     machine, _ = machine.peer_lost(PeerLost("b", 5))
     machine, _ = machine.prepare_failed(PrepareFailed("c", 6))
-    assert machine.group == RankGroup(7, ("a", "b"))  # nobody knows yet that "a" is dead
+    assert machine.group == RankGroup(7, ("a", "b"))  # no report says yet that "a" is dead
     assert machine.stream_broken("a")[0].group == RankGroup(8, ("b",))
 
 
@@ -121,7 +121,7 @@ def test_who_cannot_be_in_a_group_is_replaced_where_the_others_are_too_few():
 def test_a_group_that_would_be_too_small_without_who_cannot_be_in_it_stands_still_and_is_tried_again():
     machine = msgspec.structs.replace(SERVING, min_size=2, opened=frozenset("a"), known=frozenset("ab"))
     assert machine.prepare_failed(PrepareFailed("b", 5)) == (machine, ())
-    for _ in range(2):  # what the others say of it, and again
+    for _ in range(2):  # reports of the other members, twice
         machine, _ = machine.peer_lost(PeerLost("a", 5))
     assert machine.group == RankGroup(6, ("a", "b"))
 

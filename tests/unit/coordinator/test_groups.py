@@ -43,7 +43,7 @@ class Bench:
             self.group.register(registration(rank, **{**self.first, **values}), self.now)
 
     def switch(self):
-        """All do what they were told last, prepared or at once, and report."""
+        """Have all members report that they carried out the last command, prepared or at once."""
         named = [m for m in self.sent if isinstance(m, Reconfigure)][-1].group
         for rank in named.members:
             report = registration(rank, group=named).report

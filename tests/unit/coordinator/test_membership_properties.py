@@ -14,7 +14,7 @@ INCARNATIONS = st.sampled_from(["1", "2", "3"])
 
 
 class Model:
-    """What the machine should believe of one member, from a simple account of the events."""
+    """Expected state of one member, from a simple model of the events."""
 
     def __init__(self, incarnation, session, expires_at, draining, address):
         self.incarnation = incarnation

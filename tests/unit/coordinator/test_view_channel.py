@@ -1,4 +1,4 @@
-"""Channels against the frontends' end, over real messages: who is slow ends with the coordinator's view as well."""
+"""Channels and the frontends' end, over real messages: slow readers end with the coordinator's view as well."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def view(*engines, **values):
 
 
 class Counting(ProtoEncoder):
-    """Counts what it encodes."""
+    """Counts the messages that it encodes."""
 
     def __init__(self):
         self.whole_views = self.deltas = 0
@@ -68,7 +68,7 @@ class Bench:
 
 
 class Frontend:
-    """A stream that takes what there is when it is told to."""
+    """A stream that reads the pending messages on command."""
 
     def __init__(self, channel, *, deltas):
         self.reader = ViewReader(channel, deltas=deltas)
@@ -76,7 +76,7 @@ class Frontend:
         self.view = None
 
     def read(self):
-        """What each message was made of."""
+        """Read the pending messages. Returns the kind of each: delta or whole view."""
         messages = [pb.ClusterView.FromString(sent.data) for sent in self.reader.take()]
         for message in messages:
             self.view = self.received.take(message)
@@ -132,7 +132,7 @@ def test_a_version_is_encoded_once_whatever_the_number_of_streams():
         for frontend in frontends:
             frontend.read()
     assert bench.encoder.deltas == 3
-    assert bench.encoder.whole_views == 3  # for those that know no deltas
+    assert bench.encoder.whole_views == 3  # for readers that do not support deltas
 
 
 def test_nothing_is_encoded_that_nobody_reads():

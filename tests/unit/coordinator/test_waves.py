@@ -1,4 +1,4 @@
-"""What the coordinator has seen of a group's waves, and whom it tells."""
+"""Waves of a group in the coordinator: observed states, and notified ranks."""
 
 import msgspec
 

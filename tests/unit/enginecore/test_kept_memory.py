@@ -10,7 +10,7 @@ CHUNK = 1024
 
 
 def moved(driver: FakeDriver) -> tuple[KeptMemory, torch.nn.Module, torch.Tensor, list[int]]:
-    """Two layers, a view of one of them that somebody else holds, and what was in use each time memory was given back."""
+    """Yield two layers, a view of one of them, and the memory in use at each release."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7, dtype=torch.bfloat16)).eval()
     module.requires_grad_(False)
@@ -59,7 +59,7 @@ def test_a_sleep_frees_the_device_and_a_wake_up_brings_all_back_to_its_place(lev
     assert not same(module, before)
     assert kept.wake_weights() is (level == 1)
     assert addresses(module) == places
-    if level == 2:  # whoever wakes it reads them again
+    if level == 2:  # the engine reads them again when it wakes
         for parameter, number in zip(module.parameters(), before, strict=True):
             parameter.copy_(number)
         kept.weights_are_read()

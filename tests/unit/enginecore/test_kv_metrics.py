@@ -1,4 +1,4 @@
-"""What an engine's metrics say of blocks that are brought from elsewhere, kept there, and kept for others."""
+"""Metrics of an engine about KV blocks: loaded from other places, kept on the host, and leased to other engines."""
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector

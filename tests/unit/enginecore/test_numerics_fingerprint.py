@@ -1,4 +1,4 @@
-"""What makes engines of one model differ, and what does not."""
+"""Settings that change the numerics of engines with the same model, and settings that do not."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The file of API keys: what a line says, and what is refused without showing a key."""
+"""The file of API keys: the format of a line, and refusals that show no key."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Warnings of calls: what the header has, what is logged of each client, what is counted."""
+"""Warnings of calls: the header, the log line for each client, and the counter."""
 
 import asyncio
 import contextvars

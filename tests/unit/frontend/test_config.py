@@ -1,4 +1,4 @@
-"""The frontend's configuration, and what it reads of a model."""
+"""The frontend's configuration, and the model files that it reads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is remembered of clients so that each thing is logged once."""
+"""Memory of a client's log lines, so that each thing is logged once."""
 
 from penstock_frontend.call_warnings import LoggedOnce
 

@@ -1,4 +1,4 @@
-"""What outputs of engines do to the frontend's metrics."""
+"""Effects of engine outputs on the frontend's metrics."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is told of tenants that are refused."""
+"""Log lines about refused tenants."""
 
 import asyncio
 

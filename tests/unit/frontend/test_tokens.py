@@ -1,4 +1,4 @@
-"""Key sets: what issuers put into them, and what nobody should."""
+"""Key sets: accepted and refused keys of issuers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Flags that have no effect beside others are refused, with both names."""
+"""Flags without effect in combination with others are refused, with both names."""
 
 import pytest
 

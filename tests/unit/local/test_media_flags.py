@@ -1,4 +1,4 @@
-"""What the flags about media come to, without a server."""
+"""Settings that result from the media flags, without a server."""
 
 import io
 from pathlib import Path

@@ -82,7 +82,7 @@ def defaults(service: str) -> dict[str, Any]:
 
 
 def refusals(service: str, values: dict[str, Any], key: str) -> list[str]:
-    """What is said of one setting."""
+    """Return the refusals that concern one setting."""
     return [text for text in unmet_needs(STRUCTS[service], values) if text.startswith(f"{key} is ")]
 
 

@@ -1,4 +1,4 @@
-"""Settings that are read anew: which they are, and in what two configurations differ."""
+"""Settings that can change at run time: the list of them, and the differences between two configurations."""
 
 import msgspec
 import pytest

@@ -92,7 +92,7 @@ def test_the_readers_of_others_are_left_alone() -> None:
 
 
 def test_grpcs_own_queue_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the loop looks for is private to gRPC: a new version may call it something else."""
+    """The loop looks for a private object of gRPC, which a new version may rename."""
     taken: list[socket.socket] = []
     take_burst = loop_module._take_burst
 

@@ -203,7 +203,7 @@ def test_clients_do_not_come_back_at_the_same_time():
     assert len({Backoff(initial=1.0, maximum=1.0).next() for _ in range(100)}) > 90
 
 
-# Whether anybody listens at an address.
+# Whether a process listens at an address.
 
 
 async def test_a_port_is_refused_only_while_nobody_listens_there() -> None:

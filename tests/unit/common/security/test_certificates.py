@@ -1,4 +1,4 @@
-"""When certificates end, as a service tells of those that it uses."""
+"""End of validity of certificates, as a service exports it for the certificates that it uses."""
 
 import time
 from pathlib import Path

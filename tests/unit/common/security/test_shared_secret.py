@@ -94,7 +94,7 @@ def test_other_ports_need_the_secret_or_tls(host: str) -> None:
         check_internal_port(host, field="data_parallel.address", has_secret=False)
 
 
-# Mutual proofs over a connection: who passes, and what is worth nothing elsewhere.
+# Mutual proofs over a connection: which proofs pass, and that a proof is worthless on another connection.
 
 SECRET = SharedSecret(b"s" * 32)
 KEY = SECRET.key("mesh")

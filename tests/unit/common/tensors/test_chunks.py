@@ -422,7 +422,7 @@ def test_messages_never_wait_for_each_other_in_a_circle(data: st.DataObject) -> 
     sent += rest(outgoing)
     assert sum(not isinstance(each, Chunk) for each in sent) == put
     held: dict[int, int] = {}
-    for each in sent:  # what the other end holds at once, as it would count it
+    for each in sent:  # bytes that the other end holds at once, as it would count them
         if isinstance(each, Chunk):
             if each.abandoned:
                 held.pop(each.transfer_id)

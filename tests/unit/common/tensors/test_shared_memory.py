@@ -205,7 +205,7 @@ def test_the_memory_has_a_name_where_it_can_be_used(tmp_path: Path) -> None:
     assert shared_memory_id(tmp_path) != shared_memory_id(tmp_path / "other")
 
 
-# Arenas of shared memory: what is put there, read, refused, and never left behind.
+# Arenas of shared memory: tensors are written, read and refused, and no memory is left behind.
 
 
 @pytest.fixture

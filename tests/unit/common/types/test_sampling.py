@@ -1,4 +1,4 @@
-"""Ranges of sampling parameters, the same for frontends and engines: what is beyond is refused by field, value and limit."""
+"""Ranges of sampling parameters, equal in frontends and engines. Errors name the field, the value and the limit."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The client against an API server that fails; what the real one does is tested in a cluster."""
+"""The client against an API server that fails. The tests in a cluster use a real API server."""
 
 from collections.abc import AsyncIterator
 

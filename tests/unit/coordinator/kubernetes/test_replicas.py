@@ -67,8 +67,8 @@ SIX = (*FOUR, "engines-2-0", "engines-2-1")
 
 
 async def test_pods_come_with_the_wish_and_go_when_their_ranks_have_left(bench: Bench) -> None:
-    assert await bench.look(group(4)) == []  # nobody has met: the chart's number holds
-    assert await bench.look(group(4, *FOUR)) == ["GET"]  # the number is what it should be
+    assert await bench.look(group(4)) == []  # no rank is there yet, so the chart's number stays
+    assert await bench.look(group(4, *FOUR)) == ["GET"]  # the number of replicas is right
     assert await bench.look(group(4, *FOUR)) == []
     assert await bench.look(group(6, *FOUR)) == ["GET", "PATCH"]
     assert bench.server.replicas == 3

@@ -56,7 +56,7 @@ def make_step(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Requests with random keys and values in shuffled blocks. Slots that belong to nobody hold NaN, block 0 zeros."""
+    """Return requests with random keys and values in shuffled blocks. Unused slots hold NaN, block 0 holds zeros."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
     blocks_each = [-(-n // block_size) for n in seq_lens]

@@ -1,4 +1,4 @@
-"""Memory of KV caches: who shares it, and that it lies as the backend says."""
+"""Memory of KV caches: layers that share it, and the layout that the backend requires."""
 
 import msgspec
 import pytest
@@ -68,7 +68,7 @@ def test_memory_in_another_layout_is_not_read_or_written_as_slots() -> None:
         cache.write(slots, rows, rows)
 
 
-# The arena of KV caches: a block in one piece, and who shares it.
+# The arena of KV caches: a block is contiguous, and layers share it.
 
 CPU = torch.device("cpu")
 

@@ -160,7 +160,9 @@ def test_nor_does_it_in_bfloat16(name: str, params: AttentionParams) -> None:
 
 @every_backend
 def test_padding_of_block_tables_is_not_read(backend: Backend) -> None:
-    """Tables of a batch are as wide as the longest; what pads the others may be anything, such as ids of requests before."""
+    """Block tables of a batch are padded to the longest. The padding may be anything, such as block ids of earlier
+    requests.
+    """
     for params in PARAMS.values():
         step = make_step(*LENGTHS["mixed"], block_size=16)
         pool = Pool(backend.make(), step)
@@ -226,8 +228,10 @@ def spoil(step: Step, request: int, position: int, number: float) -> Step:
 def test_a_tokens_vectors_reach_no_token_before_it(
     backend: Backend, number: float, position: int, params: AttentionParams
 ) -> None:
-    """Else the blocks of a prefix would depend on what comes behind it. The fast kernels of torch compute what is finite in
-    another order than the careful ones, so only the last bits of that backend may differ.
+    """Otherwise the blocks of a prefix would depend on later tokens.
+
+    torch's fast kernels compute finite values in another order than its careful ones, so the last bits of that backend
+    may differ.
     """
     step = make_step([1, 60], [40, 200], block_size=16)
     spoiled = spoil(step, request=1, position=position, number=number)

@@ -341,7 +341,9 @@ def serve(rig):
     request = make_request([next(_numbers)] * 5, max_tokens=2)
     rig.loop.add(CLIENT, request)
     rig.sink.wait_for_ends(request)
-    rig.loop.call_utility(CLIENT, call_id := next(_numbers), "reset_prefix_cash", b"")  # answered behind what was told
+    rig.loop.call_utility(
+        CLIENT, call_id := next(_numbers), "reset_prefix_cash", b""
+    )  # answered after the pending messages
     rig.sink.wait(lambda: call_id in rig.sink.utility_outputs)
 
 
@@ -522,7 +524,7 @@ def test_a_drain_without_a_sensible_deadline_is_refused(timeout):
 
 
 def test_a_utility_that_meets_the_end_of_the_engine_does_not_hide_it():
-    """It takes in the steps in flight, and one of them has failed for good."""
+    """The utility finishes the steps in flight, of which one has failed for good."""
 
     def dead(method, arguments):
         raise EngineDeadError("a step failed: the device is gone")

@@ -1,4 +1,4 @@
-"""The line on what an engine did lately: whole intervals of work, not time without requests."""
+"""The log line about an engine's recent work: it covers whole intervals of work, without idle time."""
 
 import logging
 

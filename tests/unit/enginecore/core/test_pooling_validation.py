@@ -1,4 +1,4 @@
-"""What pooling requests are refused for, and how an engine without a KV cache is sized."""
+"""Refusals of pooling requests, and the sizing of an engine without a KV cache."""
 
 from typing import Any
 

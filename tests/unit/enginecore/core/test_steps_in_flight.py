@@ -178,7 +178,7 @@ def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(confi
         (
             {},
             [[9, 8], [4], [20], [9, 8]],
-        ),  # the third would be one too many, the fourth is longer than what begins together
+        ),  # the third would be one too many, the fourth is longer than prompts that start together
         ({"max_prompt_batch_tokens": 0}, [[9, 8, 4, 19], [1, 9, 8]]),
         ({"max_prompt_batch_tokens": 28}, [[9, 8, 4], [20, 9], [8]]),
     ],
@@ -208,7 +208,7 @@ def test_requests_that_decode_keep_no_prompt_from_beginning():
     assert [sorted(scheduled.num_scheduled_tokens.values())[-1] for scheduled in executor.steps[1:5]] == [2, 2, 2, 1]
 
 
-# A step that fails in Python: the request that fails it is found and ended, all others give what they would have given.
+# A step that fails in Python: the request at fault is found and ended, and the tokens of all others do not change.
 
 MODES = [
     {},
@@ -226,7 +226,10 @@ def name(key):
 
 
 def poisoned(*, at=1):
-    """A step fails that computes the ``at``-th token, or one behind it, of a request whose id begins with poison."""
+    """Return a function that tells whether a step fails.
+
+    A step fails if it computes the ``at``-th or a later token of a request whose id begins with poison.
+    """
 
     def fails(scheduled):
         after = scheduled.num_tokens_after
@@ -397,7 +400,7 @@ def test_a_suspect_that_its_client_aborts_is_forgotten():
 
 
 def test_a_pause_finds_the_failed_step_in_flight():
-    """A utility takes in what is in flight, and meets the failure."""
+    """A utility finishes the steps in flight and meets the failure."""
     engine = make_engine(
         FakeExecutor(fails=poisoned(), fails_late=True, unhurried=True), async_scheduling=True, max_concurrent_batches=3
     )

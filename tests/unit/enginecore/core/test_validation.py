@@ -1,4 +1,4 @@
-"""Wrong requests are refused with the field's name, and nobody else notices."""
+"""Invalid requests are refused with the field's name, and no other request is affected."""
 
 import math
 

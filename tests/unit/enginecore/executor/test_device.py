@@ -1,4 +1,4 @@
-"""The device that a worker gets, and what is said where it is not the one that was meant."""
+"""The device of a worker, and the error if it is not the expected one."""
 
 import logging
 from pathlib import Path

@@ -138,7 +138,8 @@ def test_a_request_with_rules_is_computed_once_the_tokens_before_are_there(
     plain = start(executor, first("b"))
     launched(executor)
     penalized = [start(executor, first(params=PENALIZED))]
-    executor._thread.submit(copies.begun[0].release)  # behind what waits for it, if anything did not
+    # runs after everything that waits for the copy, unless something did not wait
+    executor._thread.submit(copies.begun[0].release)
     assert not penalized[0].done()
     copies.begun[0].release()
     penalized += [start(executor, nth(n)) for n in range(4)]

@@ -61,7 +61,7 @@ def test_an_engine_is_told_before_its_weights_are_read() -> None:
         load_runner(config, torch.device("cpu"), lambda line: None)
 
 
-# What weights of 8-bit integers cannot be had with is said before anything is loaded.
+# Features that do not support 8-bit integer weights are refused before anything is loaded.
 
 
 def configured(path: Path, *, kernels: Any = None, executor: Any = None, **model: Any) -> EngineCoreConfig:

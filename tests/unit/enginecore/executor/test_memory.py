@@ -1,4 +1,4 @@
-"""What is left for the KV cache beside embeddings of media."""
+"""Memory left for the KV cache after embeddings of media."""
 
 import msgspec
 import pytest

@@ -19,7 +19,7 @@ ALL = set(range(8))
 
 @pytest.fixture
 def sys(tmp_path: Path) -> Path:
-    """Two nodes, a third that has only memory, and three GPUs: on node 1, on node 0, and nobody knows where."""
+    """Return a sysfs with two nodes, a third that has only memory, and three GPUs: on node 1, on node 0, and unknown."""
     for node, cores in ((0, "0-1,4-5"), (1, "2-3,6-7"), (2, "")):
         directory = tmp_path / "devices/system/node" / f"node{node}"
         directory.mkdir(parents=True)
@@ -33,7 +33,7 @@ def sys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of ``sys``, and one that it does not have."""
+    """Pretend that the GPUs of ``sys`` exist, and one that it does not list."""
     places = [(0, 0x1B), (1, 0x43), (0, 0x9F), (0, 0xDD)]
     found = [SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=0) for domain, bus in places]
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)

@@ -1,4 +1,4 @@
-"""What workers of one host exchange over, and what the log says of it."""
+"""Transport between workers of one host, and its log line."""
 
 import logging
 import os

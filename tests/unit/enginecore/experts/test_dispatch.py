@@ -22,7 +22,7 @@ SCALES = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(5)
 
 
 class Experts(torch.nn.Module):
-    """Those of a rank: each multiplies by its own vector. ``pairs``: how many it has computed."""
+    """A rank's experts. Each multiplies by its own vector. ``pairs`` counts the computed pairs of token and expert."""
 
     def __init__(self, held: Sequence[int]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def spread(size: int, slots: int, dispatch: str, num_layers: int = 1) -> list[Sp
         layers = [DispatchedExperts(layer, EXPERTS, Experts(each), each) for layer, each in enumerate(held)]
         made.append(SpreadExperts(layers, dispatch))
         for layer in layers:
-            layer(*tokens(1, 0))  # as a model that is loaded is looked at
+            layer(*tokens(1, 0))  # the same check that a loaded model gets
         made[-1].join(group, placement)
     return made
 

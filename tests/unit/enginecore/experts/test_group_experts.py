@@ -1,4 +1,4 @@
-"""What ranks hold from one group to the next, and what they read for that."""
+"""Experts on the ranks of successive groups, and the experts that each rank reads for a new group."""
 
 import threading
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SCALES = torch.randn(LAYERS, EXPERTS, HIDDEN, generator=torch.Generator().manual
 
 
 class Experts(torch.nn.Module):
-    """Each multiplies by its own vector."""
+    """Experts that multiply by one vector each."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -37,7 +37,12 @@ class Experts(torch.nn.Module):
 
 
 class Checkpoint:
-    """``read``: experts that were read since somebody cleared it, by layer. ``gone``: nothing is there any more."""
+    """A checkpoint that counts its reads.
+
+    Attributes:
+        read_experts: Layer and number of each expert read since the list was cleared.
+        gone: Whether the files have been deleted.
+    """
 
     def __init__(self) -> None:
         self.read_experts: list[tuple[int, int]] = []
@@ -131,7 +136,7 @@ def test_ranks_of_a_first_group_read_their_experts_and_survivors_what_a_dead_one
 def test_a_group_that_serves_keeps_its_slots_until_all_join_the_next() -> None:
     ranks = [Rank(4) for _ in range(2)]
     join(1, ranks, prepare(1, ranks))
-    # As if nobody held two of them any more: the next placement has them come to where they were.
+    # Pretend that no rank holds two of the experts: the next placement loads them to their old places.
     ranks[1].spread.layers[0].hold((4, 5, EMPTY, EMPTY))
     grown = [*ranks, Rank(4)]
     before = ranks[1].held()

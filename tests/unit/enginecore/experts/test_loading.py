@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, and what is refused."""
+"""Parts of a checkpoint that a rank reads, and checkpoints that are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def load(path: Path, shared: SharedModel, **model: Any) -> LoadedModel:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of tensors that were read of files since somebody cleared it."""
+    """Return the names of tensors that were read from files since the set was cleared."""
     names: set[str] = set()
 
     class Watched:

@@ -1,4 +1,4 @@
-"""Forward passes of a tiny checkpoint: built, proved, and what is left of the modules they stand for."""
+"""Forward passes of a tiny checkpoint: how they are built and proved, and which modules they keep."""
 
 import weakref
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which candidate takes over a model, and what becomes of the others."""
+"""Choice of the forward pass that replaces a model, and cleanup of the other candidates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ EXPECTED = torch.arange(12, dtype=torch.float32).view(3, 4)
 
 @dataclass
 class Replacement:
-    """What it computes is ``result()``; ``fate``: what was done to it."""
+    """A candidate whose output is ``result()``. ``fate`` records the calls to it."""
 
     result: Callable[[], torch.Tensor]
     fate: list[str] = field(default_factory=list)

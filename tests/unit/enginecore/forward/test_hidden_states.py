@@ -51,7 +51,7 @@ def replayed(path: Path) -> ForwardPass:
 
 
 class Again:
-    """A graph that computes again what was captured."""
+    """A graph whose replay runs the captured function again."""
 
     def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._launch = launch
@@ -94,7 +94,7 @@ def test_they_are_those_of_transformers(build: str, architecture: str, tmp_path:
         forward = BUILDS[build](tmp_path)
         forward.keep_hidden(layers)
         for rows in ([NUM_TOKENS - 1], [3, 7], list(range(NUM_TOKENS))):
-            # A second time on what the first has left.
+            # Run a second time with the buffers as the first run left them.
             hidden = forward.run(prompt(forward, token_ids), np.array(rows)).hidden
             assert hidden is not None
             expected = torch.cat([given[layer][0] for layer in layers], dim=1)

@@ -1,4 +1,4 @@
-"""What the decoder of the kernels looks up, which reads memory where it is told."""
+"""Embedding rows and rotary tables that the native decoder reads from memory; invalid indices are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A file of blocks gives back what was put into it, or says that it cannot; never anything else."""
+"""A file of blocks returns the stored blocks, or reports that it cannot; it never returns other data."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Of an adapter a worker keeps what it computes: parts of matrices, of the layers that it has, and none of the rest's memory."""
+"""A worker keeps only the parts of an adapter that it computes, for its own layers, and no memory of the rest."""
 
 import copy
 from collections.abc import Iterator

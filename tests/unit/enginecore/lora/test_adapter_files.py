@@ -122,7 +122,7 @@ def test_a_size_is_known_without_reading_tensors(model: PreTrainedModel, tmp_pat
         adapter_bytes(tmp_path, LIMITS)
 
 
-# An adapter is known by its content, however it is written down.
+# An adapter is identified by its content, in any file format.
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
 

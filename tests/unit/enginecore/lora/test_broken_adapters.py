@@ -1,4 +1,4 @@
-"""Adapters that would not be served as they were trained are refused, and the refusal says what is wrong where."""
+"""Adapters that would not be served as they were trained are refused. The error names the defect and its place."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What lies where an adapter's files should be is named in the refusal, and never waited for."""
+"""Special files at the place of an adapter's files are named in the refusal, and never block the reader."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Adapters that were trained on models that take media mean on their text models what PEFT makes of them."""
+"""Adapters trained on multimodal models have PEFT's effect on the text models inside."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Adapters in the decoder of the kernels: the numbers of the modules, and the same bits whatever is beside them."""
+"""Adapters in the native decoder: the modules' numbers, and the same bits in every batch."""
 
 from collections.abc import Callable
 from pathlib import Path

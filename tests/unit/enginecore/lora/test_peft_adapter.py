@@ -1,4 +1,4 @@
-"""Adapters that PEFT made mean what PEFT makes of them."""
+"""Adapters saved by PEFT have the same effect as in PEFT."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Adapters on a model's modules: what PEFT makes of them, in a batch of several."""
+"""Adapters on a model's modules: PEFT's results, in a batch with several adapters."""
 
 from pathlib import Path
 from typing import Any

@@ -57,7 +57,7 @@ class Adapted:
 
     @classmethod
     def of(cls, shape: ProductShape, ranks: Sequence[Sequence[int]], dtype: torch.dtype) -> "Adapted":
-        """``ranks`` of each adapter's projections, 0 for none. What no adapter has written is NaN."""
+        """Build adapters. ``ranks`` has the rank of each adapter's projections, 0 for none. Unwritten memory is NaN."""
         generator = torch.Generator().manual_seed(1)
         updates: dict[bytes, list[LowRankUpdate | None]] = {}
         numbers = torch.full((MAX_LORAS, shape.numbers([MAX_RANK] * len(shape.features)) + 32), torch.nan, dtype=dtype)
@@ -77,7 +77,9 @@ class Adapted:
     def run(
         self, x: torch.Tensor, out: torch.Tensor, segments: Sequence[LoraSegment], scale: float, tiles: int = 0
     ) -> torch.Tensor:
-        """What the kernels make of ``out``, by ``tiles`` tiles or as many as there may be. Memory between them is NaN."""
+        """Return the kernels' result for ``out``, with ``tiles`` tiles or the maximum number. Memory between tiles is
+        NaN.
+        """
         laid = tiles_of(segments, tiles or most_tiles(len(x), MAX_LORAS))
         scratch = torch.full((self.matrices.scratch_numbers(len(laid), TILE_ROWS),), torch.nan)
         result = out.clone()
@@ -117,7 +119,7 @@ def layout(name: str) -> list[LoraSegment]:
 
 
 def inputs(rows: int, shape: ProductShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` and what its product is."""
+    """Return ``x`` and the product of the base layer."""
     generator = torch.Generator().manual_seed(rows)
     sizes = (shape.in_features, sum(shape.features))
     one, other = (torch.randn(rows, size, generator=generator).to(dtype) for size in sizes)
@@ -125,7 +127,7 @@ def inputs(rows: int, shape: ProductShape, dtype: torch.dtype) -> tuple[torch.Te
 
 
 def check(adapted: Adapted, rows: int, segments: Sequence[LoraSegment], dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Rows with an adapter against float64, others bit by bit against what they were."""
+    """Compare rows with an adapter with float64, and other rows bit by bit with their input."""
     x, out = inputs(rows, adapted.shape, dtype)
     got = adapted.run(x, out, segments, scale)
     expected = adapted.expected(x, out, segments, scale)

@@ -1,4 +1,4 @@
-"""Kernels of adapters with a fault put into their source: what they are tested with sees it."""
+"""Kernels of adapters with a fault in their source: the tests of these kernels detect the fault."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def load(folder: Path, source: str) -> Any:
 
 
 def results(module: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the kernels of ``module`` make of some rows, in memory with others behind, and what they must."""
+    """Yield the results of the kernels of ``module`` for some rows in larger memory, and the expected results."""
     for shape, ranks, name in (
         (ProductShape(40, (130, 24, 20)), [(8, 3, 0), (1, 16, 33), (5, 17, 2)], "in several places"),
         (ProductShape(1100, (24,)), [(4,), (9,), (20,)], "among base rows"),

@@ -1,4 +1,4 @@
-"""What the engine is told of an adapter that several workers have taken, each what it computes."""
+"""Facts that the engine gets about an adapter when several workers have loaded their parts of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a checkpoint is said before they are loaded."""
+"""Defects in the files of a checkpoint are reported before loading."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans of models' layers, and what is refused because it is not known."""
+"""Plans of models' layers, and refusals of unknown layers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what goes wrong is told, what goes right is reported."""
+"""Loading checkpoints: errors, and reports of success."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Code that comes with a checkpoint runs for nobody who did not ask for it."""
+"""Code in a checkpoint runs only if the user allowed it."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
 def checkpoint_with_code(folder: Path) -> Path:
-    """Its configuration class leaves a file behind when it is imported."""
+    """Write a checkpoint whose configuration class creates a file when it is imported."""
     folder.mkdir()
     ran = folder / "ran"
     config = {"model_type": "stranger", "auto_map": {"AutoConfig": "configuration_stranger.StrangerConfig"}}

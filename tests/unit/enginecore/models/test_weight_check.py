@@ -52,7 +52,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# What is refused.
+# Refused checkpoints.
 
 
 def test_layers_behind_the_last_one_of_the_configuration(checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_bias_of_the_head_that_the_model_would_not_add(checkpoint: Path) -> No
         load(checkpoint)
 
 
-# What is not.
+# Accepted checkpoints.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What attention makes of scores: how exact weights are, and that peaks which rise from tile to tile change no result."""
+"""Attention weights: their precision, and maxima that rise from tile to tile change no result."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_a_rows_bits_are_its_own_where_peaks_rise(library: NativeLibrary, params
 
 
 def test_a_weight_is_off_by_its_rounding_and_little_more(library: NativeLibrary) -> None:
-    """Of two keys the first weighs 1, the second e^-x: what is read off by a value that the second alone has."""
+    """Of two keys, the first weighs 1 and the second e^-x. Only the second has a value, so the result shows its weight."""
     x = torch.arange(0, 256) / 16
     step = make_step([1] * len(x), [2] * len(x), block_size=16, heads=(1, 1))
     step.query[:] = 0

@@ -40,8 +40,12 @@ MODELS = {
     "qwen2_moe": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1], "num_hidden_layers": 3},
 }
-"""Norms behind what is added, layers without positions, caps, several rotary embeddings, dense layers beside mixtures, norms of
-all heads, fused projections, mixtures between whose calls modules compute, and sizes that no vector divides.
+"""Models that together cover the decoder's special cases.
+
+- Norms after the residual addition, and norms over all heads.
+- Layers without positions, and several rotary embeddings.
+- Caps of logits, fused projections, and sizes that are no multiples of a vector's length.
+- Dense layers next to mixtures of experts, and mixtures whose extra parts modules compute.
 """
 ROUNDED = {"amx", "avx512_bf16"}
 
@@ -91,7 +95,7 @@ def run(forward: ForwardPass, vocab_size: int, cuts: Sequence[int], *, together:
                 keep = [index for index, length in enumerate(lengths) if length]
                 if not keep:
                     continue
-                # All of them keep their blocks: those without tokens in this step are left out of it.
+                # All requests keep their blocks. A request without tokens in this step is left out of the batch.
                 batch = _only(step(lengths, done, some), keep)
                 logits = forward.run(batch, np.arange(len(batch.token_ids))).logits
                 for index, part in zip(keep, logits.split([lengths[index] for index in keep]), strict=True):

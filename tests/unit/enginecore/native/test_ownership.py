@@ -17,7 +17,9 @@ from tests.fakes.models.tiny_models import save_tiny_model
 
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what is freed, in order. Nothing really is: a wrong order would end the tests' process."""
+    """Record the names of freed objects in order. Nothing is really freed: a wrong order would crash the tests'
+    process.
+    """
     names: list[str] = []
     functions = open_library("baseline", 1)._functions
     gc.collect()

@@ -42,7 +42,7 @@ def half(*shape: int) -> torch.Tensor:
 
 
 def test_three_parts_hold_a_float_whole(library: NativeLibrary) -> None:
-    """A number times one, and by the weights beside it times nothing."""
+    """The product is the number times one, and the other weights are zero."""
     bits = torch.randint(0, 2**32, (40, 70), generator=torch.Generator().manual_seed(0)) - 2**31
     x = bits.to(torch.int32).view(torch.float32)
     kept = x.isfinite() & (x.abs() >= 2.0**-103)
@@ -140,7 +140,7 @@ def test_sums_are_nearer_to_exact_ones_than_those_of_floats(library: NativeLibra
 
 
 def open_library_beside(isa: str) -> NativeLibrary:
-    """Of those that are built, though others are emulated."""
+    """Open one of the libraries that are built, although another instruction set is emulated."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(library_module, "_DIRECTORY", BUILT)
         return open_library(isa, 1)

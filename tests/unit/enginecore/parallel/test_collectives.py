@@ -15,7 +15,7 @@ from tests.fakes.engines.thread_collectives import thread_ranks
 
 
 class Recorder:
-    """``Collectives`` that note what they are asked for."""
+    """``Collectives`` that record their calls."""
 
     def __init__(self, rank: int = 0, size: int = 2) -> None:
         self.rank, self.size = rank, size
@@ -31,7 +31,7 @@ class Recorder:
 
 
 def on_ranks(size: int, do: Any) -> list[Any]:
-    """What ``do`` gives on each rank, over a group of threads."""
+    """Run ``do`` on each rank of a group of threads. Returns the results by rank."""
     store = os.memfd_create("store")
     with ThreadPoolExecutor(size) as pool:
         groups = list(pool.map(lambda rank: gloo_group(Meeting(store), "test", rank, size), range(size)))

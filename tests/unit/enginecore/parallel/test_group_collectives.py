@@ -205,7 +205,7 @@ def test_a_store_that_is_gone_breaks_the_group() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_abort_ends_a_wait_for_a_host_that_does_not_answer(rank: int) -> None:
-    """A listener whose queue is full drops what comes, as a host does that was cut off."""
+    """A listener with a full queue drops connections, like an unreachable host."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         filling = [socket.socket() for _ in range(4)]
@@ -263,7 +263,7 @@ def _exchange_forever(port: int, rank: int, size: int, told: Connection) -> None
 
 @pytest.fixture
 def other(meeting: Meeting) -> Iterator[tuple[SocketCollectives, Any, Connection]]:
-    """This process as rank 0, one of its own as rank 1, and what that says."""
+    """Yield this process as rank 0, a new process as rank 1, and the pipe of its messages."""
     context = multiprocessing.get_context("spawn")
     hear, told = context.Pipe(duplex=False)
     port = addresses.split(str(meeting.at))[1]

@@ -22,7 +22,7 @@ KEY = SECRET.key("port")
 
 
 class Port:
-    """A listener with an ``Admission``, on a thread. ``claims``: of those that got in."""
+    """A listener with an ``Admission``, on a thread. ``claims`` lists the claims of admitted peers."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.address = addresses.with_port(*listener.getsockname()[:2])

@@ -126,7 +126,7 @@ def test_a_server_goes_on_after_the_process_was_out_of_descriptors(
     assert store().get("a") == b"1"
 
 
-# Limits of those that know the secret.
+# Limits of peers that know the secret.
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_who_does_not_keep_to_the_rules_is_hung_up_on(
     peer.settimeout(PATIENCE)
     peer.sendall(said)
     with pytest.raises(ConnectionError):
-        while peer.recv(65_536):  # answers to what it may say
+        while peer.recv(65_536):  # responses to its messages
             pass
         raise ConnectionError
     store().set("a", b"1")
@@ -166,7 +166,7 @@ def test_a_full_store_hangs_up_on_who_says_more_and_has_room_again(
     first.set("a", bytes(60))
     with pytest.raises(ConnectionError):
         store().set("b", bytes(60))
-    first.set("a", b"")  # what it said before does not count
+    first.set("a", b"")  # its earlier messages do not count
     store().set("b", bytes(60))
     assert server._num_bytes == 62
 

@@ -1,4 +1,4 @@
-"""Ranks agree that all have met: nobody takes the group for formed while another one may still give up."""
+"""Ranks agree that all have met: no rank treats the group as formed while another one may still give up."""
 
 import contextlib
 import itertools
@@ -92,7 +92,7 @@ def meeting() -> Iterator[Meeting]:
 
 
 class Ranks:
-    """Each on a thread. ``addresses``: of the ports that they have opened, in that order."""
+    """Ranks on a thread each. ``addresses`` lists the addresses of their ports in the order in which they were opened."""
 
     def __init__(self, meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
         self.meeting = meeting
@@ -152,7 +152,8 @@ def test_silent_connections_keep_no_group_from_forming(ranks: Ranks) -> None:
         began = time.monotonic()
         for each in [first, ranks.start(1, 3), ranks.start(2, 3)]:
             each.result(PATIENCE)
-        # A second for each of forty was what they cost when they were heard one after another. Even a busy machine is faster.
+        # If the forty connections were handled one after another, each would take a second. Even a busy machine is
+        # faster.
         assert time.monotonic() - began < 40
     assert [sorted(mesh.connections) for mesh in ranks.meshes] == [[1, 2], [0, 2], [0, 1]]
 
@@ -160,7 +161,7 @@ def test_silent_connections_keep_no_group_from_forming(ranks: Ranks) -> None:
 def test_a_rank_that_strangers_crowd_out_comes_again(
     ranks: Ranks, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first connection is the oldest that has not proven itself when others come."""
+    """The rank's first connection is the oldest unproven one when others arrive, so it is dropped."""
     first = ranks.start(0, 2)
     to_port, crowded = Rendezvous._to_port, []
 

@@ -1,4 +1,4 @@
-"""Sums and gathers in shared memory: what torch computes, and the same bits for every rank."""
+"""Sums and gathers in shared memory: torch's results, and the same bits on every rank."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not collectives.available(), reason="the package
 
 
 class Ranks:
-    """Each in a thread, with a mapping of its own."""
+    """Ranks in a thread each, with a mapping of its own."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,6 @@
-"""Messages between stages of several hosts: whole, in order, and an error at whoever waits once another stage has gone."""
+"""Messages between stages on several hosts arrive whole and in order. A waiting stage gets an error once another one
+ends.
+"""
 
 import socket
 import struct

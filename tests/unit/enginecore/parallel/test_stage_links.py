@@ -1,4 +1,4 @@
-"""What passes between stages: whole, in order, and there for every step, whatever fails."""
+"""Messages between stages arrive whole, in order, and for every step, even after failures."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

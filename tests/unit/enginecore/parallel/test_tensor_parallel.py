@@ -1,4 +1,4 @@
-"""A model in parts computes what the whole does, and every rank has all of it, to the same bits."""
+"""A sharded model computes the results of the whole one, and every rank has the full result, with the same bits."""
 
 import copy
 import os
@@ -46,7 +46,7 @@ def whole_model(family: str, path: Path) -> Any:
 
 
 def in_parts(model: Any, groups: Sequence[Collectives]) -> list[Any]:
-    """Each rank's part and its logits."""
+    """Return each rank's part of the model, and its logits."""
     parts = [copy.deepcopy(model) for _ in groups]
 
     def run(part: Any, group: Collectives) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_layers_that_do_not_divide_are_refused_with_their_size(tmp_path: Path) -
         split_model(model, group)
 
 
-# Plans of tensor parallelism: what is known is split, and what is not is refused by its name.
+# Plans of tensor parallelism: known layers are split, and unknown ones are refused by name.
 
 PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",

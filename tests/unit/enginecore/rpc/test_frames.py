@@ -1,4 +1,4 @@
-"""What a step has to say, in frames that are not larger than the frontend takes."""
+"""A step's outputs, split into frames that do not exceed the frontend's limit."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def logprobs(positions: int, entries: int) -> Logprobs:
 
 
 def frames(outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
-    """Those of a step, none of which is too large."""
+    """Return the frames of a step, and check that none is too large."""
     made = split(outputs, LIMIT)
     assert made.refused == []
     assert max(outputs_to_proto(frame).ByteSize() for frame in made.frames) <= LIMIT

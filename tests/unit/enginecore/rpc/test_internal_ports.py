@@ -145,7 +145,7 @@ async def test_a_node_sends_nothing_to_an_engine_that_does_not_know_the_secret(l
 
 
 class Impostor(service_pb2_grpc.WorkerServiceServicer, kv_grpc.KvTransferServiceServicer):
-    """Has heard a token, and an answer to another nonce, and listens for what clients send."""
+    """A server that has seen a token and an answer to another nonce. It records the clients' messages."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []

@@ -64,7 +64,7 @@ class Events:
 
 
 class Orders:
-    """What a node was told. It answers calls with themselves."""
+    """Records the commands to a node. Answers calls with the call itself."""
 
     def __init__(self, client: NodeClient, rank: int) -> None:
         self.client, self.rank = client, rank

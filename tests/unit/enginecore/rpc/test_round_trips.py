@@ -1,7 +1,7 @@
-"""Every field of what processes say to each other arrives: no conversion and no message loses one.
+"""Every field of the messages between processes arrives: no conversion and no message loses one.
 
-The values are made from the structs' own definitions, each another one and none a default, so that a new field is in these
-tests without being named here. A field that is left out on purpose stands in ``STAYS``, with the reason.
+The values are generated from the structs' own definitions. All values differ, and none is a default, so the tests cover
+new fields automatically. ``STAYS`` lists fields that are left out on purpose, with the reason.
 """
 
 import re
@@ -110,7 +110,7 @@ from tests.fakes.whole_structs import Whole, lost
 RANK = "engine#1"
 TURNS = range(3)
 GIVEN: dict[tuple[type, str], Any] = {
-    # What is checked where it arrives.
+    # Fields that the receiver validates.
     (StructuredOutput, "json_object"): False,
     (StructuredOutput, "regex"): None,
     (StructuredOutput, "choice"): (),
@@ -140,7 +140,7 @@ GIVEN: dict[tuple[type, str], Any] = {
     (Pauses, "number"): 9,
     (Pauses, "mode"): PauseMode.KEEP,
     (EngineCoreRequest, "prompt_token_ids"): [21, 22, 23],
-    # What has to be valid as a whole, and is sent as the struct that it is.
+    # Values that must be valid as a whole, and are sent as structs.
     (WorkerConfig, "engine"): EngineCoreConfig(model=ModelConfig(path="a model", max_model_len=7)),
     (WorkerConfig, "rank"): 1,
     (WorkerConfig, "world_size"): 2,
@@ -192,7 +192,7 @@ def test_a_message_between_engine_and_worker_arrives_whole(kind: type, turn: int
 
 
 def test_messages_between_engine_and_worker_hold_no_copies_of_other_structs() -> None:
-    """What is copied into a struct of the message's own loses the fields that the copy does not know."""
+    """A copied struct would lose the fields that the copy does not have."""
     settings = {messages.WorkerConfig, messages.Node}
     kinds = {*messages.Call.__args__, *messages.Answer.__args__, messages.Start, *settings}  # type: ignore[attr-defined]
     assert set(structs_of(messages)) == kinds
@@ -244,11 +244,11 @@ def test_a_message_to_or_from_a_helping_process_arrives_whole(kind: type, turn: 
     assert lost(sent, msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=kind)) == []
 
 
-# What workers are told of a request.
+# Messages about requests, from engine to workers.
 
 
 def test_a_new_request_has_all_that_the_engine_got() -> None:
-    """``NewRequestData`` is filled from a Request, and that from what the frontend sent."""
+    """``NewRequestData`` is filled from a Request, which is filled from the frontend's message."""
     sent = whole(EngineCoreRequest)
     request = Request(sent, client_id="c", max_model_len=2**60)
     request.num_computed_tokens = 2
@@ -488,7 +488,7 @@ def test_what_a_rank_reports_arrives_whole() -> None:
     assert lost(sent, data_parallel.report_from_proto(data_parallel.report_to_proto(sent), RANK)) == []
 
 
-# What the nodes of an engine compare.
+# Settings that the nodes of an engine compare.
 
 
 def test_each_setting_is_compared_between_nodes_or_is_the_engine_s_own() -> None:

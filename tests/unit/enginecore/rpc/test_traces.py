@@ -1,4 +1,4 @@
-"""Which spans the engine makes of what passes its I/O thread."""
+"""Spans that the engine records for messages on its I/O thread."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ EPOCH = 1000.0
 
 
 class Recorder:
-    """A tracer that keeps what it is told."""
+    """A tracer that keeps the recorded spans."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []

@@ -58,7 +58,7 @@ def test_numbers_made_ahead_are_those_of_each_step() -> None:
     for jump in jumps:
         index = index + jump
         assert np.array_equal(ahead.at(index), uniforms(seeds, index))
-    for row in range(4):  # rows that do not go on together
+    for row in range(4):  # rows that belong to different requests
         index[row] += 1 + row
         assert np.array_equal(ahead.at(index), uniforms(seeds, index))
 

@@ -203,7 +203,7 @@ def test_infinite_logits_are_counted_per_row(temperature: float) -> None:
     assert num_nans.tolist() == [0, 2, 0, rows.shape[1]]
 
 
-# Drafts hold up to the first that is not what its row sampled.
+# Drafts are accepted up to the first one that differs from its row's sampled token.
 
 
 def counted(sampled: list[list[int]], drafts: list[list[int]], num_rows: list[int] | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tokens from logits in parts are those from the whole, on every rank, and greedy ones without anybody's seeing all logits."""
+"""Tokens from sharded logits equal those from full logits, on every rank. For greedy tokens no rank sees all logits."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

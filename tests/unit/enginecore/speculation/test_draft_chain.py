@@ -1,4 +1,4 @@
-"""Drafts of a draft model whose pass goes on by itself, against those that it makes a forward pass at a time."""
+"""Drafts of a draft model as one chained call, compared with one forward pass for each draft."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_LEN = 16, 128
 SIZES = {"hidden_size": 64, "max_position_embeddings": MAX_LEN}
 LENGTHS = (3, 15, 16, 17, 31, 47, 90, 124)
-"""Of requests as they begin: drafts cross borders of blocks, and reach the end of what the drafter allows."""
+"""Lengths of the requests at their start. Drafts cross block borders, and reach the drafter's maximum length."""
 WANTED = (4, 0, 7, 1, 5, 7, 2, 6)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

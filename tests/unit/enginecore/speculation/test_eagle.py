@@ -6,7 +6,7 @@ from penstock_enginecore.speculation.eagle import PendingStates
 
 
 def states(*positions: int) -> torch.Tensor:
-    """Each is its position."""
+    """Return hidden states that contain their position."""
     return torch.tensor([[float(position)] * 3 for position in positions])
 
 

@@ -1,4 +1,4 @@
-"""Drafts of EAGLE heads whose chain is one call of the kernels, beside those of a pass at a time and of the modules."""
+"""Drafts of EAGLE heads as one chained kernel call, compared with one pass for each draft and with the modules."""
 
 import logging
 from pathlib import Path
@@ -158,12 +158,12 @@ def by_the_loop(of: Eagle, **settings: float) -> list[list[list[int]]]:
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is computed in several passes."""
+    """Limit the tokens in a pass, so that pending tokens take several passes."""
     monkeypatch.setattr(eagle, "_MOST_TOKENS", 60)
 
 
 def check(of: Eagle, temperature: float) -> list[list[list[int]]]:
-    """That chains are the loop's. Gives them."""
+    """Check that chained drafts equal the loop's, and return them."""
     counted = Counted(of)
     expected = by_the_loop(of, temperature=temperature)
     assert counted.calls == 0

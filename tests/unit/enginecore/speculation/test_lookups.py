@@ -38,7 +38,7 @@ def propose(drafter: Any, tokens: list[int], num_prompt: int = 1, count: int = 4
 
 
 def accepted(drafter: Any, prompt: list[int], output: list[int], count: int = 5) -> float:
-    """Tokens per step when the output is put out with what the drafter gives."""
+    """Return the number of tokens per step when the drafter's drafts are verified against the output."""
     known, steps = 1, 0
     while known < len(output):
         drafts = propose(drafter, prompt + output[:known], len(prompt), min(count, len(output) - known))

@@ -302,7 +302,7 @@ def test_shutdown_ends_the_process_and_what_waits():
 
 
 def test_a_process_that_was_killed_while_idle_costs_no_constraint_an_error(backend: XgrammarBackend):
-    """Its exit code comes from its parent, which takes a moment to see that it has ended."""
+    """The exit code comes from the parent process, which notices the end after a moment."""
     assert allowed(follow(backend, regex="idle"))
     for number in range(20):
         assert backend.compiler_pid is not None

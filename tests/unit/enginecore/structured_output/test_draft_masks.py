@@ -52,7 +52,7 @@ def model() -> RandomModel:
 
 
 class Walked:
-    """A request under a constraint. ``output``: what it is going to put out, unless ``take`` is given something else."""
+    """A constrained request. ``output`` is its future output, unless ``take`` gets other tokens."""
 
     def __init__(self, backend: XgrammarBackend, model: RandomModel, constraint: dict[str, Any], rng: random.Random):
         self._backend = backend
@@ -76,7 +76,9 @@ class Walked:
         return self.grammar.terminated or len(self.taken) == len(self.output)
 
     def masks(self, drafts: Sequence[int]) -> list[Mask]:
-        """By a matcher of their own: before the drafts, and behind each of those that are allowed and end nothing."""
+        """Return masks from a separate matcher: before the drafts, and after each allowed draft that does not end the
+        output.
+        """
         alone = follow_here(self._backend, **self._constraint)
         assert alone.accept(self.taken)
         found = [np.empty(bitmask_words(VOCAB_SIZE), np.int32)]
@@ -89,7 +91,11 @@ class Walked:
         return found
 
     def drafts(self, kind: str) -> list[int]:
-        """Up to eight. ``right up to``: then tokens at random. ``allowed``: what may come, and is not what comes."""
+        """Return up to eight drafts.
+
+        ``right up to`` gives random tokens after a correct prefix. ``allowed`` gives allowed tokens that differ from
+        the output.
+        """
         count = self._rng.randint(1, 8)
         right = self.output[len(self.taken) : len(self.taken) + count]
         wrong = [self._rng.randrange(VOCAB_SIZE) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The process that follows grammars, and what becomes of the others when a constraint ends it."""
+"""The grammar process, and other requests' grammars when a constraint kills it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ COMPILER = xgrammar.GrammarCompiler(INFO, max_threads=1)
 LETTERS = "root ::= [ab]*\n"
 PAIRS = 'root ::= ("a" "b")*\n'
 EXPLODES = 'root ::= x{0,1000} "b"\nx ::= "a"{0,1000}\n'
-"""Behind the long token there are more ways to go on than can be counted in time."""
+"""After the long token, this grammar has too many possible continuations to compute in time."""
 
 
 CONFIG = StructuredOutputConfig(token_budget=0.05)

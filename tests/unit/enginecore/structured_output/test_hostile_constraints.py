@@ -1,4 +1,4 @@
-"""Constraints written to do harm are refused or end alone, and what is followed beside them goes on."""
+"""Hostile constraints are refused or end only their own request, and other grammars continue."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ def neighbour(backend: XgrammarBackend) -> Followed:
 
 
 def walk(backend: XgrammarBackend, constraint: dict[str, object]) -> None:
-    """Follow a constraint with the same token as long as that is allowed."""
+    """Take the same token of a constraint as long as it is allowed."""
     backend.check(StructuredOutput(**constraint))  # type: ignore[arg-type]
     followed, token = follow(backend, **constraint), -1
     for _ in range(TOKENS):

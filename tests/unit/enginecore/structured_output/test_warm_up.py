@@ -1,4 +1,4 @@
-"""The processes beside the engine are there before the first constraint, and where they cannot be, nobody waits for them."""
+"""The engine's helper processes start before the first constraint. If they cannot start, no request waits for them."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def started() -> Iterator[Children]:
 
 
 def started_early(children: Children) -> int:
-    """The process, which nobody has asked for anything yet."""
+    """Return the pid of the process, which has had no work yet."""
     pid = children.thread.submit(lambda: children.pid).result()
     assert pid is not None
     return pid
@@ -133,7 +133,7 @@ def _parent_of(pid: int | None) -> int:
 
 
 def _are_gone(*pids: int | None) -> bool:
-    """They end, at once or soon."""
+    """Wait until the processes have ended."""
     _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     return True
 

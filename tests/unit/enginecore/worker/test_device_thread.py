@@ -1,4 +1,4 @@
-"""Late results: the device thread goes on, futures are resolved as results arrive, in order."""
+"""Late results: the device thread continues, and futures are resolved in order as results arrive."""
 
 import threading
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class Result:
-    """Comes when it is let go."""
+    """A result that arrives on command."""
 
     def __init__(self, value: object) -> None:
         self._value = value

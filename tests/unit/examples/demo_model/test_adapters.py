@@ -1,4 +1,4 @@
-"""The demo model's adapters: what trains them, what makes random ones, and those that lie beside it."""
+"""The demo model's adapters: the training program, the program for random ones, and the adapters in the repository."""
 
 from __future__ import annotations
 

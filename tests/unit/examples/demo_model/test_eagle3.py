@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of the demo model: its chains, its files, and what training and measuring make of it."""
+"""The EAGLE-3 head of the demo model: its chains, its files, its training and its measurement."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_chain_is_the_unrolled_one_as_long_as_it_guesses_what_the_text_has(
     table, row = model.model.embed_tokens.weight, a_row()
     aux = aux_of(model, row)
     drafts, logits = head.draft(table, row[0, :11], aux[0, :10], 4)
-    told = torch.cat((row[:, :11], drafts[None], row[:, :5]), 1)  # what is told behind the drafts must not matter
+    told = torch.cat((row[:, :11], drafts[None], row[:, :5]), 1)  # tokens after the drafts must not matter
     with torch.no_grad():
         outs = head.unroll(table[told[:, 1:]], torch.cat((aux[:, :10], aux[:, : told.shape[1] - 11]), 1), 4)
         found = torch.stack([head.logits(out[0, 9]) for out in outs])
@@ -234,7 +234,7 @@ def test_a_padded_head_guesses_the_same(
 
 
 def test_a_padded_model_has_the_same_hidden_states(demo: SimpleNamespace, model: LlamaForCausalLM) -> None:
-    """So that a head for the model fits it as it is."""
+    """The hidden states must be equal, so that a head for the model also fits the padded model."""
     padded = demo.pad_model.pad_model(model, layers=6, heads=8, kv_heads=4, width=512)
     row = a_row()
     torch.testing.assert_close(aux_of(padded, row), aux_of(model, row), rtol=1e-4, atol=1e-4)

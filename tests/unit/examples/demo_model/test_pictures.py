@@ -1,4 +1,4 @@
-"""Scenes of the demo model that sees: what is drawn is what is asked for, and answers are right."""
+"""Scenes of the vision demo model: pictures show the requested scene, and answers are right."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def refused(call: Any) -> RequestFailed | None:
 
 
 def check(error: RequestFailed | None) -> None:
-    """It names the field that it is about, and quotes nothing of the media."""
+    """Check that the error names its field, and quotes nothing of the media."""
     if error is not None:
         assert error.field
         assert error.message.startswith(("a key of ", error.field.removesuffix(".inline")))

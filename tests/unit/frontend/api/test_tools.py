@@ -1,4 +1,4 @@
-"""Names of tools in namespaces, the schemas of custom tools, and choices among what is served."""
+"""Names of tools in namespaces, the schemas of custom tools, and choices among supported tools."""
 
 import json
 import random

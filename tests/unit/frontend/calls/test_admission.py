@@ -1,4 +1,4 @@
-"""What a frontend lets in, and what it tells those that it does not."""
+"""Requests that a frontend admits, and errors of the others."""
 
 import contextlib
 import time

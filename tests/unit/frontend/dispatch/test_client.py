@@ -1,4 +1,4 @@
-"""What is remembered of engines that were lost."""
+"""Records of lost engines."""
 
 from penstock_frontend.dispatch.client import MAX_KEPT, LostEngines
 from tests.fakes.engines.engine_harness import FakeClock

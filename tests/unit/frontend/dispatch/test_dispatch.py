@@ -55,7 +55,9 @@ def token_of(request_id: str, index: int) -> int:
 
 
 class Simulated:
-    """Engines that hold requests, the client's side of them, and what it has read. Tokens are those of ``token_of``."""
+    """Simulated engines with requests, the frontend's side of them, and the tokens it has read. ``token_of`` gives the
+    tokens.
+    """
 
     def __init__(self, *names: str, retries: RetriesConfig | None = None, hold_timeout: float = 60.0) -> None:
         self.up = dict.fromkeys(names, True)
@@ -77,7 +79,7 @@ class Simulated:
         self.num_moved = 0
         self.roles: dict[str, EngineRole] = {}
         self.fingerprint = b""  # of the blocks of all engines; empty: none move
-        self.asked: list[tuple[str, str]] = []  # what engines were asked to hand over, and have not
+        self.asked: list[tuple[str, str]] = []  # handoffs that engines were asked for, and have not done
         self.planned: list[tuple[str, str]] = []
         self.gaps: list[float] = []
         self.router = Router()
@@ -253,7 +255,7 @@ class Simulated:
         if counts:
             self.router.report(engine, waiting=0, running=len(self.running[engine]), kv_cache_usage=0.0)
         rows = [self._row(output) for output in copies]
-        if copies and all(rows) and copies[0].offset % 2:  # what may go in columns does, every other time
+        if copies and all(rows) and copies[0].offset % 2:  # use columns every other time, where possible
             self.deliver_in_columns(engine, *[row for row in rows if row is not None])
         else:
             self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
@@ -322,7 +324,7 @@ class Simulated:
         self._lose(engine, "killed")
 
     def cut(self, engine: str) -> None:
-        """Its session is gone, and it lives, which is known when it is there again."""
+        """Cut an engine's session while the engine survives, which is known once it is connected again."""
         self.alone.update(
             {request_id: -self.alone[request_id] for request_id in self.brought & set(self.running[engine])}
         )
@@ -336,7 +338,7 @@ class Simulated:
         self.router.forget(engine)
 
     def start(self, engine: str) -> None:
-        """It is there, again or still."""
+        """Connect an engine that restarted or survived."""
         self.up[engine] = True
         self.dispatch.engines_changed()
         match self.fates.pop(engine, None):
@@ -1217,7 +1219,7 @@ INVALID = RequestError(code="INVALID_ARGUMENT", message="no")
 
 
 def waiting(world: Simulated) -> dict[str, int]:
-    """What the frontend believes to be waiting, by engine."""
+    """Return the frontend's count of waiting requests by engine."""
     return {engine: world.router.load(engine).waiting for engine in world.up}
 
 
@@ -1511,7 +1513,7 @@ async def test_the_sequences_of_a_call_go_on_together() -> None:
 
 
 def hand_over_one_by_one(world: Simulated, *names: str) -> list[str]:
-    """Each in a frame of its own, with a token. Returns where they went."""
+    """Hand requests over, in a frame with one token each. Returns their new engines."""
     for name in names:
         world.deliver("a", world.advance("a", name))
     return [world.where(name) for name in names]
@@ -1613,7 +1615,7 @@ def test_an_engine_that_drains_hands_over_a_few_at_a_time() -> None:
             assert len(asked) <= MOST_AT_ONCE
             assert len(given) - len([name for name in given if world.read.get(name)]) <= MOST_AT_ONCE
             world.give_what_was_asked_for()
-            assert not world.asked  # nobody has gone on with these yet
+            assert not world.asked  # no engine has resumed these yet
             world.step("b")
         assert given == names
         assert (world.num_moved, world.aborts) == (0, [])

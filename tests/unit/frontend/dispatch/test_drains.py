@@ -1,4 +1,4 @@
-"""Which requests leave an engine that drains: those that are too slow, then those of which nobody knows, then all."""
+"""Order in which requests leave a draining engine: too slow ones, then those of unknown speed, then all."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which engines of a model compute the same, and in what the others differ."""
+"""Engines of a model that compute the same results, and the differences of the others."""
 
 from penstock_common.types.outputs import EngineReady
 from penstock_frontend.dispatch.engine_loads import describe_variants, variants_of

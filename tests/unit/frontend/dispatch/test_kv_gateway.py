@@ -1,4 +1,4 @@
-"""What gateways say of keys and values: read, refused by name, and given back."""
+"""KV transfer parameters of gateways: parsed, refused by name, and returned."""
 
 from typing import Any
 

@@ -380,7 +380,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(engine=ENGINES, prompt=PROMPTS)
     def remove(self, engine: str, prompt: str) -> None:
-        """A block, and before it what stands behind it."""
+        """Remove a block, after the blocks that follow it."""
         known = self.model.get(engine, set())
         gone = sorted((block for block in known if block.startswith(prompt.encode())), reverse=True)
         self.index.remove(engine, [*gone, b"never there"])

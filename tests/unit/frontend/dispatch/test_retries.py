@@ -1,4 +1,4 @@
-"""What a request may survive, and what is taken back of what it has not been found to have done."""
+"""Failures that a request may survive, and suspicions that are withdrawn when it proves innocent."""
 
 import pytest
 

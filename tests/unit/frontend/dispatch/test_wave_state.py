@@ -1,4 +1,4 @@
-"""What a frontend believes of a group's waves, and whom it tells."""
+"""A frontend's view of a group's waves, and the engines that it notifies."""
 
 from penstock_common.types.data_parallel import FirstRequest, GroupView, Pauses, RankGroup, StartDpWave, StartWave
 from penstock_frontend.dispatch.wave_state import Waves

@@ -1,4 +1,4 @@
-"""What an engine keeps of media, as its frontend sees it, against what it does keep."""
+"""Media cached by an engine: the frontend's view, compared with the actual contents."""
 
 from collections.abc import Sequence
 
@@ -191,7 +191,7 @@ ERRORS = {
 
 
 class Checked:
-    """A pair of ends, and what must hold whatever happens."""
+    """A pair of ends, and the conditions that must always hold."""
 
     def __init__(self) -> None:
         self.cache = ReceiverCache(QUOTA)
@@ -254,7 +254,7 @@ class Checked:
         expected = pair.up[0] if pair.up else None
         pair.deliver()
         if expected is not None:
-            # The engine never keeps what the frontend does not know of, so it never has more than it may.
+            # The engine never keeps items unknown to the frontend, so it never exceeds its quota.
             assert pair.kept.identifiers <= expected[1]
             assert pair.kept.num_bytes <= expected[2] <= QUOTA
 

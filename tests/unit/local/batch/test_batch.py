@@ -1,4 +1,4 @@
-"""``penstock batch`` with a backend that fails when it is told to: what is done, what is not done again, what is wrong."""
+"""``penstock batch`` with a backend that fails on command: finished requests, resumed runs, and errors."""
 
 import json
 import random
@@ -17,8 +17,9 @@ from penstock_local.batch.options import BatchOptions
 
 
 class Echo(Servers):
-    """Answers a body with itself, each after others that came behind it; 400 where it says so. ``fuse``: answers until it is
-    gone.
+    """Answers a body with itself, each one after later ones; 400 if the body asks for it.
+
+    After ``fuse`` answers it raises ``error``.
     """
 
     urls = ("/v1/completions", "/v1/chat/completions")
@@ -102,7 +103,7 @@ def test_what_was_interrupted_goes_on_with_every_line_once(
         with pytest.raises(error):
             batch.run(Echo(chance.randrange(1, 30), error), unordered=unordered)
         before = set(batch.ids())
-        with batch.output.open("ab") as file:  # what a killed program leaves: the beginning of a line
+        with batch.output.open("ab") as file:  # a killed program leaves an incomplete line
             file.write(b'{"id":"batch_req_9'[: chance.randrange(18)])
     last = Echo()
     assert batch.run(last, unordered=unordered) == 1

@@ -1,4 +1,4 @@
-"""``penstock bench``: the load it sends to a real gRPC server without a model, and what it makes of the answers."""
+"""``penstock bench``: the load that it sends to a real gRPC server without a model, and its report."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The page of a benchmark: what it holds, and that it needs nothing else."""
+"""The HTML page of a benchmark: its contents, and that it needs no other files."""
 
 import re
 from array import array
@@ -13,7 +13,7 @@ VOID = {"meta", "link", "br"}
 
 
 class Balance(HTMLParser):
-    """Fails where elements do not end as they began. ``found`` are the elements, ``texts`` what can be read."""
+    """Fails if elements are not closed in order. ``found`` are the elements, ``texts`` their visible texts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Conversations of a ShareGPT file: which are asked, how long their answers are, and what is said of files that are none."""
+"""Conversations of a ShareGPT file: selected ones, lengths of their answers, and errors for other files."""
 
 import itertools
 import json
@@ -20,7 +20,9 @@ async def count_words(text: str) -> int:
 
 
 def conversation(*lengths: int) -> dict[str, Any]:
-    """Turns of so many words. Each begins with all the lengths, by which it is known."""
+    """Return a conversation with turns of these numbers of words. Each word consists of all the lengths, to identify
+    it.
+    """
     name = "-".join(map(str, lengths))
     turns = [
         {"from": side, "value": " ".join([name] * n)} for side, n in zip(itertools.cycle(("human", "gpt")), lengths)

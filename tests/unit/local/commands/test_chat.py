@@ -180,7 +180,7 @@ async def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(server: F
 
     await asyncio.to_thread(talk)
     await asyncio.wait_for(server.abandoned.wait(), PATIENCE)
-    # What came of the stopped answer is part of the conversation.
+    # The text of the stopped answer is part of the conversation.
     assert turns(server) == [("user", f"begun {HOLD}"), ("assistant", "begun "), ("user", "again")]
 
 

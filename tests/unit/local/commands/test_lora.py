@@ -1,4 +1,4 @@
-"""``penstock lora`` against an operators' API that answers what a test wants, and the flags of ``penstock serve``."""
+"""``penstock lora`` against an admin API with scripted answers, and the flags of ``penstock serve``."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Markdown on a terminal while it comes: what stays, what is drawn anew, and that both are the whole text."""
+"""Streamed Markdown on a terminal: finished lines stay, the rest is redrawn, and both together are the whole text."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The models in the cache: listed with what keeps them from being served; and downloads, from a hub of our own."""
+"""The cached models with reasons why some cannot be served, and downloads from a local hub."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""``penstock scale`` against an operators' API that answers what a test wants."""
+"""``penstock scale`` against an admin API with scripted answers."""
 
 import asyncio
 from collections.abc import AsyncIterator

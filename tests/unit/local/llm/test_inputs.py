@@ -1,4 +1,4 @@
-"""What can be given to an ``LLM``, and what is said of the rest."""
+"""Inputs of an ``LLM``, and errors for invalid ones."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def generated(*each: Any) -> Iterator[Any]:
 
 
 def listed(each: Iterator[Any]) -> list[Any]:
-    """All of it, or the first failure."""
+    """Return all values, or raise the first failure."""
     values = []
     for value in each:
         if isinstance(value, RequestFailed):

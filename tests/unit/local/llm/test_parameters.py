@@ -1,4 +1,4 @@
-"""Names of vLLM and transformers are refused with what to use."""
+"""Parameter names of vLLM and transformers are refused, and the error gives the right name."""
 
 import asyncio
 import copy

@@ -58,7 +58,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         connect("127.0.0.1:1", environ={"PENSTOCK_TLS_CA": str(tmp_path / "missing.crt")})
 
 
-# A server that wants TLS is told apart from none at all.
+# A server that requires TLS gets another error than a missing server.
 
 WITH_TLS = {"PENSTOCK_TLS_CA": "ca.crt"}
 

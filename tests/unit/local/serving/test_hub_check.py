@@ -18,7 +18,7 @@ CHECK = (
 
 
 def said(cache: Path, revision: str = "", **environ: str) -> str:
-    """What is said of a model. In a process of its own: the hub's library reads its settings when it is imported."""
+    """Return the message about a model, from a separate process: the hub's library reads its settings at import."""
     done = subprocess.run(
         [sys.executable, "-c", CHECK, revision],
         env={"HF_HOME": str(cache), "PATH": "", **environ},

@@ -1,4 +1,4 @@
-"""What a user reads when everything is up."""
+"""The message for the user once all services are up."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Speculation as users ask for it: what becomes of it, and what is said of mistakes before anything loads."""
+"""Speculation flags: the resulting settings, and errors before anything loads."""
 
 import json
 from pathlib import Path

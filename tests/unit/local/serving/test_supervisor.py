@@ -78,7 +78,7 @@ def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert describe_exit(code).startswith(words)
 
 
-# Processes follow the size of a group, with a supervisor that only notes what it is told.
+# Processes follow the size of a group; the supervisor only records commands.
 
 
 class Noting:

@@ -1,4 +1,4 @@
-"""What a disturbed request is found to have lost, repeated or changed."""
+"""Comparison of a disturbed request with an undisturbed one: lost, repeated or changed output."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The usual kernels compiled for a GPU, and that the gate sees what is wrong with one."""
+"""The usual kernels, compiled for a GPU, pass the gate; the gate finds defects of a kernel."""
 
 import os
 import subprocess

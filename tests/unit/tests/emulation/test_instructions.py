@@ -1,4 +1,4 @@
-"""The emulated instructions against what Intel publishes of them, bit by bit."""
+"""The emulated instructions, compared bit by bit with Intel's published definitions."""
 
 import ctypes
 import subprocess
@@ -37,8 +37,10 @@ def widened(x: Halves) -> Floats:
 
 
 def fused(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a b + c, rounded once. The product is exact in 53 bits; their sum is rounded to odd there, so that rounding it once more to
-    24 bits is as if it had not been rounded before (Boldo and Melquiond 2008).
+    """Return a * b + c, rounded once to float32.
+
+    The product is exact in 53 bits. The sum is rounded to odd there, so that the second rounding to 24 bits gives the
+    correctly rounded result (Boldo and Melquiond 2008).
     """
     product, addend = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + addend

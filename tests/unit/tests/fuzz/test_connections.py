@@ -1,4 +1,4 @@
-"""Hostile connections: made from seed and number alone, played step by step, and judged by what a server may answer."""
+"""Hostile connections: generated from seed and number only, played step by step, and judged by the allowed answers."""
 
 import asyncio
 import re
@@ -55,7 +55,7 @@ def over_http(*steps: Step, **fields: object) -> Script:
 
 
 def ended(received: bytes, **fields: object) -> str:
-    """What is wrong with these answers."""
+    """Return the defect of these answers."""
     return judge(over_http(**fields), Heard(received, closed=True, late=False), {"ping": b"pong"}).problem
 
 

@@ -1,4 +1,4 @@
-"""Hostile media: made from seed and number alone, half of them over each protocol, and judged by what is wrong with them."""
+"""Hostile media: generated from seed and number only, half over each protocol, and judged by their defects."""
 
 import asyncio
 

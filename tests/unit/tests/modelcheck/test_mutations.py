@@ -1,4 +1,4 @@
-"""The exploration finds what it is there to find: every defect, by the invariant that it breaks, and shows how."""
+"""The exploration finds every deliberate defect by the invariant that it breaks, and prints the events."""
 
 import pytest
 

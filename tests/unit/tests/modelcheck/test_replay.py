@@ -23,7 +23,7 @@ from tests.modelcheck.violation import Violation
 
 STEPS = 2
 SAID_BY_ALL = "start_wave"
-"""What a coordinator hears from every rank. One that is missing or out of order is what networks do: only its number tells."""
+"""Message that a coordinator gets from every rank. Networks may lose or reorder it, so a check sees only its number."""
 RANK_EVENTS = {StartDpWave: "start_dp_wave", Reconfigure: "reconfigure"}
 
 
@@ -214,7 +214,10 @@ def test_every_swapped_event_is_found(traces: list[Lines]) -> None:
 
 
 def altered(value: Any) -> Iterator[Any]:
-    """The same, but for one number or one yes or no in it. The target size is told by way of machines, which do not know it."""
+    """Yield copies of the value with one number or boolean changed.
+
+    The target size is skipped: machines pass it on without using it.
+    """
     match value:
         case bool():
             yield not value

@@ -21,7 +21,7 @@ def answer(*tokens: int, error: str = "") -> Outcome:
 
 
 class Answers:
-    """A client: gives ``outcome``, and notes what it is asked."""
+    """A client that returns ``outcome`` and records its requests."""
 
     def __init__(self, outcome: Callable[[Request], Outcome]) -> None:
         self._outcome = outcome

@@ -1,4 +1,4 @@
-"""Whether what a process holds has grown."""
+"""Detection of growing memory in a process."""
 
 import pytest
 

@@ -1,5 +1,7 @@
-"""Random lives of requests over groups of layers: every key that a later query sees is where the tables say, no block is
-lost, and the events tell exactly what can be found.
+"""Random lives of requests over groups of layers.
+
+Every key that a later query reads is in the block that the tables name. No block is lost, and the events list exactly
+the blocks that can be found.
 """
 
 from collections import Counter
@@ -65,7 +67,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.compute(request, count, lag=0)
 
     def check_hit(self, request, computed):
-        """It is sound, and no longer prefix would be."""
+        """Check that the hit is valid, and that no longer prefix would be."""
         for length in range(len(request.block_hashes), -1, -1):
             num_tokens = min(length * self.block_size, request.num_tokens - 1)
             if all(self.has(request, number, length, num_tokens) for number in range(len(self.groups))):
@@ -214,6 +216,6 @@ TestRandomLivesOfGroups = GroupsMachine.TestCase
 
 @pytest.mark.slow
 class TestManyRandomLivesOfGroups(GroupsMachine.TestCase):
-    """Others each time."""
+    """Runs more examples, different ones each time."""
 
     settings = settings(TestRandomLivesOfGroups.settings, max_examples=600, derandomize=False)

@@ -139,7 +139,7 @@ def test_full_hits_at_every_block_size(block_size):
     assert cached_tokens(engine, make_request(PROMPT)) == 15
 
 
-# Engines whose layers differ in their windows. The fake executor checks what every window holds.
+# Engines whose layers differ in their windows. The fake executor checks the contents of every window.
 
 
 def hybrid_engine(windows=(None, 6), **config):

@@ -13,7 +13,9 @@ TARGET = 8
 
 
 class Steps:
-    """Requests of one failed step, tried until nobody is suspected any more. ``culprits``: fail every step that they are in."""
+    """Requests of one failed step, tried until none is a suspect any more. Each of the ``culprits`` fails all of its
+    steps.
+    """
 
     def __init__(self, keys: Collection[str], culprits: Collection[str], *, new: Collection[str] = ()) -> None:
         self.trial = StepTrial()

@@ -1,4 +1,4 @@
-"""Tenants share by their weights: against the shares recomputed from what was served."""
+"""Tenants share by their weights, compared with shares recomputed from the served requests."""
 
 import itertools
 from collections import defaultdict
@@ -45,10 +45,11 @@ def served(queue, count):
 
 
 class Shares:
-    """The oracle: what tenants were given while they had something waiting, added up anew.
+    """The oracle: recomputes the service that tenants received while they had requests waiting.
 
-    While two tenants have requests waiting, the difference of what they were given, each by its weight, must not move by
-    more than the largest request of each, and the largest there is: where a tenant begins lies within that of the others.
+    Consider two tenants with requests waiting, and their service divided by their weights. The difference may change by
+    no more than the largest request of each plus the largest of all, since a tenant starts within that range of the
+    others.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Requests that go on elsewhere: after how many tokens, when asked to, and who keeps their blocks."""
+"""Handoffs of requests to other engines: after how many tokens, on request, and the leases on their blocks."""
 
 import msgspec
 import pytest

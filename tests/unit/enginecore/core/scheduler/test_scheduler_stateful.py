@@ -25,17 +25,17 @@ ADAPTERS = {
     ]
     for i in range(4)
 } | {"/adapters/copy": [LoadedLora(digest=bytes([0, 1]) * 8, max_rank=1, modules=("m",), num_bytes=2**20)] * 2}
-"""By path, what may be there, now the one and now the other. One is in two places."""
+"""Possible adapters at each path; the test switches between them. One adapter is at two paths."""
 REFUSALS = ("LORA_CACHE_FULL", "LORA_CHANGED", "LORA_UNAVAILABLE")
 
 
 def digest_of(path, version):
-    """Of what may be at a path; empty for None, whatever is there."""
+    """Return the digest of an adapter that may be at a path. It is empty if ``version`` is None."""
     return b"" if version is None else ADAPTERS[path][version].digest
 
 
 def drafter_of(kind):
-    """One that is always right, never, right up to the first or second token, or by chance; None drafts nothing."""
+    """Return a drafter that is always right, never, up to the first or second token, or by chance. None drafts nothing."""
 
     def draft(seed, index, count):
         right = [oracle_token(seed, i, VOCAB) for i in range(index, index + count)]
@@ -184,7 +184,7 @@ class EngineMachine(EngineLives):
         self.engine.executor.adapters[path] = PartlyLoadedError(gone, frozenset({digest_of(path, version)}))
 
     def expected(self, request):
-        """One that said no digest goes on with what it began with."""
+        """Return the expected tokens. A request without a digest keeps the adapter that it began with."""
         if request.lora is not None and not request.lora.digest:
             began_with = {key.rpartition("#")[0]: lora for key, lora in self.engine.executor.began_with.items()}
             lora = began_with.get(request.request_id) or request.lora
@@ -246,7 +246,7 @@ class EngineMachine(EngineLives):
         assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks - len(references)
 
     def under_copies(self):
-        """Blocks that are brought, and those that are saved."""
+        """Return the blocks that are being loaded or saved."""
         loads = self.engine.scheduler._kv_loads
         if loads is None:
             return []
@@ -276,7 +276,7 @@ class EngineMachine(EngineLives):
         run_to_end(self.engine, transcript=self.transcript)
         assert_nothing_left(self.engine)
         executor, cache = self.engine.executor, self.engine.loras.cache
-        for _ in range(20):  # what was let go of meanwhile is loaded again, and may find no room
+        for _ in range(20):  # blocks freed meanwhile are loaded again, and may find no free block
             self.engine.loras.take()
             executor.work()
         assert executor.held_loras == set(cache.digests)
@@ -311,6 +311,6 @@ TestRandomLives = EngineMachine.TestCase
 
 @pytest.mark.slow
 class TestManyRandomLives(EngineMachine.TestCase):
-    """Others each time."""
+    """Runs more examples, different ones each time."""
 
     settings = settings(TestRandomLives.settings, max_examples=500, derandomize=False)

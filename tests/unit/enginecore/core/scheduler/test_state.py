@@ -1,4 +1,4 @@
-"""What goes in columns, and what as outputs of their own."""
+"""Outputs of a step: those sent in columns, and those sent as messages of their own."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from penstock_enginecore.core.scheduler.state import ClientOutputs
 
 
 def running(request_id: str, number: int, *, client: str = "c") -> Request:
-    """A request whose prompt is computed, and that was told."""
+    """Return a request whose prompt is computed, and whose start was sent."""
     core = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=[1, 2],

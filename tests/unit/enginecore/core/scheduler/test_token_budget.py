@@ -1,4 +1,4 @@
-"""What one step may hold: tokens, running requests, chunks of prompts."""
+"""Limits of one step: tokens, running requests, chunks of prompts."""
 
 import pytest
 

@@ -104,7 +104,7 @@ def test_a_long_queue_forgets_what_was_removed_from_it():
     assert len(queue._heap) < 100
 
 
-# Waiting requests: those with a hold are in nobody's way, and get their turn when the last reason has gone.
+# Waiting requests: a request with a hold blocks no other one, and is scheduled once its last hold is removed.
 
 REASONS = [hold for hold in Hold if hold]
 
@@ -173,7 +173,7 @@ def test_an_ended_request_is_taken_out_wherever_it_is(hold: Hold) -> None:
     assert (len(waiting), waiting.num_tokens) == (0, 0)
 
 
-# What a full queue refuses, and when it tells clients to come back.
+# Requests that a full queue refuses, and the time after which clients may retry.
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry_after():

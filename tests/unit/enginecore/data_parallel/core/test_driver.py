@@ -204,7 +204,7 @@ def test_a_request_waits_for_its_adapter_while_the_ranks_compute_and_others_have
         second.add(base)
         second.wait_for_ends(base)
         dummy = second.executor.num_dummy_steps
-        wait_until(lambda: second.executor.num_dummy_steps > dummy + 5)  # the wave goes on for the one that waits
+        wait_until(lambda: second.executor.num_dummy_steps > dummy + 5)  # the wave continues for the waiting request
         assert waiting.request_id not in first.transcript.ends
         assert first.executor.finish_load()
         first.wait_for_ends(waiting)

@@ -1,4 +1,4 @@
-"""A rank of a data-parallel group: when it enters an exchange, what it does with the result, whom it tells."""
+"""A rank of a data-parallel group: when it enters an exchange, how it uses the result, and which peers it notifies."""
 
 import msgspec
 from hypothesis import given
@@ -214,7 +214,7 @@ def test_what_cannot_be_prepared_is_reported():
     assert PrepareFailed("a", 2) not in other.repeat()[1]
 
 
-# What ranks agree on is a function of their rows alone.
+# The agreement of the ranks is a function of their rows alone.
 
 PAUSES = [Pauses(0), Pauses(1, PauseMode.WAIT), Pauses(1, PauseMode.KEEP), Pauses(2), Pauses(3, PauseMode.ABORT)]
 ROWS = st.lists(

@@ -97,7 +97,7 @@ def test_what_all_graphs_take_is_reckoned_from_two(tmp_path: Path) -> None:
         ([8, 4, 2, 1], [100, 70, 70, 65], 30 + 5 * 3),
         ([4, 2], [100, 70, 70, 65], 35),
         ([2], [100, 70], 30),
-        ([4, 2, 1], [100, 110, 110, 112], 0),  # somebody else gave memory back
+        ([4, 2, 1], [100, 110, 110, 112], 0),  # other code freed memory
     ):
         answers = iter(left)
         assert capture.measure(sizes, 16, lambda answers=answers: next(answers)) == expected

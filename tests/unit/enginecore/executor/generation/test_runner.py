@@ -208,7 +208,7 @@ def test_what_a_device_chooses_alone_it_chooses_beside_requests_with_rules_if_th
     assert ((one, two) == ([100], [101])) is batch_invariant
 
 
-# How long a step takes: of as many passes as a worker was told to make, the fastest.
+# Duration of a step: the fastest of the forward passes that a worker was asked to run.
 
 
 class SlowForward:

@@ -1,4 +1,4 @@
-"""Steps with media: what the layers get, what becomes of failures, and steps that only encode."""
+"""Steps with media: the layers' inputs, failures, and steps that only encode."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.fakes.models.tiny_models import save_tiny_model
 CPU = torch.device("cpu")
 PIXELS = {"pixel_values": TensorData(dtype="uint8", shape=(1, 2), data=b"ab")}
 OUT_OF_VOCABULARY = 10**6
-"""What may stand where an embedding goes."""
+"""Token id at the place of an embedding, outside the vocabulary."""
 IMAGE = MultiModalFeature(
     modality="image", identifier="a", offset=2, length=5, embed_runs=(EmbedRun(0, 2), EmbedRun(3, 2))
 )
@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched:
-    """A forward pass, and what it was given."""
+    """A forward pass that records its inputs."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
@@ -60,7 +60,7 @@ class Watched:
         return getattr(self._forward, name)
 
     def run(self, batch: ForwardBatch, rows: IntArray, **options: Any) -> ForwardOutput:
-        """Without what the fake towers make up, which means nothing to this model."""
+        """Run without the fake encoders' extra inputs, which this model does not use."""
         self.batches.append(replace(batch, embedded=None if batch.embedded is None else batch.embedded.clone()))
         plain = [replace(metadata, key_ends=None) for metadata in batch.attention]
         known = replace(batch, attention=plain, rope_positions=None, deepstack=None)

@@ -103,13 +103,13 @@ def test_what_is_no_step_may_have_a_limit_of_its_own(calls: Calls, clock: Clock)
     assert calls.oldest() == Oldest(3, False, 10.0)
 
 
-# When workers are given up: by what they are at, and whether one of them is stopped.
+# When workers are given up: it depends on their current call, and on whether one of them is stopped.
 
 TIMEOUT = 30.0
 
 
 class Workers:
-    """What they are at, and the time."""
+    """The workers' current call, and the time."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The executor over processes without a model that do what they should, or end, stop, hang, raise and differ."""
+"""The executor over processes without a model that work correctly, or end, stop, hang, raise and differ."""
 
 import contextlib
 import gc
@@ -55,7 +55,7 @@ def executor_of(
 
 
 def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
-    gc.collect()  # of what other tests have left, whose descriptors would be missed below
+    gc.collect()  # close descriptors that other tests left behind, which would be missing below
     before, descriptors = children(), len(list(Path("/proc/self/fd").iterdir()))
     lines: list[str] = []
     with executor_of(workers=3) as executor:
@@ -176,7 +176,7 @@ def test_sampling_without_a_forward_pass_is_an_error() -> None:
     ],
 )
 def test_a_worker_that_ends_ends_all(when: str, does: Any) -> None:
-    """Also the last, whose results nobody waits for alone."""
+    """Includes the last worker, for whose results alone no call waits."""
     failed = threading.Event()
     how = "ended with exit code 3" if does == "exit" else "was killed by SIGKILL"
     with executor_of(Misdeed(rank=1, when=when, does=does)) as executor:
@@ -222,7 +222,7 @@ def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_
             executor.sample_tokens().result(PATIENCE)
     stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
     assert told in stacks[1]
-    assert "in read" in stacks[0]  # it waits for what comes next
+    assert "in read" in stacks[0]  # it waits for the next message
 
 
 @pytest.mark.parametrize("method", ["kv_cache_specs", "execute_dummy_batch"])

@@ -55,7 +55,7 @@ def _thread(call: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """A writer and readers that write, read, fall behind, begin late and end, beside what each of them should see."""
+    """A writer and readers that write, read, fall behind, start late and end, compared with the expected messages."""
 
     kind: type[Words]
 
@@ -66,7 +66,7 @@ class RingMachine(RuleBasedStateMachine):
     )
     def begin(self, readers: int, log2_slots: int, before_the_end: int) -> None:
         self.num_slots = 2**log2_slots
-        # Counts begin anew not long after.
+        # Counters wrap around to zero soon after.
         self.writer, self.readers = make_ring(
             self.kind(), num_slots=self.num_slots, num_readers=readers, first=MASK - before_the_end
         )

@@ -18,7 +18,7 @@ SLOT_BYTES = 64
 
 @pytest.fixture
 def ring() -> Iterator[int]:
-    """Of few slots, less than the longest messages need, whose counts begin anew on the way."""
+    """Return a ring with fewer slots than the longest messages need. Its counters wrap around during the test."""
     descriptor = RingMemory.create(16, SLOT_BYTES, 2, first=MASK - COUNT)
     yield descriptor
     os.close(descriptor)

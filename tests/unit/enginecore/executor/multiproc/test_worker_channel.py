@@ -1,4 +1,4 @@
-"""When workers tell what they do."""
+"""Times at which workers report their state."""
 
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.executor.multiproc.worker_channel import WorkerReports

@@ -62,7 +62,7 @@ def reference(path: Path) -> ModulesForward:
 
 
 def fused(path: Path, limits: SlotLimits = LIMITS, *, batch_invariant: bool = False) -> FusedForward:
-    """With graphs that do again what was recorded."""
+    """Return the fused forward pass with graphs that replay recorded steps."""
     probed, kernels = load_probed(path), RecordedKernels(batch_invariant=batch_invariant)
     graphs = StepGraphs(lambda: RecordedGraph(kernels, of_modules=True))
     proven = prove(probed, lambda: FusedForward(probed, kernels, graphs, limits))
@@ -78,7 +78,9 @@ def replayed(path: Path, limits: SlotLimits = LIMITS) -> ReplayedModules:
 
 
 def layers_of(forward: ModulesForward, architecture: str) -> list[str]:
-    """Names of the linear layers that the device takes updates of: neither experts nor what is absorbed in a latent."""
+    """Return names of the linear layers that support adapters on the device: no experts, and no weights absorbed in a
+    latent.
+    """
     names = [name for name, part in forward._module.named_modules() if isinstance(part, torch.nn.Linear)]
     hidden = ("mlp.", "kv_b_proj") if architecture in ("qwen3_moe", "deepseek_v3") else ()
     return [name for name in names if not any(part in name for part in hidden)]
@@ -140,7 +142,7 @@ def test_graphs_with_and_without_adapters_replay_what_they_captured(tmp_path: Pa
 
 
 class Noted(FusedForward):
-    """Notes what a step launches between its inputs' arrival and its logits."""
+    """Records the kernels that a step launches between the arrival of its inputs and its logits."""
 
     seen: list[tuple[Any, ...]]
 
@@ -337,7 +339,7 @@ def test_layers_of_pooled_models_have_what_plain_torch_adds(family: str, tmp_pat
 
 
 def _pooled(backbone: Backbone, module: Any, batch: BackboneBatch) -> torch.Tensor:
-    """What a pooler with an adapter makes of a prompt's first token, which it gets behind the step."""
+    """Return the result of a pooler with an adapter for a prompt's first token, which the pooler gets after the step."""
     adapter = random_adapter(module, 2, 7, layers=["pooler.dense"])
     backbone.add_adapter(adapter)
     base = backbone.run(dataclasses.replace(batch, segments=()))

@@ -37,7 +37,7 @@ def spec_of(step: Step) -> KVCacheSpec:
 
 
 def arena(backend: TritonAttention, step: Step) -> KVCache:
-    """The second layer of two. What nobody has written is NaN, the null block and the other layer too."""
+    """Return the second of two layers. Unwritten slots are NaN, also in the null block and in the other layer."""
     spec = spec_of(step)
     num_blocks = len(step.cache.keys) // spec.block_size
     layers = backend.memory({"other": spec, "this": spec}, step.cache.keys.dtype, CPU).throwaway(

@@ -1,4 +1,4 @@
-"""Where Triton's attention is offered to models that run by their modules, and what becomes of it."""
+"""Triton's attention as a candidate for models that run by their modules: when it is offered, and when it is used."""
 
 import dataclasses
 import subprocess
@@ -99,7 +99,7 @@ def test_without_triton_the_reference_attends(
 
 
 class AKeyTooFar(TorchKernels):
-    """What a decode reads is wrong, which a prompt alone would not show."""
+    """Reads a wrong key in decode steps only, which a prompt alone would not show."""
 
     def attend(self, *args: Any) -> None:
         query, keys, values, group, *rest = args

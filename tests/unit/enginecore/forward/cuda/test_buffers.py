@@ -154,7 +154,7 @@ def test_what_is_alive_at_once_shares_no_memory() -> None:
 
 
 class FakeEvent:
-    """An event that says what was done to it."""
+    """A CUDA event that logs its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log = log

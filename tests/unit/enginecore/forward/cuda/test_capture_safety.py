@@ -1,4 +1,4 @@
-"""What a step launches could be captured and replayed: it depends on the step's shape alone, and stays within buffers."""
+"""A step's launches can be captured and replayed: they depend only on the step's shape, and stay within buffers."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dots1")
 
 
 class Spied(FusedForward):
-    """Records what a step launches between its inputs' arrival and its logits."""
+    """Records the kernels that a step launches between the arrival of its inputs and its logits."""
 
     recorder: Recorder
     may_allocate = False
@@ -70,7 +70,7 @@ def decodes(lengths: list[int], seed: int) -> tuple[ForwardBatch, np.ndarray]:
 
 
 def draws(count: int, generator: np.random.Generator) -> PlainDraws:
-    """Some greedy, some drawn, some of these from what filters leave."""
+    """Return settings of rows that are greedy, sampled, or sampled after filters."""
     return PlainDraws.of(
         DrawSettings.off(count)._replace(
             temperature=generator.choice([0.0, 0.5, 1.0], count),

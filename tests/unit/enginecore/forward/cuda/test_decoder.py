@@ -237,7 +237,7 @@ def test_after_a_refutation_the_modules_compute_what_they_did(tmp_path: Path, mo
 
 
 class OneSlotLate(TorchKernels):
-    """Writes keys and values a slot too late, which a step of its own does not show: it is what later ones read."""
+    """Writes keys and values one slot too late. Only later steps read them, so a single step does not show the fault."""
 
     def prologue(self, *args: Any) -> None:
         qkv, bias, norms, rotary, positions, slots, *rest = args

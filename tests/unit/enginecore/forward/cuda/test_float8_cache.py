@@ -1,4 +1,4 @@
-"""An fp8 KV cache: what is computed on it is what transformers computes on a cache that was rounded to 8 bits."""
+"""An fp8 KV cache gives the results of transformers with a cache rounded to 8 bits."""
 
 import json
 from pathlib import Path

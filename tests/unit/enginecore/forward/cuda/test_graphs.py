@@ -18,7 +18,7 @@ from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 
 
 class CountingGraph:
-    """Says what was done to it. ``fault``: why it cannot capture."""
+    """A graph that logs its calls. ``fault`` is the reason why it cannot capture."""
 
     def __init__(self, log: list[str], fault: str | None = None) -> None:
         self.log = log
@@ -90,7 +90,7 @@ def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplo
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """``torch.cuda`` as far as graphs use it, and what was called."""
+    """Replace the parts of ``torch.cuda`` that graphs use. Returns the list of calls."""
     calls: list[Any] = []
 
     class FakeCUDAGraph:

@@ -1,4 +1,4 @@
-"""Attention over a latent in the fused decoder: what is cached, what is held, what is refused."""
+"""Latent attention in the fused decoder: its cache, its buffers, and refused models."""
 
 from pathlib import Path
 from typing import Any

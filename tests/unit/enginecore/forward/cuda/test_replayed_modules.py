@@ -29,7 +29,7 @@ FAMILIES = ("llama4_text", "cohere2", "deepseek_v3", "gpt_oss", "gpt_bigcode", "
 
 
 class Spied(ReplayedModules):
-    """Records what a step launches between its inputs' arrival and its logits."""
+    """Records the kernels that a step launches between the arrival of its inputs and its logits."""
 
     recorder: Recorder
 
@@ -127,7 +127,7 @@ def test_what_is_not_padded_is_launched_by_the_modules(tmp_path: Path) -> None:
 
 
 def build(path: Path, monkeypatch: pytest.MonkeyPatch, **uses: Any) -> BuiltForward:
-    """What serves where steps can be captured."""
+    """Return the forward pass that is chosen where steps can be captured."""
     kernels = RecordedKernels()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention, "_kernels", lambda: kernels)

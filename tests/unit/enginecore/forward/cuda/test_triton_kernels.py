@@ -1,4 +1,4 @@
-"""The fused decoder with the real kernels: interpreted, it makes of prompts, pieces of prompts and tokens what the modules do."""
+"""The fused decoder with the real kernels, interpreted: it gives the modules' results for prompts, chunks and tokens."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Loads under way: each block once, each load ends once, and nobody waits for what is over."""
+"""Loads in flight: each block is loaded once, each load ends once, and no request waits for a finished load."""
 
 import pytest
 

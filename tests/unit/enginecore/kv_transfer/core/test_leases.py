@@ -1,4 +1,4 @@
-"""Leases, and what the pool keeps for them."""
+"""Leases, and the blocks that the pool keeps for them."""
 
 import math
 import threading

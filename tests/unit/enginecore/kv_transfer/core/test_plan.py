@@ -1,4 +1,4 @@
-"""What could be brought: exactly what a pool that had it all would make findable."""
+"""Blocks that could be loaded: exactly the blocks that make a full pool find the prefix."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -51,7 +51,9 @@ def cached(transcript: Transcript, request_id: str) -> tuple[int, int, int]:
 
 
 def turn(engine: EngineCore, number: int, **fields: Any) -> tuple[int, int, int]:
-    """A request with the prompt of that number gives what it should; its tokens that were cached, of the host, of the disk."""
+    """Run a request with that prompt and check its tokens. Returns its cached tokens in total, from the host, from the
+    disk.
+    """
     request = make_request(prompt(number), **fields)
     transcript = run_to_end(engine, request)
     assert_as_expected(engine, transcript, request)
@@ -357,7 +359,7 @@ PLACES = [Place(BlockName(0, each), 10 + i) for i, each in enumerate(HASHES)]
 
 
 class Copier:
-    """Writes when it is told to."""
+    """Writes on command."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[bytes], Future[None]]] = []
@@ -371,7 +373,7 @@ class Copier:
 
 
 class Peers:
-    """Sources that have four blocks; what comes is up to the test."""
+    """Sources with four blocks each. The test decides which blocks arrive."""
 
     def __init__(self) -> None:
         self.log: list[object] = []

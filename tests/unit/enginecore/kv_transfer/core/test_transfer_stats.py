@@ -1,4 +1,4 @@
-"""Loads are made where they take less time than computing does, as far as anybody knows."""
+"""Blocks are loaded if loading is faster than computing, according to the measured speeds."""
 
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate, LoadRates

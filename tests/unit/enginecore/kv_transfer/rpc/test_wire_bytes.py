@@ -1,4 +1,4 @@
-"""How many bytes a pull over gRPC takes beside those of its blocks: messages at both ends, and all that connections carry."""
+"""Overhead in bytes of a pull over gRPC: messages at both ends, and all traffic of the connections."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Requests and their adapters: who waits for what, and what becomes of it."""
+"""Requests and their adapters: what each waits for, and how it ends."""
 
 from typing import Any
 
@@ -271,7 +271,7 @@ def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> No
         engine.loras._room.want(want)
         ends.append(news.get())
     failed, taken = ends
-    news.put(failed)  # workers have taken it, and are told to let go of it
+    news.put(failed)  # workers have loaded it, and are asked to free it
     news.put(taken)
     engine.loras.take()
     assert isinstance(fails.exception(), Unavailable)
@@ -355,7 +355,7 @@ def test_one_that_was_let_go_of_while_it_was_read_again_is_loaded_once_more() ->
     by_path = engine.loras.add_lora("a1", "/a1")  # reads it again
     executor.finish_load()
     engine.loras._room.want(engine.loras._news.get())  # there is room: it is taken
-    engine.loras.remove_lora(adapter(1).digest)  # before anybody has looked at what was read
+    engine.loras.remove_lora(adapter(1).digest)  # before the engine has handled the loaded adapter
     engine.loras.take()
     assert not by_path.done()
     executor.finish_load()

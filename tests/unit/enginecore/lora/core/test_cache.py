@@ -1,4 +1,4 @@
-"""Adapters in host memory: what goes for another, what stays, and what is told when nothing can go."""
+"""Adapters in host memory: evicted and kept adapters, and the error when none can be evicted."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -93,7 +93,7 @@ def test_room_is_kept_for_an_adapter_that_is_on_its_way() -> None:
     assert cache.reserve(15) == [A, B]
     assert (cache.num_bytes, cache.num_reserved) == (10, 15)
     with pytest.raises(ResourceExhausted, match="room for 15"):
-        cache.add(b"d", 16)  # though what is reserved is not there yet
+        cache.add(b"d", 16)  # although the reserved adapters are not loaded yet
     assert cache.add(b"d", 12, 15) == []
     assert (cache.num_bytes, cache.num_reserved) == (22, 0)
     assert cache.num_evictions == 2
@@ -122,7 +122,7 @@ digests = st.sampled_from(sorted(SIZES))
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Against a plain list of what is held, in the order of use."""
+    """Compares the cache with a plain list of its adapters, in the order of use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.leaving.discard(digest)
 
     def make_room(self, size: int, reserved: int, make: Callable[[], list[bytes]]) -> bool:
-        """Whether there was room, or others went for it. ``reserved``: of all that is, this is what it is for."""
+        """Return whether there is free memory after evictions. ``reserved`` bytes of the reservations belong to this
+        adapter.
+        """
         may_go = [d for d in self.order if not self.users[d] and d not in self.pinned]
         free = 12 - sum(SIZES[d] for d in self.order) - sum(self.reserved) + reserved
         if free + sum(SIZES[d] for d in may_go) < size:

@@ -11,7 +11,7 @@ A, B, C, D = b"a", b"b", b"c", b"d"
 
 
 class Queue:
-    """A scheduler without KV blocks: starts whoever may, in order, and has the others wait."""
+    """A scheduler without KV blocks: starts each request that may start, in order, and keeps the others waiting."""
 
     def __init__(self, max_loras: int, max_wait: float) -> None:
         self.slots = LoraSlots(max_loras, max_wait)
@@ -69,7 +69,7 @@ def test_a_free_slot_goes_to_the_adapter_that_has_waited_longest() -> None:
         queue.schedule()
         queue.now += 1
     queue.end("a")
-    queue.add("d", D)  # nobody overtakes those that wait
+    queue.add("d", D)  # no request overtakes the waiting ones
     queue.schedule()
     assert list(queue.running) == ["c", "c2"]
 
@@ -196,13 +196,13 @@ def test_no_adapter_waits_longer_than_max_wait_and_the_longest_running_request(
         if now > 60 and all(f"other-{number}" in queue.waited for number in range(len(others))):
             break
     waited = {key: wait for key, wait in queue.waited.items() if key.startswith("other")}
-    assert len(waited) == len(others)  # nobody waits for ever
+    assert len(waited) == len(others)  # every request starts after some time
     late = {key: wait for key, wait in waited.items() if wait > max_wait + max(lengths) + 1}
     assert late.keys() <= crowded, late
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """Random lives: nothing is lost, nothing runs without a slot, a free slot is nobody's whom somebody waits for."""
+    """Random lives: no request is lost, none runs without a slot, and no slot is free while a request waits for one."""
 
     @initialize(max_loras=st.integers(1, 4), max_wait=st.sampled_from([0.0, 1.0, 10.0]))
     def begin(self, max_loras: int, max_wait: float) -> None:

@@ -1,4 +1,4 @@
-"""What stays of the embeddings of media, and what makes room."""
+"""Cached embeddings of media, and their eviction."""
 
 import pytest
 

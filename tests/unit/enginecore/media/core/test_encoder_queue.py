@@ -1,4 +1,4 @@
-"""The scheduler's idea of what workers have encoded, beside what they have."""
+"""The scheduler's record of encoded media, compared with the workers' actual state."""
 
 import pytest
 from hypothesis import given, settings

@@ -73,7 +73,7 @@ def images(*numbers, before=2, length=8, behind=3, **fields):
 
 
 def steps_of(engine):
-    """What workers were told, but for what they forget."""
+    """Return the tokens, encoder budget and number of encoder starts of each step."""
     return [
         (scheduled.total_num_scheduled_tokens, scheduled.encoder_budget, len(scheduled.encoder_starts))
         for scheduled in engine.executor.steps
@@ -118,7 +118,7 @@ def test_a_running_request_computes_up_to_what_is_not_there():
     engine = media_engine(max_num_batched_tokens=16)
     request = images(1, 2, max_tokens=1)
     assert_as_expected(engine, run_to_end(engine, request), request)
-    # 2 + 8 + 2 tokens, then up to the end of the second, of which a block was encoded beside that.
+    # 2 + 8 + 2 tokens, then all tokens to the end of the second image. A block of it was encoded in the first step.
     assert tokens_by_step(engine) == [[12], [11]]
     assert [identifier_of(1), identifier_of(2)] == engine.executor.encoder.encoded
 
@@ -132,7 +132,8 @@ def test_beside_decodes_towers_and_prompts_take_turns():
     image, prompt = images(1, max_tokens=1), make_request(list(range(300, 320)), max_tokens=1)
     assert_as_expected(engine, run_to_end(engine, image, prompt, transcript=transcript), text, image, prompt)
     told = [(tokens - 1, budget) for tokens, budget, _ in steps_of(engine)[1:10]]
-    # A block of the image and six tokens of the prompt; at last what is left of that, and the image's own tokens.
+    # A block of the image alternates with six tokens of the prompt. Then come the rest of the prompt and the image's
+    # own tokens.
     assert told == [(6, 0), (0, 8), (6, 0), (0, 8), (6, 0), (0, 8), (2, 0), (6, 0), (6, 0)]
     assert_nothing_left(engine)
 
@@ -276,7 +277,7 @@ def test_the_cache_has_room_for_the_largest_item_at_least():
     assert engine.executor.encoder.num_embeds == 16
 
 
-# What goes wrong.
+# Failures.
 
 
 def test_an_item_that_cannot_be_encoded_ends_its_requests_alone():
@@ -539,7 +540,7 @@ def test_events_tell_which_media_are_in_blocks():
     assert [event.extra_keys for event in engine.scheduler.kv_cache.take_events()] == [[]]
 
 
-# Who is encoded next of those that wait.
+# Order in which waiting items are encoded.
 
 
 def wanted(number, *, length=4, **fields):

@@ -22,7 +22,7 @@ UNREADABLE = (10, 11)
 
 
 def item(number, offset, modality):
-    """Some have tokens between their embeddings, and some are embeddings."""
+    """Return a media item. Some items have tokens between their embeddings, and one consists of given embeddings."""
     length = LENGTHS[number]
     runs = (EmbedRun(1, 1), EmbedRun(3, length - 3)) if length > 4 else ()
     return make_feature(number, offset, length, modality=modality, embed_runs=runs, embeds=number == 7)
@@ -55,7 +55,7 @@ class MediaMachine(EngineLives):
         **ENGINES,
     )
     def start(self, both_ways, size, num_blocks_of_tower, drafter, **config):
-        """``drafter``: how many of its three drafts are right; None: there is none."""
+        """Start an engine. ``drafter`` is the number of correct drafts out of three; None means no drafter."""
         facts = {"max_embeds": 6, "max_tokens": 6, "num_blocks": num_blocks_of_tower}
         self.unreadable = {f"{number:064x}": 1 + number % num_blocks_of_tower for number in UNREADABLE}
         self.size = size
@@ -127,13 +127,13 @@ class MediaMachine(EngineLives):
 
     @rule()
     def unreadable_items_change(self):
-        """What could not be read can be, and the reverse. Nothing of it may stay."""
+        """Swap readable and unreadable items. The engine must not remember the earlier state."""
         for identifier, blocks in self.unreadable.items():
             self.unreadable[identifier] = 0 if blocks else 1
 
     @rule()
     def a_step_loses_its_peers(self):
-        """It is scheduled, and then taken back."""
+        """Schedule a step and then take it back."""
         executor = self.engine.executor
         if self.engine._steps or executor._late or executor.fails_late or self.engine.config.scheduler.async_scheduling:
             return
@@ -203,6 +203,6 @@ TestRandomLivesWithMedia = MediaMachine.TestCase
 
 @pytest.mark.slow
 class TestManyRandomLivesWithMedia(MediaMachine.TestCase):
-    """Others each time."""
+    """Runs more examples, different ones each time."""
 
     settings = settings(TestRandomLivesWithMedia.settings, max_examples=500, derandomize=False)

@@ -1,4 +1,4 @@
-"""What an engine keeps of media for its sessions."""
+"""Media that an engine caches for its sessions."""
 
 import gc
 

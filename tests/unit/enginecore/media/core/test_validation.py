@@ -1,4 +1,4 @@
-"""What media of a prompt must satisfy."""
+"""Validation of a prompt's media."""
 
 import msgspec
 import numpy as np

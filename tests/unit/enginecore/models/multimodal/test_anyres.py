@@ -1,4 +1,4 @@
-"""Images in tiles: how many rows they give, alone and beside others."""
+"""Images in tiles: the number of their rows, alone and in a batch."""
 
 from pathlib import Path
 from typing import Any

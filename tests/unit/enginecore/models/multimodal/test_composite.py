@@ -1,4 +1,4 @@
-"""Checkpoints with towers are loaded once, as a text model of its own class; what is not served is refused by name."""
+"""Checkpoints with encoders are loaded once, as a text model of its own class; unsupported ones are refused by name."""
 
 import json
 import shutil
@@ -177,7 +177,10 @@ def test_every_family_that_is_named_is_found(kind: str) -> None:
 
 
 QUANTIZED = [("fp8-blocks", ""), ("fp8-tensor", ""), ("compressed-int4", "language_model"), ("awq", "language_model")]
-"""Forms, and what the names of weights have that are quantized; tiny towers have sizes that are no multiples of a group."""
+"""Quantization form, and the part of a name that marks quantized weights.
+
+Encoders of these tiny models stay unquantized, because their sizes are no multiples of a group.
+"""
 
 
 @pytest.mark.parametrize(("form", "part"), QUANTIZED)

@@ -245,7 +245,7 @@ def test_a_slice_leaves_torchs_modes_as_they_were(encoder: MediaEncoder, image: 
 
 
 def test_a_slice_has_a_context_of_its_own(encoder: MediaEncoder, image: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tower that is paused in the middle of a change of context does not change that of whoever computes next."""
+    """An encoder that is paused inside a changed context does not change the context of the next computation."""
     assert isinstance(encoder, TowerEncoder)
     variable = ContextVar("variable", default="outside")
     tower = encoder._family.towers.vision_tower

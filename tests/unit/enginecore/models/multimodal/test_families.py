@@ -32,11 +32,11 @@ ALL_AT_ONCE = 10**9
 BLOCKS = 2
 """Of each tiny tower, without one of CLIP's behind the states that are used."""
 UNUSED = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32
-"""Numbers in that one: attention, MLP and two norms."""
+"""Number of parameters of one layer (attention, MLP and two norms), as in CLIP's unused last layer."""
 
 
 class Model(NamedTuple):
-    """What transformers has of a checkpoint, and what is served of it."""
+    """transformers' model of a checkpoint, and the served model."""
 
     family: str
     directory: Path

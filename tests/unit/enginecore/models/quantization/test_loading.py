@@ -52,7 +52,7 @@ def test_a_scale_of_keys_alone_is_refused(tmp_path: Path) -> None:
         read(tmp_path, attn__k_scale=torch.tensor(1.0))
 
 
-# Experts that keep their quantized weights: what is kept, what they compute, and what becomes of it.
+# Experts that keep their quantized weights: memory, results, and release.
 
 
 def experts(model: torch.nn.Module) -> list[QuantizedExperts]:

@@ -1,4 +1,4 @@
-"""What a quantization_config says, and what of it is refused by its name."""
+"""Parsing of quantization_config; unsupported values are refused by name."""
 
 from collections.abc import Mapping
 from typing import Any

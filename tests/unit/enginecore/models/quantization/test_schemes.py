@@ -1,4 +1,4 @@
-"""What the tensors of a quantized weight mean: as packed number by number, and as transformers says where it can."""
+"""Dequantized values of packed tensors, compared number by number, and with transformers where possible."""
 
 import pytest
 import torch

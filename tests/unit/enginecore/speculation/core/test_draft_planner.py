@@ -1,4 +1,4 @@
-"""Drafts in the scheduler: what they bring, and whom they keep out, which is nobody."""
+"""Drafts in the scheduler: they save steps, and keep no other request from running."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_right_drafts_bring_several_tokens_to_a_step_and_are_counted() -> None:
     tokens, last = outputs_of(engine)["r"]
     assert tokens == oracle_tokens(3, 12, VOCAB)
     assert last.finish_reason is FinishReason.LENGTH
-    # A prompt with a token, five, five, and the last with none behind it.
+    # Four steps: the prompt gives one token, two steps give five each, and the last one has no drafts.
     assert num_steps(engine) == 4
     counts = last.spec_decoding_stats
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (2, 8, 8)

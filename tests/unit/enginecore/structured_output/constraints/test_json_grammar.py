@@ -1,4 +1,4 @@
-"""Blanks in constrained JSON: enough for what ``json.dumps`` writes, never without end; compiled by the real library."""
+"""Whitespace in constrained JSON: enough for ``json.dumps``, never unlimited; compiled by the real library."""
 
 import json
 import random
@@ -152,7 +152,9 @@ def test_any_blanks_may_stand_where_json_allows_some(compiled: Compiled):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("blank", [b" ", b"\n", b"\t"])
 def test_a_model_that_likes_blanks_comes_to_an_end(compiled: Compiled, blank: bytes, seed: int):
-    """It takes the blank it likes best wherever it may, else any other one, and whatever there is only where there is none."""
+    """The model takes its favourite whitespace token wherever allowed, else another one, and other tokens only if there
+    is none.
+    """
     rng, row = random.Random(seed), np.zeros(bitmask_words(VOCAB_SIZE), np.int32)
     grammar, text = compiled.grammar(**schema({**OBJECT, "properties": {"legs": {"type": "boolean"}}})), b""
     blanks = [i for i, token in enumerate(compiled.tokens) if token and not token.strip(b" \n\t")]

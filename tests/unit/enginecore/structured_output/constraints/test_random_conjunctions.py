@@ -1,4 +1,4 @@
-"""Random schemas of many keywords at once: what a grammar lets through, ``jsonschema`` finds valid."""
+"""Random schemas with many keywords: ``jsonschema`` accepts every output that the grammar admits."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What of a constraint is refused before anything is compiled, by name and place."""
+"""Constraints that are refused before compilation, with name and place."""
 
 import json
 from decimal import Decimal

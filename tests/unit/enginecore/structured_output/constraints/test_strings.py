@@ -1,4 +1,4 @@
-"""Every format against plain Python: what it allows is valid, and what Python writes is allowed."""
+"""Every format, compared with plain Python: admitted strings are valid, and Python's own output is admitted."""
 
 import datetime as dt
 import ipaddress

@@ -149,7 +149,7 @@ def test_shutting_down_ends_the_compiler():
 
 
 def slow_beside_a_neighbour(prompt, **config):
-    """An engine where a neighbour runs beside a constrained request whose masks come only when they are told to."""
+    """Return an engine that runs a neighbour and a constrained request. The test decides when its masks arrive."""
     grammars = FakeGrammars(VOCAB, EOS)
     engine = engine_with(grammars, **config)
     slow, neighbour = constrained("even:5", max_tokens=20), make_request(max_tokens=12)
@@ -246,7 +246,7 @@ def test_a_grammar_is_given_up_with_its_request():
     assert [grammar.closed for grammar in grammars.started] == [True, True]
 
 
-# What goes wrong with a grammar ends one request.
+# Failures of a grammar end one request.
 
 
 class DefectError(RuntimeError):

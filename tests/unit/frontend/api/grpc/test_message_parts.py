@@ -14,7 +14,7 @@ from penstock_frontend.api.media_sources import MAX_FRAMES
 from penstock_frontend.call_types import ContentPart, EncodedFile, Features, Frame, Frames, MediaPart, MixedPrompt, Url
 from penstock_frontend.config import LimitsConfig
 
-pb: Any = messages_pb2  # messages are made of dictionaries here
+pb: Any = messages_pb2  # messages are built from dictionaries here
 media_pb2: Any = media_messages
 PNG = b"\x89PNG secret"
 IMAGE = {"modality": "image", "data": PNG}

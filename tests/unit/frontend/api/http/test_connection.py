@@ -20,7 +20,7 @@ GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Transport(asyncio.Transport):
-    """Keeps what was written."""
+    """Keeps the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Answers of an endpoint: warnings that its handler adds stand in their headers, before the first event of a stream."""
+"""An endpoint's answers: the headers contain warnings that the handler adds before the first event of a stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""Compressed bodies become what they were, in bounded pieces, and damaged ones are refused."""
+"""Compressed bodies are decompressed in bounded pieces, and damaged ones are refused."""
 
 import gzip
 import random

@@ -123,7 +123,7 @@ def test_a_data_url_is_taken_as_data_of_a_sound() -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
-    # the part, the field behind that of the part, what the message says
+    # the part, the field inside the part, and the error message
     ({"type": "image_url"}, "image_url", "is not set"),
     ({"type": "image_url", "image_url": None}, "image_url", "is not set"),
     ({"type": "image_url", "audio_url": {"url": URL}}, "image_url", "is not set"),

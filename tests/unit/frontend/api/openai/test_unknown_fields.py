@@ -1,4 +1,4 @@
-"""Fields of bodies that nobody knows are found, wherever their object's fields are known."""
+"""Unknown fields of request bodies are found in every object whose fields are known."""
 
 import json
 from typing import Any
@@ -144,7 +144,7 @@ def test_blocks_within_blocks_are_looked_at_however_deep(levels: int) -> None:
     assert path == "messages[0].content[0]" + ".content[0]" * levels + ".unknown"
 
 
-# What becomes of unknown fields: a log line per client, counts under few labels, refusals.
+# Unknown fields: a log line per client, counts with few labels, refusals.
 
 
 async def check(policy: FieldPolicy, client: str = "a", **body: Any) -> None:

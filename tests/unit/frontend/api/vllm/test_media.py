@@ -9,7 +9,7 @@ from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.api.vllm.messages import generate_request
 from penstock_frontend.call_types import Features, Frame, Frames, MediaPart, MixedPrompt, Url
 
-pb: Any = vllm_engine_pb2  # messages are made of dictionaries here
+pb: Any = vllm_engine_pb2  # messages are built from dictionaries here
 IDS = [1, 9, 9, 9, 2, 9, 9, 3]
 PLACES = [{"offset": 1, "length": 3}, {"offset": 5, "length": 2}]
 

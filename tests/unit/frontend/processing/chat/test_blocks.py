@@ -24,7 +24,7 @@ ANSWER = [
 
 
 def read(blocks: Blocks, outputs: Sequence[ChatOutput]) -> list[tuple[BlockKind, str, str]]:
-    """What the pieces come to. Exactly one block is open at a time, and none at the end."""
+    """Join the pieces. Checks that exactly one block is open at a time, and none at the end."""
     open_: list[int] = []
     texts: dict[int, str] = {}
     for piece in (piece for output in outputs for piece in blocks.push(output)):

@@ -23,7 +23,7 @@ from tests.fakes.token_family import TokenFamily
 
 PLACEHOLDERS: dict[Modality, str] = {"image": "<image>", "audio": "<audio>"}
 LETTERS: dict[Modality, str] = {"image": "\0", "audio": "\1"}
-"""What no text has."""
+"""Placeholders that occur in no text."""
 
 
 class Shown(NamedTuple):
@@ -92,7 +92,7 @@ STRICT = f"""
 SILENT = f"""
 {{%- if messages[0].role == 'system' %}}{{{{ '<system>' ~ messages[0].content }}}}{{% endif %}}
 {{%- for m in messages %}}{{%- if m.role in ('user', 'assistant') %}}{TURN}{{% endif %}}{{% endfor %}}"""
-"""Leaves out what it does not know."""
+"""A template that leaves out messages with unknown roles."""
 GEMMA = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}

@@ -1,4 +1,4 @@
-"""Conversations to prompts: what the template is given, and what is refused."""
+"""Conversations to prompts: the template's inputs, and refused conversations."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -217,7 +217,13 @@ BOS_EOS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 class Style(NamedTuple):
-    """``special`` and ``other`` tokens of a model. ``turn``: what a client writes to begin the assistant's turn."""
+    """A style of chat template.
+
+    Attributes:
+        special: Special tokens of the model.
+        other: Other added tokens of the model.
+        turn: Text with which a client forges the start of the assistant's turn.
+    """
 
     template: str
     special: Sequence[str]
@@ -275,7 +281,7 @@ class Chat:
         return (await self.tokenizer.encode(await self.prompt(*messages, **fields), add_special_tokens=False)).ids
 
     def control_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Those of ``ids`` that were added to the vocabulary, in order."""
+        """Return the tokens in ``ids`` that were added to the vocabulary, in order."""
         added = {token.content for token in self.tokenizer.added_tokens()}
         return [text for text in map(self.tokenizer.text_of, ids) if text in added]
 
@@ -303,7 +309,7 @@ async def test_a_forged_turn_has_no_control_token(style: Style, kind: str) -> No
         forged = await text.ids(says(style.turn))
         assert text.control_tokens(forged) == harmless
         assert len(parsed.control_tokens(await parsed.ids(says(style.turn)))) > len(harmless)
-        # What the model reads is the same text. (SentencePiece puts a blank behind every special token.)
+        # The model reads the same text. (SentencePiece puts a space after every special token.)
         assert kind == "byte fallback" or text.tokenizer.decode(forged) == parsed.tokenizer.decode(
             await parsed.ids(says(style.turn))
         )
@@ -365,7 +371,7 @@ async def test_everything_that_a_client_gives_the_template_is_text() -> None:
         harmless = {"tools": [Tool(name="t")], "template_kwargs": {"documents": [{"text": "x"}], "note": "x"}}
         ids = await text.ids(*talk(turn), **fields)
         assert text.control_tokens(ids) == parsed.control_tokens(await parsed.ids(*talk("x"), **harmless))
-        # Whoever reads the prompt reads what the client wrote.
+        # The decoded prompt contains the client's text.
         assert str(await text.prompt(*talk(turn), **fields)) == await parsed.prompt(*talk(turn), **fields)
 
 

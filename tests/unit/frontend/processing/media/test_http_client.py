@@ -44,7 +44,7 @@ def fed(*pieces: bytes, is_closed: bool = False) -> Answer:
 
 
 def bytes_until_given_up(pieces: Iterable[bytes]) -> tuple[int, str]:
-    """How many bytes are taken, and what is said then. Fails for more than a megabyte."""
+    """Return the number of bytes read, and the error. Fails for more than a megabyte."""
     answer, received = Answer(), 0
     for piece in pieces:
         received += len(piece)
@@ -370,7 +370,7 @@ async def server() -> AsyncIterator[FileServer]:
 
 
 class Names:
-    """A resolver that is asked for names and never for what it has said."""
+    """A resolver that expects names, never the addresses that it returned."""
 
     def __init__(self, *addresses: Sequence[str]) -> None:
         self.asked: list[str] = []

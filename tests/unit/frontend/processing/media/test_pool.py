@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Return whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

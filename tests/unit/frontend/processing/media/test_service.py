@@ -34,7 +34,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class Made:
-    """A service, and what it measures."""
+    """A media service and its metrics."""
 
     def __init__(self, limits: LimitsConfig, fault: str, settings: dict[str, Any]) -> None:
         self.metrics = FrontendMetrics("m")
@@ -350,7 +350,7 @@ def item(size: int = 10) -> ProcessedItem:
 
 
 class Making:
-    """Counts what it makes; waits for ``go`` where ``held``."""
+    """Counts its calls. Waits for ``go`` if ``held`` is set."""
 
     def __init__(self, size: int = 10, *, held: bool = False, error: Exception | None = None) -> None:
         self.count = 0

@@ -13,7 +13,7 @@ LIST = b"LIST" + struct.pack("<I", 4) + b"INFO"
 
 
 def wav(riff: int | None, size: int | None, *, before: bytes = b"", sound: bytes = SAMPLES.tobytes()) -> bytes:
-    """A file of mono samples. ``riff`` and ``size``: those of the header; None: the true ones."""
+    """Return a WAV file of mono samples. ``riff`` and ``size`` are the header's sizes; None means the true ones."""
     form = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, RATE, 2 * RATE, 2, 16)
     body = b"WAVE" + form + before + b"data" + struct.pack("<I", len(sound) if size is None else size) + sound
     return b"RIFF" + struct.pack("<I", len(body) if riff is None else riff) + body

@@ -1,4 +1,4 @@
-"""Frames of several tokens: what a client reads does not depend on how many tokens an engine puts out at once."""
+"""Frames of several tokens: the client's result does not depend on the number of tokens in an engine's frame."""
 
 import time
 from typing import Any, NamedTuple
@@ -23,8 +23,11 @@ PROMPT = [1, 2, 3]
 
 
 class Frame(NamedTuple):
-    """Tokens that an engine puts out at once. ``moves``: the engine is lost behind it. ``repeated``: tokens of the frame before
-    that the engine says again.
+    """Tokens that an engine sends at once.
+
+    Attributes:
+        moves: Whether the engine is lost after the frame.
+        repeated: Number of tokens of the previous frame that the engine sends again.
     """
 
     size: int
@@ -36,7 +39,7 @@ SINGLE = [Frame(1)] * 200
 
 
 class Read(NamedTuple):
-    """All that a client got: its messages, and what they come to."""
+    """A client's result: its messages, and their joined contents."""
 
     messages: list[RequestOutput]
     text: str
@@ -102,7 +105,7 @@ def serve(ids: list[int], frames: list[Frame], params: SamplingParams, reason: F
 
 
 def _taken(collector: OutputCollector) -> RequestOutput:
-    """What is there to take, without a loop: nothing is waited for."""
+    """Take the pending output without an event loop, so nothing can wait."""
     try:
         collector.get().send(None)
     except StopIteration as e:
@@ -259,7 +262,9 @@ class Drafted:
         self.journal.assign(self.entry, "first")
 
     def say(self, text: str, num_drafts: int, so_far: SpecDecodingStats | None = None) -> list[str]:
-        """In columns, or as an output that says ``so_far`` of its attempt's drafts. Returns what is to be aborted."""
+        """Send the text in columns, or as an output with ``so_far`` drafts of its attempt. Returns the requests to
+        abort.
+        """
         tokens, outputs, start = TokenColumns(), [], len(self.entry.token_ids)
         if so_far is None:
             tokens.add(self.entry.number, start, ids_of(text), num_drafts)

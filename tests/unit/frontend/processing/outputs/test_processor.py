@@ -1,4 +1,4 @@
-"""The output processor: ends, errors, and what is aborted."""
+"""The output processor: ends, errors, and aborts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a client sees of an output: withheld, released and cut text, and the tokens with it."""
+"""Text of an output as a client sees it: withheld, released and cut text, with its tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Answers in pieces: what is content, reasoning and calls does not depend on how the text was cut."""
+"""Answers in pieces: content, reasoning and calls do not depend on how the text was cut."""
 
 import importlib.metadata
 import json

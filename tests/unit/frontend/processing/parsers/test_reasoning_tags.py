@@ -1,4 +1,4 @@
-"""What the frontend tells engines of a model's reasoning."""
+"""Facts about a model's reasoning that the frontend sends to engines."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,7 @@
 """Answers in the models' own formats: read whole, and in every way that a stream may cut them.
 
-``tests/fakes/models/transcripts`` has a file for each parser, which follows the conventions of the models' chat templates.
+``tests/fakes/models/transcripts`` has a file for each parser, which follows the conventions of the models' chat
+templates.
 """
 
 import functools
@@ -47,7 +48,7 @@ def make_parser(corpus: dict[str, Any], prompt: str = "", tools: dict[str, Any] 
 
 
 class Read:
-    """What a client has of an answer that came in pieces."""
+    """A client's result of an answer that came in pieces."""
 
     def __init__(self, answer: AnswerParser, pieces: Sequence[str]) -> None:
         self.content = self.reasoning = ""
@@ -77,7 +78,7 @@ class Read:
 
 
 def cuttings(text: str) -> Iterator[list[str]]:
-    """In characters, in pieces of every small size, in two at every place, and in what may be tokens."""
+    """Yield the text in characters, in pieces of every small size, in two at every place, and in likely tokens."""
     for size in range(1, 9):
         yield [text[start : start + size] for start in range(0, len(text), size)]
     for place in range(1, len(text)):

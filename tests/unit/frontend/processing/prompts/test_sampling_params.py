@@ -1,4 +1,4 @@
-"""Sampling parameters: whose default counts, and what is refused."""
+"""Sampling parameters: precedence of defaults, and refused values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The bytes of tokens, also of those that are parts of characters."""
+"""Bytes of tokens, including tokens that are parts of characters."""
 
 from pathlib import Path
 

@@ -31,7 +31,7 @@ def of_library(backend: tokenizers.Tokenizer, ids: list[int]) -> str:
 
 
 class _NoDecode:
-    """A tokenizer whose decoding by the library fails once it was told to."""
+    """A tokenizer whose library decoding fails once ``broken`` is set."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -98,7 +98,7 @@ def with_tokens(backend: tokenizers.Tokenizer, *, lstrip: bool = False) -> token
 
 
 def in_the_vocabulary() -> tokenizers.Tokenizer:
-    """Its own model has the tokens, too, behind which others come."""
+    """Return a tokenizer whose own vocabulary has the media tokens, followed by other tokens."""
     backend = small_tokenizers.byte_level()
     described = json.loads(backend.to_str())
     vocabulary = described["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Leases, pulls and loads keep to their rules in every order of events, and what is broken on purpose is found."""
+"""Leases, pulls and loads keep their invariants in every order of events, and deliberate defects are found."""
 
 import pytest
 

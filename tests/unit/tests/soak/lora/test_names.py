@@ -1,4 +1,4 @@
-"""What a name may mean while somebody changes it."""
+"""Adapters that a name may mean while it is being changed."""
 
 from tests.soak.lora.names import Names
 

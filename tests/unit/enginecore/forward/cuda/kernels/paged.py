@@ -1,4 +1,6 @@
-"""Steps of the backends' tests, with their cache in the kernels' layout: what nobody has written is NaN, the null block too."""
+"""Steps of the backends' tests, with their cache in the kernels' layout: unwritten slots are NaN, also in the null
+block.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +27,9 @@ class Paged:
 
     @classmethod
     def of(cls, step: Step, requests: int = 0, blocks: int = 0, spare: int = 0) -> "Paged":
-        """Padded to ``requests`` and ``blocks`` of a block table; padding of the table names a block nobody has (``spare``)."""
+        """Build the inputs, padded to ``requests`` rows and ``blocks`` columns of the block table. Padding names the
+        unused block ``spare``.
+        """
         metadata = step.metadata
         count, width = metadata.block_table.shape
         table = torch.full((max(requests, count), max(blocks, width)), spare, dtype=torch.int32)
@@ -65,7 +69,7 @@ class Paged:
 
 
 def expected(step: Step, params: AttentionParams) -> torch.Tensor:
-    """What the reference computes."""
+    """Return the result of the reference."""
     return ReferenceAttention().attend(
         step.query, step.key, step.value, step.cache, StepPlan(step.metadata, CPU), params
     )

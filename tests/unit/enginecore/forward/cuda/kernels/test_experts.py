@@ -53,7 +53,7 @@ KINDS: list[Make] = [by_blocks, by_row, of_4_bits, of_4_bit_floats]
 def check(
     make: Make, counts: list[int], rest: int, sizes: tuple[int, int], dtype: torch.dtype, *, biased: bool
 ) -> None:
-    """Of experts that have ``counts`` rows; ``rest``: rows of nobody."""
+    """Check the product of experts with ``counts`` rows each. The last ``rest`` rows belong to no expert."""
     (out_features, in_features), total = sizes, sum(counts)
     weight, random = make(len(counts), out_features, in_features), generator(total, out_features)
     x = torch.randn(total + rest, in_features, generator=random).to(dtype)

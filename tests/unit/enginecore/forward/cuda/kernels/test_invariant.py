@@ -79,7 +79,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def grouped(x: torch.Tensor) -> torch.Tensor:
-    """Two experts; the row that is looked at is the second one's, behind the others in it, or before them."""
+    """Run two experts. The checked row belongs to the second one, after or before its other rows."""
     out = x.new_empty(len(x), OUT)
     ends = torch.tensor([len(x) // 3, len(x)], dtype=torch.int32)
     weight = numbers(1, OUT, x.shape[1], dtype=x.dtype).expand(2, -1, -1).contiguous()

@@ -122,7 +122,7 @@ def without_what_turns(real: Any) -> Any:
 
 
 def all_visible(real: Any) -> Any:
-    """Only what is not there at all is masked."""
+    """Return the function with a fault: it masks only missing keys."""
     return lambda weighed, *rest: real(latent_attention.tl.where(weighed > float("-inf"), weighed, 0.0), *rest)
 
 

@@ -18,7 +18,7 @@ BLOCK_SIZE, BLOCKS = 16, 3
 def drawn(
     tokens: int, rank: int, latent: int, half: int, dtype: torch.dtype, *, biased: bool, low: bool
 ) -> dict[str, Any]:
-    """Arguments of ``latent_prologue``: the last token is padding. What nobody has written is NaN."""
+    """Return arguments of ``latent_prologue``. The last token is padding, and unwritten slots are NaN."""
     generator = torch.Generator().manual_seed(tokens + rank + latent)
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 
 NAN = float("nan")
 Run = Callable[[Any], torch.Tensor]
-"""What a kernel of a module writes: its output and what lies behind it, which stays NaN."""
+"""Runs a module's kernel. Returns its output and the memory after it, which must stay NaN."""
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ def norm(module: Any) -> torch.Tensor:
 
 def activation(module: Any) -> torch.Tensor:
     out = torch.full((4, 40), NAN)
-    gate_up = random(4, 80)[:3]  # what a fault reads too much stands behind the rest
+    gate_up = random(4, 80)[:3]  # reads out of bounds by a fault get the numbers after these rows
     (module.gated if module else TorchKernels().gated)(gate_up, "silu", out[:3])
     return out
 
@@ -84,7 +84,9 @@ def written(module: Any) -> torch.Tensor:
 
 
 def before_attention(module: Any) -> torch.Tensor:
-    """Six heads, so that the last program of them is not full. What a fault reads or writes too much stands behind the rest."""
+    """Run with six heads, so that the kernel's last program is not full. Out-of-bounds accesses hit memory after the
+    rows.
+    """
     caches, query = torch.full((2, 5, 2, 16, 24), NAN), torch.full((4, 6, 24), NAN)
     norms = tuple(Norm(torch.nn.Parameter(random(24, seed=i)), 1e-2, 0.0) for i in range(2))
     rotary = RotaryTable(random(8, 10), random(8, 10, seed=1))
@@ -160,7 +162,7 @@ def load(folder: Path, source: str) -> Any:
 
 
 def differs(run: Run, module: Any) -> bool:
-    """Whether what the kernel writes is not what it must."""
+    """Return whether the kernel's output is wrong."""
     with torch.inference_mode():
         return not torch.allclose(run(module), run(None), rtol=1e-3, atol=1e-4, equal_nan=True)
 

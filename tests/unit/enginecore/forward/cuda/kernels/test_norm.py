@@ -19,7 +19,7 @@ def expected(x: torch.Tensor, weight: Norm) -> torch.Tensor:
 def check(tokens: int, width: int, dtype: torch.dtype, offset: float, *, adds: bool) -> None:
     generator = torch.Generator().manual_seed(tokens * width)
     x, residual = (3 * torch.randn(2, tokens, width, generator=generator)).to(dtype).unbind()
-    # What is not the row's own would spoil its sum.
+    # Numbers outside the row are NaN, so reading them would spoil the row's sum.
     memory = torch.full((3, tokens + 1, width), torch.nan, dtype=dtype)
     memory[0, :tokens], memory[1, :tokens] = x, residual
     x_seen, residual_seen, out = memory[:, :tokens].unbind()

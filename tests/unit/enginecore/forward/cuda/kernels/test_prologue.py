@@ -1,4 +1,4 @@
-"""The prologue of attention against the same in plain torch, and against what fp8 caches must hold."""
+"""The prologue of attention, compared with plain torch and with the expected contents of fp8 caches."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ sample = interpreted("sample")
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
-# The interpreter computes by numpy, which tells of infinities and of what becomes no number.
+# The interpreter computes with numpy, which warns of infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow) encountered")
 
 
@@ -124,7 +124,7 @@ def test_draws_are_the_cpus(temperature: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_draws_from_a_large_vocabulary_end_beside_their_number(dtype: torch.dtype) -> None:
-    """Where rounding decides the CPU's may be another token; none is further than that from the exact boundaries."""
+    """Rounding may make the CPU choose another token. No draw is further than that from the exact boundaries."""
     rows, vocab = 8, 50257
     logits = random_logits(rows, vocab, spread=1.0).to(dtype)
     settings = Settings.of(rows, seed=5)

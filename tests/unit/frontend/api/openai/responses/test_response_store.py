@@ -1,4 +1,4 @@
-"""The store of responses: what it holds, and what goes first."""
+"""The store of responses: stored responses, and the order of eviction."""
 
 import msgspec
 import pytest

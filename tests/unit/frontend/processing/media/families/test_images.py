@@ -144,7 +144,7 @@ def test_tensors_are_those_of_the_pillow_backend(model: Model) -> None:
             kwargs["patch_size"] = model.theirs.patch_size * model.theirs.spatial_merge_size
         theirs = model.theirs.image_processor(images=[image], **kwargs)
         data = {**item.data, **model.family.replacements([item])[0].data}
-        data.pop("pixel_values_of_square", None)  # which takes the place of others, beside them
+        data.pop("pixel_values_of_square", None)  # replaces other tensors, which are present as well
         assert set(data) == set(theirs) - {"num_crops", "num_patches"}  # which are for the processor alone
         for name, tensor in data.items():
             assert np.array_equal(to_array(tensor), np.asarray(theirs[name])), (name, image.size)
@@ -180,7 +180,7 @@ def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
     data = {**item.data, **model.family.replacements([item])[0].data}
     if data.pop("pixel_values_of_square", None) is not None:
         item = msgspec.structs.replace(item, data=data)
-    if model.name in ("idefics3", "smolvlm"):  # what its tensors do not show
+    if model.name in ("idefics3", "smolvlm"):  # facts that its tensors do not show
         data |= {
             name: TensorData("int64", (1, 1), number.to_bytes(8, "little"))
             for name, number in zip(("rows", "cols"), item.layout, strict=True)

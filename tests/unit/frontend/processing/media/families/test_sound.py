@@ -101,7 +101,7 @@ async def test_qwen2_audio_is_as_transformers_has_it(qwen2_audio: Path, make_inp
 async def test_voxtral_is_as_transformers_has_it(voxtral: Path, make_inputs: Any) -> None:
     inputs, family = make_inputs(voxtral)
     extractor: Any = WhisperFeatureExtractor
-    # Its processor wants a tokenizer of another package: what it does with sound is asked of it alone.
+    # Its processor needs a tokenizer from another package, so only its audio methods are called.
     theirs: Any = object.__new__(VoxtralProcessor)
     theirs.feature_extractor = extractor.from_pretrained(voxtral)
     for seconds in (0.3, 29.99, 30.0, 30.01):

@@ -1,4 +1,4 @@
-"""The matrix sees what it is there to see: tokens lost, repeated and changed, ends that lack or come twice."""
+"""The failure matrix detects lost, repeated and changed tokens, and missing or repeated ends."""
 
 import itertools
 from collections.abc import Sequence
