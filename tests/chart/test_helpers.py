@@ -121,7 +121,7 @@ def test_the_chart_leaves_out_of_the_checksum_what_the_services_read_anew():
 
 
 @pytest.mark.parametrize("component", SERVICES)
-def test_the_config_is_mounted_as_a_directory_which_alone_the_kubelet_keeps_up_to_date(component: str):
+def test_the_config_is_mounted_as_a_directory_so_that_the_kubelet_updates_it(component: str):
     mount = release(HUB).mounts(component)["/etc/penstock"]
     assert "subPath" not in mount
     assert release(HUB).one("ConfigMap", component).get("immutable") is None

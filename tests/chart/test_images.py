@@ -121,7 +121,7 @@ def test_an_image_holds_its_own_service_and_what_that_depends_on(service: str):
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_an_image_begins_from_the_same_base_and_takes_its_environment_from_its_own_build(service: str):
+def test_images_share_a_base_and_take_the_environment_from_their_own_build(service: str):
     assert in_image(service) == ["runtime", service]
     copies = [rest for name, rest in stages()[service].instructions if name == "COPY" and rest.startswith("--from")]
     kernels = ["--from=kernels /opt/penstock/kernels /opt/penstock/kernels"]  # that its own environment has compiled
@@ -153,7 +153,7 @@ def test_the_services_environment_has_no_pip(service: str):
     assert "/usr/local/bin/pip*" in base
 
 
-def test_builders_that_go_through_every_stage_before_the_target_build_torch_for_the_engine_alone():
+def test_builders_of_all_stages_before_the_target_build_torch_only_for_the_engine():
     names = [name for name in stages() if name]
     assert names.index("frontend") < names.index("torch")
     assert names.index("coordinator") < names.index("torch")
@@ -266,7 +266,7 @@ def test_make_images_passes_on_what_is_set_and_says_where_the_images_come_from()
     assert re.search(r"--label org\.opencontainers\.image\.revision=[0-9a-f]{40}(-dirty)? ", said)
 
 
-def test_every_stage_that_installs_debian_packages_takes_a_mirror_and_leaves_none_in_an_image():
+def test_stages_with_debian_packages_accept_a_mirror_and_leave_none_in_an_image():
     found = 0
     for name, stage in stages().items():
         for word, rest in stage.instructions:

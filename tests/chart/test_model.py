@@ -191,7 +191,7 @@ def test_a_source_without_its_model_is_refused(settings: tuple[str, ...], messag
         release(HUB, *settings, kube_version="1.36")
 
 
-def test_downloads_go_by_the_proxy_and_the_mirror_and_traffic_in_the_cluster_does_not():
+def test_only_downloads_use_the_proxy_and_the_mirror():
     rendered = release(AUTOSCALED)
     for service in ("frontend", "enginecore"):
         env = rendered.env(service)

@@ -45,7 +45,7 @@ def test_the_libraries_go_into_a_wheel_for_this_platform_and_any_python(hook: An
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_that_works_the_package_is_built_without_kernels_and_says_so(
+def test_without_a_working_compiler_the_build_has_no_kernels_and_says_so(
     hook: Any, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)

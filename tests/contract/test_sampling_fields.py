@@ -84,7 +84,7 @@ def request_with(name: str) -> EngineCoreRequest:
     return EngineCoreRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=params_with(name))
 
 
-def test_the_contract_the_struct_its_docstring_and_this_test_have_the_same_parameters() -> None:
+def test_contract_struct_docstring_and_this_test_have_the_same_parameters() -> None:
     documented = set(re.findall(r"^ {8}(\w+): ", SamplingParams.__doc__ or "", re.MULTILINE))
     for known in (VALUES.keys(), {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}, documented):
         assert set(known) == set(FIELDS)

@@ -67,7 +67,7 @@ def test_each_name_is_another_model_and_the_base_stays_as_it_is(server: Server) 
     assert models["json"].model_extra == models["json"].model_extra | {"parent": "penstock-tiny"}
 
 
-def test_an_adapter_that_lies_in_the_directory_gets_a_name_and_one_that_is_gone_has_none(server: Server) -> None:
+def test_an_adapter_in_the_directory_has_a_name_and_a_removed_one_has_none(server: Server) -> None:
     with pytest.raises(NotFoundError, match="pirate"):
         server.answer("pirate")
     shutil.copytree(DEMO / "penstock-tiny-pirate", server.folder / "pirate")

@@ -52,7 +52,7 @@ async def test_no_request_fails_while_the_coordinator_is_away(pair: Cluster, kno
     assert during > 0
 
 
-async def test_a_killed_frontend_disturbs_no_stream_of_the_other_and_its_requests_leave_the_engines(
+async def test_a_killed_frontend_disturbs_no_other_stream_and_its_requests_are_aborted(
     pair: Cluster, known: Known
 ) -> None:
     result = await outages.frontend_killed(pair, known, streams=STREAMS, log=print)

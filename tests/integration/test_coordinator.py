@@ -116,7 +116,7 @@ async def test_an_idle_engine_keeps_its_lease():
                 session.cancel()
 
 
-async def test_a_broken_stream_leaves_the_engine_in_the_view_and_a_reconnect_keeps_its_index():
+async def test_after_a_broken_stream_the_engine_stays_in_the_view_with_its_index():
     async with running() as coordinator, connected(address_of(coordinator)) as stub:
         frontend = Frontend(address_of(coordinator))
         async with alive(frontend):
@@ -243,7 +243,7 @@ async def test_no_view_is_sent_in_the_grace_after_a_start_but_get_cluster_answer
             assert frontend.views == []
 
 
-async def test_an_engine_and_a_frontend_that_start_first_connect_when_the_coordinator_comes():
+async def test_engines_and_frontends_started_first_connect_once_the_coordinator_starts():
     async with running() as gone:
         address, port = address_of(gone), gone.port
     engine, frontend = Engine(address), Frontend(address)
@@ -397,7 +397,7 @@ async def test_a_drain_command_reaches_the_engine():
         [pb.EngineCommand(registered=pb.Registered())],
     ],
 )
-async def test_an_engine_ends_a_session_that_asks_for_what_it_does_not_serve_and_tries_again(answers):
+async def test_an_engine_ends_a_session_with_unsupported_commands_and_reconnects(answers):
     async with scripted(*answers) as (coordinator, address), alive(Engine(address)) as (engine,):
         await eventually(lambda: coordinator.num_sessions >= 3)
         assert engine.commands == []

@@ -125,7 +125,7 @@ async def test_a_restarted_coordinator_tells_nothing_until_it_knows_the_cluster(
             assert len((await keda.stub.GetMetricSpec(keda.ref)).metricSpecs) == 2
 
 
-async def test_an_engine_of_a_release_that_tells_no_slots_makes_the_load_unavailable_and_not_zero() -> None:
+async def test_an_old_engine_that_reports_no_slots_makes_the_load_unavailable_not_zero() -> None:
     async with running() as coordinator, scaler(address_of(coordinator)) as keda:
         old = Engine(address_of(coordinator), max_num_seqs=0)
         async with alive(old):

@@ -272,7 +272,7 @@ async def test_a_flooding_tenant_is_refused_and_another_one_is_served_every_time
         await asyncio.gather(*flood, return_exceptions=True)
 
 
-async def test_requests_of_one_tenant_that_wait_for_an_engine_leave_room_for_those_of_another(model: Path) -> None:
+async def test_waiting_requests_of_one_tenant_leave_room_for_another_tenant(model: Path) -> None:
     async with FrontendServer(model, engines=["127.0.0.1:1"], max_held_requests=2) as frontend:
         engines = frontend.frontend._engines
         waiting = []

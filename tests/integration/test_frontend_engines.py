@@ -417,7 +417,7 @@ async def test_a_wedged_engine_loses_its_requests_and_gets_no_more_until_it_step
     assert "has not finished a step for 11.0 s" in capsys.readouterr().out
 
 
-async def test_an_engine_with_an_old_step_that_does_not_say_it_is_wedged_keeps_its_requests(model: Path) -> None:
+async def test_an_engine_with_a_slow_step_keeps_its_requests_unless_it_reports_wedged(model: Path) -> None:
     engine = FakeEngine("a", vocab_size=VOCAB, manual=True)
     detection = DetectionConfig(silence=0.05, probe_timeout=5.0)
     async with engine, FrontendServer(model, engines=[engine.address], detection=detection) as frontend:
@@ -429,7 +429,7 @@ async def test_an_engine_with_an_old_step_that_does_not_say_it_is_wedged_keeps_i
     assert len(engine.requests) == 1
 
 
-async def test_an_engine_that_says_it_is_wedged_gets_nothing_new_from_a_frontend_that_has_nothing_on_it(
+async def test_an_idle_frontend_sends_no_requests_to_a_wedged_engine(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:
     a, b = engines

@@ -46,7 +46,7 @@ async def test_entries_have_their_text(frontend: FrontendServer, engine: FakeEng
     assert "".join(outputs[0].logprobs.tokens) == outputs[0].text == "the fox"
 
 
-async def test_the_prompts_log_probabilities_come_once_with_the_first_message_of_the_first_sequence(
+async def test_prompt_log_probabilities_come_once_in_the_first_sequences_first_message(
     frontend: FrontendServer,
 ) -> None:
     prompt = [5, 6, 7]

@@ -60,7 +60,7 @@ async def test_the_sequences_of_a_request_run_on_one_engine(model: Path) -> None
         assert len(a.requests) + len(b.requests) == 20
 
 
-async def test_engines_see_one_sequence_per_request_and_one_asks_for_the_prompts_log_probabilities(
+async def test_engines_get_single_sequences_and_only_one_scores_the_prompt(
     frontend: FrontendServer, engine: FakeEngine
 ) -> None:
     await frontend.outputs("abc", n=3, seed=1, max_tokens=1, prompt_logprobs=1, request_id="mine")

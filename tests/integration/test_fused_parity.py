@@ -61,7 +61,7 @@ def computing(engine: EngineCore) -> str:
 
 
 @pytest.mark.parametrize("architecture", FUSED_FAMILIES)
-def test_every_family_gives_the_same_tokens_in_a_ragged_batch_in_chunks_and_on_prefix_hits(
+def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hits(
     architecture: str, tmp_path: Path
 ) -> None:
     expected = expected_tokens(architecture, tmp_path)

@@ -107,7 +107,7 @@ def sampled(engine: EngineCore, names: list[str]) -> dict[str, int]:
     return {"samples": len(requests), "stop": len(ended)}
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_at_its_place_in_the_clients_document() -> None:
+def test_an_unenforceable_schema_is_refused_at_its_place_in_the_document() -> None:
     told = {}
     for name, schema in SCHEMAS.items():
         try:

@@ -122,7 +122,7 @@ def test_weights_that_cannot_be_read_again_sleep_on_until_they_can(tmp_path: Pat
     engine.shutdown()
 
 
-def test_where_addresses_cannot_be_kept_the_log_says_why_and_an_engine_sleeps_all_the_same(
+def test_without_kept_addresses_an_engine_still_sleeps_and_logs_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)

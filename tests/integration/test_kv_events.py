@@ -232,7 +232,7 @@ async def test_engines_that_tell_nothing_are_named_as_the_reason(frontend: Front
     assert "cache.enable_kv_events" in error.message
 
 
-async def test_without_an_engine_a_subscription_is_unavailable_rather_than_refused_for_good(model: Path) -> None:
+async def test_without_an_engine_a_subscription_is_unavailable_not_refused(model: Path) -> None:
     async with FrontendServer(model, engines=["127.0.0.1:1"]) as frontend:
         error = await failure(VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
     assert isinstance(error, Unavailable)

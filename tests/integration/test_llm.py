@@ -216,7 +216,7 @@ def test_prompts_that_fail_leave_the_others_when_errors_are_returned(llm: LLM) -
         llm.generate("a", errors="skip")  # type: ignore[arg-type]
 
 
-def test_results_come_as_they_end_or_in_order_and_prompts_are_read_no_further_than_needed(llm: LLM) -> None:
+def test_results_come_as_they_end_or_in_order_and_prompts_are_read_lazily(llm: LLM) -> None:
     read = []
 
     def prompts() -> Iterator[list[int]]:

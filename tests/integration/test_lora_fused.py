@@ -84,7 +84,7 @@ def engine_of(adapted: Adapted, monkeypatch: pytest.MonkeyPatch, max_loras: int 
     return engine
 
 
-def test_requests_of_several_adapters_and_of_none_get_peft_s_tokens_from_replayed_steps(
+def test_replayed_steps_with_several_adapters_and_none_give_pefts_tokens(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(adapted, monkeypatch)

@@ -213,7 +213,7 @@ def _expect(found: list[int], expected: list[int]) -> None:
     assert found == expected
 
 
-def test_several_sampled_answers_to_a_prompt_have_the_probabilities_that_peft_gives_them(trained: Trained) -> None:
+def test_several_sampled_answers_to_a_prompt_have_pefts_probabilities(trained: Trained) -> None:
     said: set[tuple[int, ...]] = set()
 
     def check(name: str, prompt: list[int], completion: Any) -> None:

@@ -142,7 +142,7 @@ def test_operators_reach_the_worker(engine: EngineCore) -> None:
         assert list(run(engine, f"woken{level}-").tokens.values()) == list(expected.values())
 
 
-def test_what_keeps_a_worker_from_starting_is_raised_in_the_engine_and_leaves_no_process(path: Path) -> None:
+def test_a_workers_start_error_is_raised_in_the_engine_and_leaves_no_process(path: Path) -> None:
     before = children()
     with pytest.raises(ConfigError, match="'nothing'"):
         build_engine(path, model={"attention_backend": "nothing"}, executor={"kind": "multiproc"})

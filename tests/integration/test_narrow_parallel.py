@@ -54,9 +54,7 @@ def test_workers_that_share_a_bfloat16_checkpoint_give_the_tokens_of_float32(
 
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
-def test_ranks_that_share_experts_of_a_bfloat16_checkpoint_give_the_tokens_of_float32(
-    dispatch: str, tmp_path: Path
-) -> None:
+def test_ranks_sharing_experts_of_a_bfloat16_checkpoint_give_float32_tokens(dispatch: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     expected = expected_tokens(save_narrow_model("qwen3_moe", tmp_path, **changes("qwen3_moe")))
     ranks = ExpertRanks(tmp_path, 2, dispatch=dispatch, cache=CACHE)

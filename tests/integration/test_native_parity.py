@@ -62,7 +62,7 @@ def computing(engine: EngineCore) -> str:
 
 
 @pytest.mark.parametrize("architecture", QUICK_ARCHITECTURES)
-def test_every_family_gives_the_same_tokens_in_a_ragged_batch_in_chunks_and_on_prefix_hits(
+def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hits(
     architecture: str, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
@@ -170,7 +170,7 @@ def test_an_attention_bias_is_added(tmp_path: Path) -> None:
         ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is not a multiple of 16"),
     ],
 )
-def test_what_the_decoder_does_not_compute_runs_module_by_module_and_the_log_says_why(
+def test_unsupported_layers_run_by_modules_and_the_log_gives_the_reason(
     changes: dict[str, Any], cache: dict[str, int], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
@@ -196,7 +196,7 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_mixture_whose_decoder_is_refuted_is_read_again_and_computes_module_by_module(
+def test_a_mixture_with_a_wrong_decoder_is_loaded_again_and_runs_by_modules(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
@@ -359,7 +359,7 @@ def test_a_matrix_unit_gives_the_tokens_of_float32(
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16"])
-def test_bfloat16_by_name_rounds_inputs_and_is_nearer_to_float32_than_transformers_in_bfloat16(
+def test_bfloat16_rounds_inputs_and_is_closer_to_float32_than_transformers(
     isa: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -459,7 +459,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "olmo2", "qwen3_moe", "qwen2_moe"])
-def test_the_last_layer_computes_no_more_than_the_logits_need_and_those_to_the_last_bit(
+def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts in chunks beside decoding requests."""

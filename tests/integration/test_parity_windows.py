@@ -104,7 +104,7 @@ def test_prefix_hits_far_beyond_the_window_give_the_same_tokens(case: Case, back
     assert run.stats.prefix_cache_hits - before > sum(PROMPT_LENGTHS)
 
 
-def test_preempted_requests_give_the_same_tokens_in_a_pool_that_full_allocation_would_not_do_with(case: Case) -> None:
+def test_preempted_requests_give_the_same_tokens_in_a_small_pool(case: Case) -> None:
     engine = _engine(case, scheduler={"max_num_batched_tokens": 16})
     groups = engine.kv_cache_config.groups
     longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // BLOCK_SIZE)

@@ -144,7 +144,7 @@ def test_a_token_classifier_gives_probabilities_per_token(family: str, tmp_path:
     assert_close(pool(build_engine(tmp_path), PROMPTS, TOKEN_CLASSIFY), expected)
 
 
-def test_a_decoders_classifier_reads_the_last_token_that_is_not_padding_even_in_chunks(tmp_path: Path) -> None:
+def test_a_decoders_classifier_reads_the_last_unpadded_token_even_in_chunks(tmp_path: Path) -> None:
     model = save_pooling_model("llama", tmp_path, head="ForSequenceClassification", num_labels=3)
     prompt = [*PROMPTS[2], 0, 0, 0]
     with torch.inference_mode():

@@ -168,7 +168,7 @@ async def test_an_engine_of_the_first_revision_gets_no_numbers_and_is_understood
     assert [token for o in outputs for token in o.token_ids] == [token_at(7, i, vocab_size=VOCAB) for i in range(20)]
 
 
-async def test_columns_that_do_not_fit_together_take_the_engine_down_and_its_requests_elsewhere(model: Path) -> None:
+async def test_inconsistent_columns_end_the_session_and_move_its_requests(model: Path) -> None:
     async with (
         FakeEngine("a", vocab_size=VOCAB, manual=True) as a,
         FakeEngine("b", vocab_size=VOCAB, manual=True) as b,

@@ -52,7 +52,7 @@ async def test_a_frontend_of_the_last_release_gets_whole_views():
         old.cancel()
 
 
-async def test_a_frontend_that_understands_deltas_gets_the_first_view_whole_and_then_deltas():
+async def test_a_frontend_that_supports_deltas_gets_a_whole_view_and_then_deltas():
     async with running() as coordinator, connected(address_of(coordinator)) as stub, asyncio.timeout(TIMEOUT):
         async with alive(Engine(address_of(coordinator))) as (engine,):
             await eventually(lambda: engine.client.connected)

@@ -111,9 +111,7 @@ async def test_prompt_log_probabilities_come_once_with_a_first_position_without_
     assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [0], [0]]
 
 
-async def test_a_stop_string_is_named_and_all_tokens_up_to_its_last_are_sent_whatever_is_to_be_shown(
-    model: Path,
-) -> None:
+async def test_a_stop_string_is_named_and_all_tokens_up_to_its_end_are_sent(model: Path) -> None:
     script = [LETTERS[c] for c in "abcde"]
     engine = FakeEngine(vocab_size=VOCAB, script=lambda _: script)
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
@@ -295,7 +293,7 @@ async def test_abort_reaches_the_callers_own_requests_alone(manual: FakeEngine, 
         assert (await collect(native))[-1].finish_reason == FINISH_REASON_LENGTH
 
 
-async def test_an_id_by_which_a_running_request_can_be_aborted_is_refused_and_free_again_afterwards(
+async def test_the_id_of_a_running_request_is_refused_until_the_request_has_ended(
     manual: FakeEngine, model: Path
 ) -> None:
     async with FrontendServer(model, engines=[manual.address]) as frontend:

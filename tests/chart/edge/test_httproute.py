@@ -22,7 +22,7 @@ def test_calls_of_its_hosts_go_to_the_service():
     assert rule["filters"][0]["requestHeaderModifier"] == {"remove": ["x-penstock-tenant"]}
 
 
-def test_metrics_and_the_state_of_engines_stay_inside_unless_the_matches_say_otherwise():
+def test_metrics_and_engine_states_stay_internal_unless_matches_expose_them():
     (rule,) = release(HUB, *ON).one("HTTPRoute", "frontend")["spec"]["rules"]
     assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
     (rule,) = release(HUB, *ON, "frontend.httpRoute.matches[0].path.value=/").one("HTTPRoute", "frontend")["spec"][

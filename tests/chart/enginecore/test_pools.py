@@ -73,7 +73,7 @@ def test_a_config_of_one_pool_replaces_no_engine_of_another():
     assert [before != after for before, after in zip(*checksums, strict=True)] == [False, False, True]
 
 
-def test_a_release_without_pools_keeps_the_name_and_the_selector_that_it_had_before_there_were_any():
+def test_a_release_without_pools_keeps_the_name_and_the_selector_of_older_charts():
     for name in (HUB, POOLS):
         deployment = release(name).one("Deployment", "enginecore")
         assert deployment["metadata"]["name"] == "demo-penstock-enginecore"

@@ -82,7 +82,7 @@ def test_engines_are_reached_by_frontends_and_what_reads_their_metrics():
     }
 
 
-def test_the_coordinator_is_reached_by_engines_and_frontends_and_what_reads_its_metrics():
+def test_the_coordinator_is_reachable_for_engines_frontends_and_metrics_scrapers():
     assert rules(release(HUB, ON), "coordinator", "ingress") == {
         (50050,): [pods("frontend"), pods("enginecore")],
         (9100,): [namespace("monitoring")],
@@ -208,7 +208,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return among and selector["matchLabels"].items() <= labels.items()
 
 
-def test_the_pods_of_a_pools_engines_reach_each_other_on_every_port_and_no_other_pod_does():
+def test_only_pods_of_a_pools_engines_reach_each_other_on_every_port():
     rendered = release(MULTINODE)
     (policy,) = policies_of(rendered, f"enginecore-wide{WORKER}")
     assert policy in policies_of(rendered, "enginecore-wide")

@@ -80,7 +80,7 @@ def test_sizes_are_shared_like_counts() -> None:
     assert not room.takes_size("b", 1.0, 101, 1000), "the reserve is a tenth"
 
 
-def test_limit_and_reserve_together_are_never_exceeded_and_nothing_is_kept_of_tenants_that_left() -> None:
+def test_limit_and_reserve_are_never_exceeded_and_idle_tenants_are_forgotten() -> None:
     chance, room = random.Random(7), TenantRoom()
     inside: list[tuple[str, int]] = []
     for _ in range(5000):
@@ -98,7 +98,7 @@ def test_limit_and_reserve_together_are_never_exceeded_and_nothing_is_kept_of_te
     assert (len(room), room.count, room.size) == (0, 0, 0)
 
 
-def test_it_is_full_at_the_limit_or_at_the_end_of_the_reserve_where_tenants_are_named() -> None:
+def test_it_is_full_at_the_limit_or_with_named_tenants_at_the_end_of_the_reserve() -> None:
     room = TenantRoom()
     fill(room, "", 10)
     assert room.full(10)

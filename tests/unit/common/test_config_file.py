@@ -105,7 +105,7 @@ async def test_without_a_file_there_is_nothing_to_follow() -> None:
     await config_file.follow(lambda config: None)
 
 
-async def test_what_goes_wrong_while_it_is_applied_ends_neither_the_service_nor_the_following(
+async def test_an_error_while_applying_ends_neither_the_service_nor_the_watch(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_INTERVAL", 0.01)

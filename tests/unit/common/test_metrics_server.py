@@ -81,7 +81,7 @@ def test_scrapers_and_people_read_metrics(port: int, headers: dict[str, str]) ->
     assert "answered_total" in body
 
 
-def test_a_listener_for_other_machines_is_scraped_by_any_address_unless_hosts_are_listed() -> None:
+def test_an_external_listener_accepts_any_host_header_unless_hosts_are_listed() -> None:
     with serving(host="0.0.0.0") as port:
         assert status(port, Host="10.1.2.3:9090")[0] == 200
         assert status(port, Origin="https://evil.example", Host="10.1.2.3")[0] == 403

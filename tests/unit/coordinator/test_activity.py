@@ -25,7 +25,7 @@ def test_a_pool_stays_in_use_for_a_time_behind_its_last_request():
     assert activity.active_for("p", 0.0, 60.0) == 0.0
 
 
-def test_engines_that_were_there_before_the_coordinator_may_have_been_busy_a_moment_ago():
+def test_engines_older_than_the_coordinator_count_as_recently_busy():
     activity = Activity()
     activity.take({"p": IDLE, "zero": ZERO}, 100.0)
     activity.take({"p": IDLE, "zero": ZERO}, 105.0)

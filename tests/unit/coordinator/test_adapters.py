@@ -84,7 +84,7 @@ def test_a_model_without_names_is_forgotten_with_its_last_frontend():
     assert len(adapters) == 0
 
 
-def test_more_names_than_a_model_may_have_are_refused_by_name_and_an_unload_makes_room():
+def test_too_many_names_of_a_model_are_refused_until_one_is_unloaded():
     adapters = Adapters(LoraNamesConfig(max_registered=2))
     woken = []
     link, other = adapters.connect("m", lambda: woken.append(1)), adapters.connect("m", nothing)
@@ -130,7 +130,7 @@ def test_models_without_frontends_make_room_for_one_that_has_some_the_oldest_fir
     assert late.take_refused()[0].reason == "2 models have adapter names; lora.max_models is 2"
 
 
-def test_names_that_change_all_the_time_take_no_more_than_the_bound_and_the_newest_has_room():
+def test_ever_changing_names_stay_within_the_bound_and_the_newest_is_kept():
     adapters = Adapters(LoraNamesConfig(max_model_bytes=100_000))
     link, other = adapters.connect("m", nothing), adapters.connect("m", nothing)
     for version in range(1, 5000, 2):

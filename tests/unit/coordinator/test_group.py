@@ -118,7 +118,7 @@ def test_who_cannot_be_in_a_group_is_replaced_where_the_others_are_too_few():
     assert set(named(sent)) == set("abc")
 
 
-def test_a_group_that_would_be_too_small_without_who_cannot_be_in_it_stands_still_and_is_tried_again():
+def test_a_group_below_its_minimum_size_pauses_and_is_formed_again():
     machine = msgspec.structs.replace(SERVING, min_size=2, opened=frozenset("a"), known=frozenset("ab"))
     assert machine.prepare_failed(PrepareFailed("b", 5)) == (machine, ())
     for _ in range(2):  # reports of the other members, twice
@@ -161,7 +161,7 @@ def test_a_group_with_too_few_ranks_waits_for_another():
     assert machine.group == RankGroup(6, ("a", "d"))
 
 
-def test_a_restarted_coordinator_takes_the_newest_group_and_decides_nothing_for_one_lease():
+def test_a_restarted_coordinator_adopts_the_newest_group_and_waits_one_lease():
     machine = GroupMachine(size=2, floor=100)
     machine, sent = machine.report(report("a", TWO, wave=8))
     assert (machine.group, machine.waves.wave, sent) == (TWO, 8, ())

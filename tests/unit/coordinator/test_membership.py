@@ -188,7 +188,7 @@ def test_a_restart_at_the_same_address_need_not_wait(membership):
     assert membership.register(2, engine(incarnation="two"), 0.5) == [MemberChanged("engine-0", 0, Change.REPLACED)]
 
 
-def test_the_adapters_that_an_engine_holds_stay_until_it_tells_of_others_or_starts_again(membership):
+def test_an_engines_adapters_stay_until_its_next_report_or_restart(membership):
     held = LoraHeld(version=1, held=(7,))
     membership.register(1, engine("a"), 0.0)
     membership.report(1, SchedulerStats(lora=LoraStats(held=held), step_counter=1), 0.1)

@@ -50,7 +50,7 @@ def test_a_pool_that_was_there_once_stays(signals):
     assert signals.active_for("extra", 10.0, 2.0) == 9.0
 
 
-async def test_a_change_is_told_when_the_cluster_becomes_known_and_when_a_pool_is_busy_or_idle_again(signals):
+async def test_listeners_hear_when_the_cluster_is_known_and_a_pool_turns_busy_or_idle(signals):
     signals.take(EMPTY, 0, 0.0)
     version, _ = await signals.changes.newer_than(0)
     signals.take(EMPTY, 0, 1.0)

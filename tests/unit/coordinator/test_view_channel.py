@@ -284,7 +284,7 @@ def test_views_of_many_engines_come_as_often_as_their_reports():
     assert PACE.of_views(4000) == 2.0
 
 
-def test_changes_of_few_members_are_told_at_once_and_of_many_within_a_tenth_of_a_second():
+def test_few_changes_are_sent_at_once_and_many_within_a_tenth_of_a_second():
     assert PACE.of_changes(1) <= 0.0001
     assert PACE.of_changes(1000) == pytest.approx(0.05)
     assert PACE.of_changes(100_000) == 0.1
@@ -312,7 +312,7 @@ def test_loads_wait_for_the_interval(limiter):
     assert limiter.due(0.1)
 
 
-def test_who_looks_once_per_interval_and_is_early_by_a_hair_need_not_wait_for_another(limiter):
+def test_a_reader_slightly_early_need_not_wait_another_interval(limiter):
     assert limiter.due(0.0999)
 
 

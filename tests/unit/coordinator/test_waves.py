@@ -29,7 +29,7 @@ def test_a_first_request_is_told_to_all_ranks_and_proves_nothing():
     assert [start.engine for start in sent] == ["a", "b"]
 
 
-def test_a_rank_that_reports_a_start_shows_that_the_group_runs_and_is_not_told_itself():
+def test_a_rank_that_reports_a_start_marks_the_group_running_and_is_not_notified():
     after, sent = IDLE.start_wave(StartWave("a", 2, 4, Pauses(2)))
     assert (after.wave, after.running, after.pauses) == (4, True, Pauses(2))
     assert sent == (StartDpWave("b", 2, 4, Pauses(2)),)

@@ -117,7 +117,7 @@ def test_seconds_are_those_of_transfers_that_brought_something() -> None:
     assert metrics.value(f"{name}_count", transport="grpc") == 2
 
 
-def test_blocks_that_own_media_do_not_bring_are_failures_those_of_others_are_counted_there() -> None:
+def test_blocks_missing_in_own_tiers_are_failures_and_peers_failures_count_elsewhere() -> None:
     counts = TransferCounts()
     counts.failures["lease"] += 1
     for each in (

@@ -22,7 +22,7 @@ def test_the_first_tenants_have_labels_of_their_own_and_the_rest_share_one() -> 
     assert own == list(range(MAX_LABELS))
 
 
-def test_a_tenant_with_more_than_twice_the_traffic_takes_the_place_of_the_least_and_that_series_ends() -> None:
+def test_a_tenant_with_twice_the_traffic_replaces_the_smallest_and_its_series_ends() -> None:
     made, ended = labels()
     for number in range(MAX_LABELS):
         see(made, f"t{number}", 10 + number)

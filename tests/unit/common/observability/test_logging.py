@@ -47,9 +47,7 @@ def lines() -> dict[str, dict[str, Any]]:
     return events("yes")
 
 
-def test_every_line_is_an_object_with_time_level_and_service_whatever_its_thread_and_library(
-    lines: dict[str, dict[str, Any]],
-) -> None:
+def test_every_line_has_time_level_and_service_from_any_thread_and_library(lines: dict[str, dict[str, Any]]) -> None:
     assert sorted(lines) == ["3 steps", "bound", "of another thread", "request failed", "trouble"]
     assert {line["service"] for line in lines.values()} == {"frontend"}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", line["timestamp"]) for line in lines.values())

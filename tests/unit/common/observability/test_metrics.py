@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock_common.observability.metrics import Histogram, count_tasks, service_registry, tell_connected
 
 
-async def test_tasks_of_the_loop_are_counted_from_any_thread_and_leave_the_count_when_they_end() -> None:
+async def test_running_tasks_of_the_loop_are_counted_from_any_thread() -> None:
     registry = CollectorRegistry()
     count_tasks(registry, asyncio.get_running_loop())
 

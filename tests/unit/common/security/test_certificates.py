@@ -79,7 +79,7 @@ async def test_so_has_every_listener(certificates: Certificates, files: Files) -
     assert told(certificates).keys() == {"admin.tls.certificate", "admin.tls.ca", "metrics.tls.certificate"}
 
 
-def test_a_chain_ends_with_its_first_certificate_and_a_bundle_with_its_last_authority(
+def test_a_chain_expires_with_its_first_certificate_and_a_bundle_with_its_last(
     certificates: Certificates, authority: Authority, files: Files
 ) -> None:
     intermediate, other = Authority(days=7), Authority(days=365)

@@ -138,7 +138,7 @@ def test_no_more_of_a_tensor_is_held_than_was_announced() -> None:
     assert "4 bytes came where 3 were announced" in failure(tensors, 1).message
 
 
-def test_a_tensor_that_announces_more_than_there_is_room_for_is_refused_at_its_first_chunk() -> None:
+def test_a_tensor_larger_than_the_free_space_is_refused_at_its_first_chunk() -> None:
     tensors = IncomingTensors(100, announced=True)
     tensors.add(1, 0, b"ab", size=101)
     assert tensors.num_bytes == 0

@@ -112,7 +112,7 @@ def test_a_drain_must_say_when_it_ends(field, value):
         convert.check_draining(enginecore_pb.Draining(**{field: value}))
 
 
-def test_the_time_of_an_older_engines_drain_counts_where_it_does_not_say_what_is_left():
+def test_an_older_engines_drain_time_is_used_if_no_remaining_time_is_reported():
     convert.check_draining(enginecore_pb.Draining(deadline=1.0))
     convert.check_draining(enginecore_pb.Draining(deadline=-1.0, time_left=5.0))
 

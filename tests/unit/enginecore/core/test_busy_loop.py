@@ -305,7 +305,7 @@ def test_a_session_that_ends_takes_its_requests_along():
     assert_nothing_left(rig.engine)
 
 
-def test_changes_of_the_cache_are_told_to_those_sessions_that_follow_it_while_there_are_any():
+def test_cache_events_go_to_subscribed_sessions_while_there_are_any():
     with running() as rig:
         serve(rig)
         assert rig.sink.told == []

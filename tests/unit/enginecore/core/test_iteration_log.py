@@ -61,7 +61,7 @@ def test_time_without_requests_is_not_averaged_over(engine: Engine) -> None:
     assert engine.rates == ["1.0 steps/s"]
 
 
-def test_a_short_burst_is_logged_an_interval_after_its_begin_and_not_with_the_next_one(engine: Engine) -> None:
+def test_a_short_burst_is_logged_one_interval_after_its_start(engine: Engine) -> None:
     for _ in range(4):
         engine.step(0.5)
     engine.wait()

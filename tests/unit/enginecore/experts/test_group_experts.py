@@ -115,7 +115,7 @@ def everything(held: Sequence[int]) -> set[tuple[int, int]]:
     return {(layer, expert) for layer in range(LAYERS) for expert in held}
 
 
-def test_ranks_of_a_first_group_read_their_experts_and_survivors_what_a_dead_one_held_alone() -> None:
+def test_first_ranks_read_their_experts_and_survivors_those_lost_with_a_dead_rank() -> None:
     ranks = [Rank(4) for _ in range(3)]
     assert (ranks[0].held(), ranks[0].experts.num_experts) == ((EMPTY,) * 4, EXPERTS)
     join(1, ranks, prepare(1, ranks))

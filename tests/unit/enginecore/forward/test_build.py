@@ -90,12 +90,12 @@ def test_a_forward_pass_lets_go_of_the_cache_it_was_bound_to(path: Path, kernels
     assert keys() is None
 
 
-def test_the_decoder_of_the_kernels_is_batch_invariant_and_says_so_where_that_is_asked_for(path: Path) -> None:
+def test_the_native_decoder_is_batch_invariant_and_reports_it_if_required(path: Path) -> None:
     built = build(load(path), KernelsConfig(isa="baseline", batch_invariant=True))
     assert built.computing == "baseline kernels (decoder, attention, sampler), 1 threads, batch invariant"
 
 
-def test_a_model_that_no_decoder_computes_is_refused_where_batch_invariance_is_asked_for(tmp_path: Path) -> None:
+def test_batch_invariance_refuses_a_model_without_a_decoder(tmp_path: Path) -> None:
     save_tiny_model("glm4", tmp_path, hidden_size=64)
     said = "kernels.batch_invariant is true, but only the CPU kernels' decoder .* Glm4ForCausalLM; decoder not used: .*models.md"
     with pytest.raises(ModelLoadError, match=said):

@@ -92,7 +92,7 @@ def test_a_candidate_that_rounds_is_allowed_that() -> None:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_a_candidate_that_has_spent_the_weights_is_not_undone_and_none_is_tried_after_it(agreed: bool) -> None:
+def test_a_candidate_that_consumed_the_weights_is_final_and_the_last_one_tried(agreed: bool) -> None:
     spent = Replacement(lambda: EXPECTED if agreed else 2 * EXPECTED)
     candidates = [
         Candidate("decoder", unsuitable),

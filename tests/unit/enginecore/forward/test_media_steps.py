@@ -214,9 +214,7 @@ def test_rows_may_go_behind_all_layers(isa: str) -> None:
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_only_the_rows_of_logits_that_are_asked_for_are_computed_behind_the_last_attention(
-    family: str, name: str
-) -> None:
+def test_after_the_last_attention_only_rows_with_requested_logits_are_computed(family: str, name: str) -> None:
     model, twin = make(family)
     forward = build(model, name)
     prompt = prompts(demands_of(model).num_deepstack)[0]
@@ -301,7 +299,7 @@ def test_steps_with_media_are_not_replayed_and_those_of_text_are(family: str) ->
         assert (forward.graph_stats().launched, forward.graph_stats().captured) == (2, 1)
 
 
-def test_the_fused_decoder_leaves_models_to_the_modules_whose_media_it_would_not_heed() -> None:
+def test_the_fused_decoder_does_not_serve_models_whose_media_it_would_ignore() -> None:
     for family, told in (
         ("qwen2_vl", "rotary positions in sections"),
         ("qwen3_vl", "rotary positions in sections and embeddings added after the first layers"),

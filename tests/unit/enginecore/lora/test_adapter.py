@@ -108,7 +108,7 @@ def update(rank: int, inputs: int, outputs: int) -> LowRankUpdate:
     )
 
 
-def test_rows_of_b_go_with_outputs_columns_of_a_with_inputs_and_zeros_stand_behind_the_last_row() -> None:
+def test_b_has_rows_of_outputs_and_a_has_columns_of_inputs_with_zero_padding() -> None:
     whole = update(2, 6, 5)
     own = OwnFeatures(outputs=range(3, 6)).of(whole)
     assert torch.equal(own.a, whole.a)

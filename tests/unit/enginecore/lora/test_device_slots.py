@@ -26,7 +26,7 @@ def test_the_adapter_whose_steps_are_the_longest_ago_goes() -> None:
     assert slots.begin_step([C, B]) == {B: 0}
 
 
-def test_adapters_that_were_loaded_are_copied_ahead_unless_all_slots_are_those_of_the_last_step() -> None:
+def test_loaded_adapters_are_copied_ahead_unless_the_last_step_uses_all_slots() -> None:
     slots = DeviceSlots(2)
     assert (slots.offer(A), slots.offer(A), slots.offer(B)) == (0, None, 1)
     slots.begin_step([B])

@@ -73,7 +73,7 @@ def test_embeddings_and_conv1d_are_no_targets() -> None:
     assert list(target.linears) == ["lm_head"]
 
 
-def test_linear_layers_that_keep_quantized_weights_are_targets_and_those_of_another_kind_are_none() -> None:
+def test_quantized_linear_layers_are_targets_and_other_subclasses_are_refused() -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)

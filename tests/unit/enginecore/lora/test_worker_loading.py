@@ -19,7 +19,7 @@ def test_layers_of_all_stages_count_and_the_bytes_of_the_worker_that_has_the_mos
     assert future.result() == LoadedLora(DIGEST, 16, ("layers.0.q", "layers.1.q", "lm_head"), 300)
 
 
-def test_workers_that_read_different_content_are_refused_and_so_is_what_one_of_them_cannot_read() -> None:
+def test_content_that_differs_or_is_unreadable_on_a_worker_is_refused() -> None:
     loads = LoadsAwaited(2)
     number, future = loads.begin()
     other, failing = loads.begin()

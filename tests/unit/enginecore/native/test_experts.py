@@ -121,7 +121,7 @@ def test_a_routers_choice_is_the_same_bits_whatever_is_computed_beside_it(librar
 
 @pytest.mark.parametrize("num_experts", [6, 33, 64])
 @pytest.mark.parametrize("kind", ["sigmoid of one number", "sigmoids of the experts"])
-def test_what_a_mixture_makes_of_its_routers_numbers_is_the_same_bits_whatever_is_computed_beside_it(
+def test_a_mixtures_output_has_the_same_bits_in_every_batch(
     library: NativeLibrary, kind: str, num_experts: int
 ) -> None:
     sizes = {

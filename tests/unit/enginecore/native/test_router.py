@@ -62,7 +62,7 @@ def test_tokens_go_to_the_experts_of_transformers(
         assert torch.equal(experts, expected_experts)
 
 
-def test_a_tokens_experts_and_weights_are_the_same_bits_whatever_is_computed_beside_it(library: NativeLibrary) -> None:
+def test_a_tokens_experts_and_weights_have_the_same_bits_in_every_batch(library: NativeLibrary) -> None:
     packed = PackedRouter(library, make("qwen3_moe", 33, 4, normalize=True))
     states = torch.randn(61, HIDDEN)
     whole = packed(states)

@@ -86,9 +86,7 @@ def test_a_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         nccl_group(meeting, "test", 0, 2, torch.device("cuda", 0))
 
 
-def test_nccl_listens_on_the_loopback_interface_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nccl_listens_on_loopback_unless_the_environment_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         def __init__(self, *_: object) -> None:
             self.interface = os.environ["NCCL_SOCKET_IFNAME"]

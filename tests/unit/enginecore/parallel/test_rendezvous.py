@@ -232,9 +232,7 @@ def test_a_rank_that_is_none_of_those_awaited_does_not_get_in(ranks: Ranks, meet
 # Agreement.
 
 
-def test_a_peer_that_proves_itself_and_goes_silent_keeps_the_group_from_forming_everywhere(
-    ranks: Ranks, meeting: Meeting
-) -> None:
+def test_a_proven_peer_that_goes_silent_keeps_all_ranks_from_forming_the_group(ranks: Ranks, meeting: Meeting) -> None:
     both = [ranks.start(rank, 3, timeout_s=1.0) for rank in range(2)]
     with contextlib.ExitStack() as silent:
         for rank in range(2):

@@ -190,7 +190,7 @@ async def test_a_session_without_attach_ends(listen: Listen, monkeypatch: pytest
 ANYWHERE = ServerConfig(host="0.0.0.0")
 
 
-def test_a_port_that_other_machines_reach_needs_the_secret_or_certificates_of_clients(secret: Secret) -> None:
+def test_an_external_port_requires_the_secret_or_client_certificates(secret: Secret) -> None:
     for server in (ANYWHERE, msgspec.structs.replace(ANYWHERE, tls=TlsConfig(certificate="c", key="k"))):
         with pytest.raises(ConfigError, match=r"server\.host is '0\.0\.0\.0'.*parallel\.secret_file.*server\.tls\.ca"):
             NodeListener(config_of(secret(None), server), "127.0.0.1:1", Events())

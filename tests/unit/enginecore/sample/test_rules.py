@@ -267,7 +267,7 @@ def critical_value(degrees: int) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_at_its_budget_only_the_end_of_the_reasoning_is_chosen_whatever_the_other_rules_say(temperature: float) -> None:
+def test_at_its_budget_reasoning_must_end_despite_other_rules(temperature: float) -> None:
     params = SamplingParams(
         temperature=temperature,
         seed=0,

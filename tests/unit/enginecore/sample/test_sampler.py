@@ -158,7 +158,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     assert chosen == {1, 2, 3, 4}
 
 
-def test_the_ends_of_the_unit_interval_reach_the_first_and_last_token_with_any_weight() -> None:
+def test_the_unit_intervals_ends_select_the_first_and_last_token_with_weight() -> None:
     row = torch.tensor([[-torch.inf, 1.0, 0.0, 1.0, -torch.inf]])
     draws = np.array([0.0, 1 - 2.0**-53])
     assert sample(row.expand(2, -1), inputs(2, draws=draws)).token_ids.tolist() == [1, 3]
@@ -223,7 +223,7 @@ def counted(sampled: list[list[int]], drafts: list[list[int]], num_rows: list[in
         ([5, 6, 7], [9, 9], 1),
     ],
 )
-def test_a_run_ends_with_the_first_token_that_differs_or_the_one_behind_the_last_draft(sampled, drafts, count) -> None:
+def test_a_run_ends_at_the_first_difference_or_one_token_after_the_last_draft(sampled, drafts, count) -> None:
     assert counted([sampled], [drafts]) == [count]
 
 

@@ -54,7 +54,7 @@ def test_without_engines_of_prompts_nothing_is_planned() -> None:
     assert rig.said == []
 
 
-def test_a_long_prompt_goes_in_two_legs_and_a_short_one_keeps_away_from_engines_of_prompts() -> None:
+def test_long_prompts_take_two_legs_and_short_ones_avoid_prefill_engines() -> None:
     rig = Rig(engine("p", PREFILL), engine("q", PREFILL), engine("d", DECODE), engine("b"))
     assert rig.plan(entry_of()) == ("pq", 1)
     assert rig.plan(entry_of(LONG - 1)) == ("db", 0)

@@ -528,7 +528,7 @@ async def test_a_request_that_ends_without_an_output_goes_on_elsewhere() -> None
     assert world.ended["r0"] is FinishReason.LENGTH
 
 
-async def test_a_rank_that_does_not_exist_is_refused_and_one_that_has_gone_is_not_waited_for() -> None:
+async def test_an_unknown_rank_is_refused_and_a_lost_one_is_not_waited_for() -> None:
     world = Simulated("a", "b")
     with pytest.raises(InvalidArgument, match="data_parallel_rank is 5"):
         world.add("r0", rank=5)
@@ -568,7 +568,7 @@ def mixed(**variants: str) -> Simulated:
     return world
 
 
-async def test_a_request_that_moves_stays_with_its_variant_while_an_engine_of_it_takes_requests() -> None:
+async def test_a_moved_request_keeps_its_variant_while_such_an_engine_accepts_requests() -> None:
     world = mixed(a="old", b="new", c="old")
     world.add("r0", rank=0)
     world.step("a")
@@ -728,7 +728,7 @@ def test_views_that_come_all_the_time_do_not_keep_a_request_held() -> None:
     virtual_time.run(run())
 
 
-def test_engines_that_take_a_held_request_and_bring_nothing_do_not_set_its_clock_back() -> None:
+def test_engines_without_output_do_not_reset_a_held_requests_clock() -> None:
     async def run() -> None:
         world = Simulated("a", hold_timeout=3.0)
         world.add("r0")
@@ -1049,7 +1049,7 @@ async def test_a_request_that_cannot_be_sent_ends_alone() -> None:
     assert world.dispatch.num_on("a") == 0
 
 
-async def test_a_held_request_that_cannot_be_sent_does_not_keep_others_from_the_engine_that_comes() -> None:
+async def test_a_held_request_that_cannot_be_sent_does_not_block_others() -> None:
     world = Simulated("a")
     world.up["a"] = False
     for name in ("r0", "r1"):
@@ -1154,7 +1154,7 @@ def test_a_request_that_a_draining_engine_will_be_done_with_stays() -> None:
     virtual_time.run(run())
 
 
-def test_a_request_that_gets_slower_while_its_engine_drains_leaves_before_the_deadline() -> None:
+def test_a_request_that_slows_down_on_a_draining_engine_leaves_before_the_deadline() -> None:
     async def run() -> None:
         world = Simulated("a", "b")
         engine = await at_ten_seconds_a_token(world, "r0")
@@ -1165,7 +1165,7 @@ def test_a_request_that_gets_slower_while_its_engine_drains_leaves_before_the_de
     virtual_time.run(run())
 
 
-def test_a_request_without_max_tokens_stays_on_a_draining_engine_until_a_margin_before_the_deadline() -> None:
+def test_without_max_tokens_a_request_leaves_a_draining_engine_before_the_deadline() -> None:
     async def run() -> None:
         world = Simulated("a", "b")
         engine = await at_ten_seconds_a_token(world, "r0", max_tokens=None)
@@ -1190,7 +1190,7 @@ def test_what_no_other_engine_takes_stays_on_the_one_that_drains() -> None:
     virtual_time.run(run())
 
 
-def test_what_comes_to_an_engine_that_starts_again_does_not_leave_it_because_the_former_one_drained() -> None:
+def test_a_restarted_engine_ignores_the_drain_of_its_previous_process() -> None:
     async def run() -> None:
         world = Simulated("a", "b")
         world.closed.add("b")
@@ -1282,7 +1282,7 @@ def logprobs_of(token_ids: Iterable[int]) -> Logprobs:
     return logprobs
 
 
-async def test_log_probabilities_of_prompt_and_output_come_once_whichever_engine_sends_them() -> None:
+async def test_log_probabilities_of_prompt_and_output_come_once_from_any_engine() -> None:
     world = Simulated("a", "b")
     world.add("r0", logprobs=0, prompt_logprobs=0)
 
@@ -1445,7 +1445,7 @@ async def test_the_source_is_told_until_an_engine_has_brought_something() -> Non
     assert world.num_moved == 2
 
 
-async def test_a_handoff_without_a_source_goes_on_all_the_same_and_never_to_an_engine_of_prompts_again() -> None:
+async def test_a_handoff_without_a_source_resumes_but_not_on_a_prefill_engine() -> None:
     world = two_kinds("a", "b")
     world.add("r0")
     world.advance("a", "r0", 0)
@@ -1532,9 +1532,7 @@ async def test_the_sequences_of_a_call_go_on_together_also_when_they_come_one_by
 
 
 @pytest.mark.parametrize("how", ["lost", "draining", "full", "other blocks"])
-async def test_where_the_engine_of_its_call_takes_no_more_a_sequence_goes_elsewhere_and_the_next_follow(
-    how: str,
-) -> None:
+async def test_sequences_of_a_call_move_together_when_their_engine_takes_no_more(how: str) -> None:
     world = two_kinds("a", "b", "c", "d")
     names = [f"r0-{i}" for i in range(4)]
     world.add(*names)

@@ -29,7 +29,7 @@ def numbers(events: list[KvCacheEvent]) -> list[list[int]]:
     return [[int.from_bytes(h, "big") for h in e.block_hashes] for e in events if isinstance(e, BlockStored)]
 
 
-async def test_a_state_has_parents_before_their_children_whatever_order_they_were_stored_in() -> None:
+async def test_a_state_lists_parents_before_children_in_any_order_of_storing() -> None:
     feed = KvEventFeed()
     feed.publish("a", 0, [stored(1), stored(2, parent=1), stored(3, parent=2)])
     feed.publish("a", 0, [BlockRemoved(block_hashes=[name(1)]), stored(1), stored(9)])

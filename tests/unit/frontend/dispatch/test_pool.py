@@ -123,7 +123,7 @@ def test_no_requests_go_to_a_group_that_stands_still_until_it_goes_on():
     assert bench.groups.accepts("a#1")
 
 
-def test_a_request_carries_the_wave_and_starts_an_idle_group_with_and_without_a_coordinator():
+def test_a_request_carries_the_wave_and_starts_an_idle_group():
     bench = Bench()
     bench.groups.follow_view(view("a#1", "b#1", epoch=3, wave=5))
     stamped = bench.groups.stamped("a#1", make_request())

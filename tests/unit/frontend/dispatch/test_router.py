@@ -181,7 +181,7 @@ def test_the_engine_that_has_the_prompt_is_picked_among_equals() -> None:
     assert {router.pick(ENGINES, cached={"e2": 64, "e1": 16}) for _ in range(8)} == {"e2"}
 
 
-def test_a_cached_prompt_is_worth_as_many_waiting_requests_as_take_as_long_to_compute() -> None:
+def test_a_cached_prompt_outweighs_waiting_requests_with_equal_compute_time() -> None:
     router = Router()
     router.report("e0", waiting=2, running=0, kv_cache_usage=0.0)
     assert {router.pick(ENGINES[:2], cached={"e0": 1023}) for _ in range(4)} == {"e1"}

@@ -9,7 +9,7 @@ from penstock_frontend.dispatch.watchdog import Watchdog
 CONFIG = DetectionConfig(silence=2.0, probe_timeout=5.0)
 
 
-def test_an_engine_is_asked_only_when_it_has_work_and_is_silent_for_longer_than_steps_take() -> None:
+def test_an_engine_is_probed_only_if_busy_and_silent_for_longer_than_a_step() -> None:
     watchdog = Watchdog(CONFIG, now=100.0)
     assert watchdog.doubt(101.9, has_work=True, lease_lost=False) == ""
     assert watchdog.doubt(103.0, has_work=False, lease_lost=False) == ""

@@ -324,7 +324,7 @@ def test_a_dense_model_is_served_by_engines_of_their_own() -> None:
         check(ServeOptions(model=str(DEMO_MODEL), data_parallel_size=2, grpc_port=1, http_port=2, admin_port=3))
 
 
-def test_what_the_command_must_show_to_its_own_frontend_is_asked_for_before_anything_is_loaded() -> None:
+def test_credentials_for_the_commands_own_calls_are_required_before_loading() -> None:
     keys = {"settings": {"frontend": {"auth.api_keys": "keys"}}}
     tls = {"settings": {"frontend": {"server.tls.certificate": "edge.crt", "server.tls.key": "edge.key"}}}
     for options, variable in ((keys, "PENSTOCK_API_KEY"), (tls, "PENSTOCK_TLS_CA")):

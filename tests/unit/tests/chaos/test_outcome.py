@@ -54,13 +54,13 @@ def test_logprobs_may_differ_by_rounding_alone() -> None:
     assert difference(outcome(logprobs=[-1.0, -2.0]), outcome(logprobs=[-1.0, -2.1])).differing == ("[0] logprobs",)
 
 
-def test_an_error_instead_of_an_answer_is_a_failure_and_an_answer_instead_of_an_error_a_difference() -> None:
+def test_an_unexpected_error_is_a_failure_and_an_unexpected_answer_a_difference() -> None:
     assert difference(outcome(), outcome(error="UNAVAILABLE")) == Difference(failed="UNAVAILABLE")
     assert difference(outcome(error="NOT_FOUND"), outcome()).differing
     assert difference(outcome(error="NOT_FOUND"), outcome(error="INTERNAL")).failed == "INTERNAL"
 
 
-def test_the_wait_across_a_moment_is_the_longest_that_it_or_the_half_second_behind_it_falls_into() -> None:
+def test_the_wait_at_a_moment_is_the_longest_gap_within_the_next_half_second() -> None:
     output = Output(arrivals=[1.0, 2.0, 2.1, 5.0, 9.0])
     moments = (0.5, 1.2, 1.8, 2.05, 3.0, 4.8, 8.0, 9.5)
     assert [output.wait_across(m) for m in moments] == pytest.approx([0.0, 1.0, 2.9, 2.9, 2.9, 4.0, 4.0, 0.0])

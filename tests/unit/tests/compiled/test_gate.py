@@ -40,7 +40,7 @@ def test_the_usual_configurations_have_no_fault() -> None:
     assert done.stdout.count("| none |") >= 5
 
 
-def test_a_kernel_without_promises_of_alignment_has_a_fault_and_so_have_spills_and_much_memory() -> None:
+def test_missing_alignment_and_spills_and_too_much_memory_are_faults_of_a_kernel() -> None:
     done = run("-c", BROKEN)
     assert done.returncode == 0, done.stderr
     unaligned, other = done.stdout.splitlines()

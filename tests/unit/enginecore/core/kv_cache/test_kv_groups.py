@@ -184,7 +184,7 @@ def test_a_full_hit_needs_the_window_of_the_last_token():
     assert hit(manager, range(8)).num_tokens == 7
 
 
-def test_a_full_hit_has_a_block_to_write_the_last_token_into_even_where_no_other_key_is_seen():
+def test_a_full_hit_has_a_block_for_the_last_token_even_if_no_other_key_is_visible():
     manager = make_manager(window(1), chunk(4))
     manager.free(start(manager, range(8)))
     for table in hit(manager, range(8)).blocks:

@@ -46,7 +46,7 @@ def test_the_models_length_holds_where_it_fits():
     assert size(model=500).max_model_len == 500
 
 
-def test_an_unrequested_length_is_lowered_to_what_fits_beside_the_null_block_and_reported(caplog):
+def test_a_default_length_is_lowered_to_fit_the_pool_and_reported(caplog):
     with caplog.at_level(logging.WARNING):
         assert size(11 * BLOCK_BYTES).max_model_len == 160
     assert "from 4096 to 160" in caplog.text

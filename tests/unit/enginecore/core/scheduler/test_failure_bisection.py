@@ -80,7 +80,7 @@ def test_suspects_and_others_take_turns() -> None:
     assert [trial.next_turn() for _ in range(4)] == [True, False, True, False]
 
 
-def test_a_failure_that_nobody_is_to_blame_for_is_counted_until_enough_steps_have_passed() -> None:
+def test_a_failure_without_a_culprit_counts_until_enough_steps_have_passed() -> None:
     steps = Steps(["a", "b"], []).run()
     assert steps.trial.num_unexplained == 1
     for _ in range(GOOD_STEPS):

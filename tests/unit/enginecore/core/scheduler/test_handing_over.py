@@ -160,7 +160,7 @@ def test_blocks_of_a_request_that_is_taken_back_are_kept_too():
 
 
 @pytest.mark.parametrize("keep_blocks", [True, False])
-def test_an_engine_that_ends_all_requests_and_lives_on_keeps_their_blocks_where_it_is_to(keep_blocks):
+def test_an_engine_that_ends_all_requests_keeps_their_blocks_if_configured(keep_blocks):
     engine = make_engine()
     leases = FakeLeases(engine, FakeClock())
     running, waiting = make_request(14, max_tokens=30), make_request(14, max_tokens=30)
@@ -191,7 +191,7 @@ def test_a_lease_that_is_refused_leaves_nothing_behind():
     assert_nothing_left(engine)
 
 
-def test_blocks_are_kept_behind_an_end_where_that_is_asked_for_and_never_behind_an_abort():
+def test_blocks_are_kept_after_an_end_on_request_and_never_after_an_abort():
     engine = make_engine()
     leases = FakeLeases(engine, FakeClock())
     asking, plain, aborted = (

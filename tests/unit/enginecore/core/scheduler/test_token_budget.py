@@ -135,7 +135,7 @@ def test_a_step_that_catches_up_brings_a_token() -> None:
     assert num_tokens_due(request) == 1
 
 
-def test_a_step_with_drafts_may_bring_as_many_more_and_nothing_is_due_before_that_is_known() -> None:
+def test_a_step_with_drafts_may_yield_more_tokens_and_the_next_waits_for_them() -> None:
     request = computed(10, 9)
     step = scheduled(request, 4)
     step.scheduled_spec_decode_tokens = {request.key: [1, 2, 3]}
@@ -217,7 +217,7 @@ def test_prompts_are_not_dealt_out_and_come_behind_the_decodes() -> None:
     assert_as_expected(engine, transcript, *late)
 
 
-def test_as_many_steps_are_in_flight_as_there_are_stages_and_one_more_where_tokens_are_not_waited_for() -> None:
+def test_steps_in_flight_equal_the_stages_plus_one_with_async_scheduling() -> None:
     for async_scheduling, most in ((False, 3), (True, 4)):
         executor = FakeExecutor(late=True)
         engine = make_engine(executor, num_stages=3, async_scheduling=async_scheduling)

@@ -87,7 +87,7 @@ def test_a_request_that_comes_back_takes_its_old_place():
     assert drained(queue) == [a, b, c]
 
 
-def test_by_priority_the_lower_number_goes_first_then_the_earlier_arrival_at_the_frontend():
+def test_lower_priority_numbers_go_first_then_earlier_arrivals_at_the_frontend():
     queue, (a, b, c) = queued(by_priority=True, priorities=(1, 1, 0))
     assert drained(queue) == [c, b, a]
 
@@ -213,7 +213,7 @@ def test_once_requests_have_left_the_queue_their_rate_says_when_to_retry():
     assert e.value.retry_after == pytest.approx(6.0, rel=0.2)
 
 
-def test_a_request_that_outlived_its_engine_is_never_refused_for_a_full_queue_and_goes_first():
+def test_a_resumed_request_is_never_refused_by_a_full_queue_and_goes_first():
     engine = make_engine(max_num_seqs=1, max_waiting_requests=1, max_waiting_tokens=20)
     waiting = make_request(15, max_tokens=2)
     add(engine, waiting)
@@ -224,7 +224,7 @@ def test_a_request_that_outlived_its_engine_is_never_refused_for_a_full_queue_an
     assert list(transcript.ends) == [request.request_id for request in [*outliving, waiting]]
 
 
-def test_a_request_that_other_engines_have_only_refused_may_be_refused_again_and_waits_its_turn():
+def test_a_request_refused_by_other_engines_may_be_refused_again_and_keeps_order():
     engine = make_engine(max_num_seqs=1, max_waiting_requests=2)
     first = make_request(5, max_tokens=2)
     passed_on = make_request(5, attempt=2, never_admitted=True, max_tokens=2)
@@ -259,7 +259,7 @@ def serve_beside_a_flood(engine, transcript) -> tuple[int, int]:
     return served, refused
 
 
-def test_a_full_queue_refuses_the_flooding_tenant_and_serves_the_other_one_every_time():
+def test_a_full_queue_refuses_the_flooding_tenant_and_always_serves_the_other():
     engine, transcript = make_engine(max_num_seqs=1, max_waiting_requests=4), Transcript()
     served, refused = serve_beside_a_flood(engine, transcript)
     assert served == 20

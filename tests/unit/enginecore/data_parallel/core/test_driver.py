@@ -170,7 +170,7 @@ def test_a_group_changes_its_size_between_two_steps(size):
 
 
 @pytest.mark.parametrize("how", ["leaves", "stands still"])
-def test_blocks_of_requests_that_leave_a_rank_are_kept_for_the_engines_that_go_on_with_them(how):
+def test_a_rank_keeps_blocks_of_moved_requests_for_their_next_engines(how):
     with running_ranks(2, min_size=1 if how == "leaves" else 2) as ranks:
         first, last = ranks.all
         FakeLeases(last.engine, FakeClock())
@@ -194,7 +194,7 @@ LORA = LoraAdapter("a", "/a", b"a" * 16)
 LOADED = LoadedLora(LORA.digest, 8, ("m",), 2**20)
 
 
-def test_a_request_waits_for_its_adapter_while_the_ranks_compute_and_others_have_none():
+def test_a_request_waits_for_its_adapter_while_the_ranks_keep_stepping():
     with running_ranks(2, lora=LoraConfig(max_loras=2)) as ranks:
         first, second = ranks.all
         first.executor.adapters["/a"] = LOADED

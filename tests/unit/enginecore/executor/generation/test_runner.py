@@ -182,9 +182,7 @@ class Marked:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_what_a_device_chooses_alone_it_chooses_beside_requests_with_rules_if_that_is_asked_for(
-    path: Path, batch_invariant: bool
-) -> None:
+def test_a_device_draws_the_same_tokens_in_a_batch_with_rules_if_configured(path: Path, batch_invariant: bool) -> None:
     model = load_model(ModelConfig(path=str(path)), torch.device("cpu"), lambda line: None)
     config = ForwardConfig(torch.device("cpu"), "auto", KernelsConfig(isa="off"), num_threads=1, block_size=4)
     built = replace(build_forward(model, config), launcher=Marked(), batch_invariant=batch_invariant)

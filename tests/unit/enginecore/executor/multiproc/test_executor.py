@@ -226,7 +226,7 @@ def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_
 
 
 @pytest.mark.parametrize("method", ["kv_cache_specs", "execute_dummy_batch"])
-def test_workers_that_wait_for_ever_before_the_first_step_end_all_and_the_log_says_where_each_is(
+def test_workers_that_hang_before_the_first_step_end_all_and_are_logged(
     method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with executor_of(Misdeed(rank=1, when=method, does="hang"), step_timeout=1.0) as executor:

@@ -158,7 +158,7 @@ class Noted(FusedForward):
 
 
 @torch.inference_mode()
-def test_steps_launch_by_their_shape_alone_and_without_adapters_what_engines_without_them_do(tmp_path: Path) -> None:
+def test_launches_depend_on_the_shape_only_and_equal_plain_ones_without_adapters(tmp_path: Path) -> None:
     """On the same memory, without a read on the host, and allocating nothing."""
     save_varied_model("qwen2", tmp_path)
     probed = load_probed(tmp_path)

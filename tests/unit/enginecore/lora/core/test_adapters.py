@@ -109,7 +109,7 @@ def test_what_is_no_fault_of_an_adapter_gets_a_number() -> None:
     assert "incident" in error.message
 
 
-def test_an_adapter_is_not_loaded_again_for_a_request_that_names_its_content_or_its_path() -> None:
+def test_a_request_by_content_or_path_does_not_load_an_adapter_again() -> None:
     engine = engine_of()
     for known in (True, True, False):
         request = make_request(5, lora=adapter(1, known=known))

@@ -44,7 +44,7 @@ def test_a_place_of_each_of_two_requests_pins_an_item_twice():
     assert cache.not_pinned == ["a"]
 
 
-def test_what_waiting_requests_are_to_start_with_goes_for_running_ones_alone_and_last():
+def test_items_of_waiting_requests_are_evicted_last_and_only_for_running_ones():
     cache = cache_of(a=4, b=4)
     cache.claim("a", "r1")
     cache.claim("a", "r2")

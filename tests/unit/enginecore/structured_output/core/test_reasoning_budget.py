@@ -51,7 +51,7 @@ def test_the_end_is_forced_behind_as_many_tokens_as_the_budget_has(
     assert budget.forced(np.array(output, dtype=np.int32)) == (END if forced else None)
 
 
-def test_there_is_none_without_a_limit_and_behind_reasoning_that_the_prompt_has_ended() -> None:
+def test_no_budget_without_a_limit_or_after_reasoning_ended_in_the_prompt() -> None:
     assert budget_of([9, BEGIN], None) is None
     assert budget_of([9, BEGIN, END]) is None
     assert budget_of([9], ended=True) is None

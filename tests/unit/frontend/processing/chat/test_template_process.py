@@ -88,9 +88,7 @@ async def test_a_process_that_died_is_replaced(process: TemplateProcess) -> None
     assert await render(process, "ok") == "ok"
 
 
-async def test_a_call_that_is_cancelled_ends_the_process_and_no_answer_reaches_the_next_call(
-    process: TemplateProcess,
-) -> None:
+async def test_a_cancelled_call_ends_the_process_and_its_answer_reaches_no_other_call(process: TemplateProcess) -> None:
     assert await render(process, "ok") == "ok"
     call = asyncio.create_task(render(process, ENDLESS))
     await asyncio.sleep(0)

@@ -100,7 +100,7 @@ async def test_log_probabilities_merge_with_their_tokens() -> None:
     assert (await slot.get()).logprobs == one_each(4)
 
 
-async def test_cumulative_log_probabilities_are_those_of_all_tokens_so_far_and_are_not_changed_later() -> None:
+async def test_cumulative_log_probabilities_cover_all_tokens_so_far_and_do_not_change() -> None:
     slot = collector(OutputKind.CUMULATIVE)
     slot.put(TextDelta("a", [1], logprobs=one_each(1)))
     first = await slot.get()

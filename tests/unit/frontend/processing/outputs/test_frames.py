@@ -167,7 +167,7 @@ def test_frames_of_any_size_come_to_what_single_tokens_do(
 
 
 @given(frames=FRAMES, interval=st.integers(1, 7), length=st.integers(1, 40))
-def test_a_message_has_at_least_as_many_tokens_as_its_interval_and_what_is_left_of_a_frame(
+def test_a_message_has_at_least_an_interval_of_tokens_and_the_rest_of_a_frame(
     frames: list[Frame], interval: int, length: int
 ) -> None:
     params = SamplingParams(stream_interval=interval)

@@ -32,7 +32,7 @@ def test_texts_of_tokens_with_whole_characters_join_to_the_text() -> None:
     assert len(texts) < len(text)
 
 
-def test_a_leading_space_is_part_of_the_text_also_where_decoding_the_token_alone_loses_it() -> None:
+def test_a_leading_space_is_kept_even_if_decoding_the_token_alone_loses_it() -> None:
     ids = ids_of(BYTE_FALLBACK, "ab c")
     assert BYTE_FALLBACK.decode(ids[:1]) == ""
     assert "".join(texts_of(BYTE_FALLBACK, ids)) == " ab c"

@@ -274,9 +274,7 @@ async def test_new_tokens_alone_come_before_the_outputs_of_a_frame(processor: Ou
     assert (await take(state)).text == "ab"
 
 
-async def test_new_tokens_without_the_log_probabilities_that_were_asked_for_end_the_request_alone(
-    processor: OutputProcessor,
-) -> None:
+async def test_tokens_without_requested_log_probabilities_end_only_their_request(processor: OutputProcessor) -> None:
     state = add(processor, logprobs=1)
     assert processor.process([], "", 1.0, [("r", ids_of("a"))]) == ["r"]
     with pytest.raises(RequestFailed):

@@ -75,9 +75,7 @@ async def test_vectors_are_refused_where_no_engine_takes_them(inputs: InputProce
         await process(inputs, vectors(1), limits=LIMITS._replace(hidden_size=0))
 
 
-async def test_more_positions_than_the_model_takes_are_refused_before_they_are_put_together(
-    inputs: InputProcessor,
-) -> None:
+async def test_too_many_positions_are_refused_before_the_prompt_is_assembled(inputs: InputProcessor) -> None:
     error = await refusal(inputs, vectors(6), [7] * 9995)
     assert (error.field, error.reason) == ("prompt", "PROMPT_TOO_LONG")
     assert error.message == "prompt has 10001 tokens and vectors up to mixed.parts[1]; max_model_len is 10000"

@@ -3,7 +3,7 @@
 from tests.soak.lora.names import Names
 
 
-def test_a_name_means_nothing_before_it_is_loaded_and_either_until_that_is_acknowledged() -> None:
+def test_a_name_is_unknown_before_loading_and_ambiguous_until_acknowledged() -> None:
     names = Names()
     assert names.possible("a", 0, 1) == {None}
     span = names.begin("a", 3, 10)
