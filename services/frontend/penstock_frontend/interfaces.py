@@ -90,7 +90,7 @@ class OutputHandler(Protocol):
         """End all requests with an error. Return their ids."""
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """Handle that these requests resume on another engine, whose clock differs."""
+        """Reset the timing of requests that resume on another engine, whose clock differs."""
 
 
 class EngineView(Protocol):

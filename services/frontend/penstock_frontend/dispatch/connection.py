@@ -28,21 +28,19 @@ class ConnectionListener(Protocol):
     """Receives the events of a connection. All calls come on the event loop."""
 
     def on_up(self, connection: "EngineConnection") -> None:
-        """Handle that the engine is ready."""
+        """Handle an engine that is ready."""
 
     def on_outputs(self, connection: "EngineConnection", outputs: EngineCoreOutputs) -> None:
         """Handle the outputs of a step. Raises EngineFaultError if the engine can no longer be trusted."""
 
     def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
-        """Handle that the engine drains: it ends its requests in ``time_left`` seconds, None if unknown."""
+        """Handle a draining engine. The engine ends its requests in ``time_left`` seconds, None if unknown."""
 
     def on_down(self, connection: "EngineConnection", end: SessionEnd) -> None:
         """Handle the end of the session. The engine no longer has any of its requests."""
 
     def on_fate(self, connection: "EngineConnection", *, lives: bool) -> None:
-        """Handle the news whether an engine lives whose session the engine did not end. If it lives, the network
-        failed.
-        """
+        """Handle the outcome of a broken session: the engine lives (the network failed), or it has died."""
 
     def on_start_wave(self, message: StartWave) -> None:
         """Handle a start message: the engine, a rank of a data-parallel group, waits for the others."""

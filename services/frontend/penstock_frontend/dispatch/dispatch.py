@@ -230,7 +230,7 @@ class Dispatch:
         return moved
 
     def acquit(self, engine: str) -> None:
-        """Handle the news that a lost engine is alive: the network failed, and no request caused the loss."""
+        """Clear an engine's requests of blame: the engine is alive, so the network failed."""
         for entry in self._journal.doubting(engine):
             self._retries.acquit(entry, engine)
         waiting = self._waiting
@@ -242,7 +242,7 @@ class Dispatch:
         self._try_next()
 
     def accuse(self, engine: str) -> None:
-        """Handle the news that a lost engine has died."""
+        """Confirm that a lost engine has died, so its requests may be the cause."""
         for entry in self._journal.doubting(engine):
             self._quarantine(entry, self._retries.accuse(entry, engine))
         self._try_next()

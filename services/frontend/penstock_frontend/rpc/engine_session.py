@@ -117,7 +117,7 @@ class OutgoingRequests:
                 self._add(request, again)
 
     def media_cleared(self) -> None:
-        """Handle that the engine has cleared its media cache."""
+        """Clear the mirror, because the engine has cleared its media cache."""
         if self._tensors is not None:
             self._tensors.cleared()
 

@@ -125,11 +125,11 @@ class MediaMirror:
         return True
 
     def cleared(self) -> None:
-        """Handle that the engine has cleared its cache."""
+        """Drop all items, because the engine has cleared its cache."""
         self._drop(list(self._kept))
 
     def refused(self, identifiers: Iterable[str]) -> None:
-        """Handle that the engine refused a request with these items, or lacked them. The engine may have some of them."""
+        """Drop items of a request that the engine refused. The engine may have some of them."""
         identifiers = list(identifiers)
         self._drop(identifiers)
         self._drops |= dict.fromkeys(identifiers)
@@ -260,7 +260,7 @@ class TensorSender:
             self._sent[request.request_id] = request, again
 
     def not_sent(self, request: EngineCoreRequest) -> None:
-        """Handle that a filled message is not sent."""
+        """Undo ``fill`` for a message that is not sent."""
         if self._sent.pop(request.request_id, None) is not None:
             self.mirror.refused(_identifiers(request))
 
@@ -386,7 +386,7 @@ class TensorSender:
         return again
 
     def cleared(self) -> None:
-        """Handle that the engine has cleared its media cache."""
+        """Clear the mirror, because the engine has cleared its media cache."""
         self.mirror.cleared()
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -233,7 +233,7 @@ class HttpConnection(RequestParsing):
         return False
 
     def reading_changed(self) -> None:
-        """Handle that a handler wants more of its body, or has enough of it."""
+        """Resume or pause reading after a handler has asked for more of its body, or has enough of it."""
         self._go_on()
 
     @property
