@@ -25,10 +25,12 @@ from penstock_common.types.data_parallel import (
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
     """Waves of a group as the coordinator has observed them.
 
-    Every method handles a message, and returns the next state and messages. The machine never predicts. The group
-    counts as running once a rank reports that it is in the wave. Messages of another epoch are ignored, and an older
-    wave changes nothing. A rank that reports a start is in the wave. All other ranks are sent a start, including the
-    rank of the first request, because that rank may have refused it.
+    Every method that handles a message returns the next state and the messages to send.
+
+    The machine never predicts. The group counts as running once a rank reports that it is in the wave. Messages of
+    another epoch are ignored, and an older wave changes nothing. A rank that reports a start is in the wave. The
+    coordinator sends a start to all other ranks, including the rank of the first request, because that rank may have
+    refused it.
     """
 
     group: RankGroup = RankGroup()
@@ -102,14 +104,18 @@ Sent = tuple[StartDpWave | Reconfigure, ...]
 
 
 class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
-    """State machine of a group's membership. Every method handles an event, and returns the next state and messages.
+    """State machine of a group's membership.
 
-    A group changes in two cases. If its size is changed, all ranks prepare the change and then switch together. If a
-    rank is dead, the remaining ranks are told at once. A rank is dead if its lease expired or it has shut down. A rank
-    whose stream broke is also dead if a collective broke too, or if not all ranks have joined the newest group yet.
+    Every method that handles an event returns the next state and the messages to send.
+
+    A group changes in two cases. If an operator changes its size, all ranks prepare the change and then switch
+    together. If a rank is dead, the coordinator sends the remaining ranks a new group immediately.
+
+    A rank is dead if its lease expired or it has shut down. A rank whose stream broke is also dead if a collective
+    broke too, or if not all ranks have joined the newest group yet.
 
     If a collective breaks while all streams are intact, the network failed, and all ranks stay. If a planned change
-    fails, the previous members are named again with a new epoch, because the coordinator does not know which ranks have
+    fails, the coordinator names the previous members again with a new epoch, because it does not know which ranks have
     switched.
 
     An epoch number is used only once. ``floor`` is a number that no earlier coordinator can have reached, such as its
@@ -333,7 +339,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._name(members) if len(members) >= wanted else (self, ())
 
     def _name(self, members: tuple[str, ...]) -> tuple[Self, Sent]:
-        """Give the next epoch to these ranks, effective at once. Ranks that are left out are told too."""
+        """Give the next epoch to these ranks, effective at once. Ranks that are left out get it too."""
         former = {*self.group.members, *self.standby.members} - set(members)
         group = RankGroup(self._next_epoch(), members)
         after = self._with(
