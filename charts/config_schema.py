@@ -1,4 +1,4 @@
-"""The parts of ``values.schema.json`` that stand for the services' config files, as the services' own structs declare them."""
+"""Schemas of the services' config files inside ``values.schema.json``, generated from the services' config structs."""
 
 from typing import Any
 
@@ -53,24 +53,24 @@ SET_BY_CHART = (
     | {"parallel.secret_file"}
     | {f"data_parallel.{name}" for name in ("size", "min_size", "on_rank_loss", "move_after", "address")}
 )
-"""Settings that only the chart knows, or for which it has its own value."""
+"""Settings that the chart sets itself, or offers as a value of its own."""
 
-# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port stays on loopback. A pod
-# has its ports to itself, and a frontend's metrics are at its HTTP port.
+# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port listens on loopback only.
+# A pod does not share its ports, and a frontend serves metrics on its HTTP port.
 _ANYWHERE = _below("metrics.tls", TlsConfig) | {"server.reuse_port"}
 NOT_OFFERED: dict[str, set[str]] = {
     "frontend": _below("admin", ServerConfig) | {"engines", "frontend_id", "http.reuse_port"} | _ANYWHERE,
     "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | _ANYWHERE,
     "coordinator": _ANYWHERE,
 }
-"""Settings that make no sense in a pod."""
+"""Settings that are useless in a pod."""
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
 def with_config(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with the ``config`` of every service brought up to date."""
+    """Return ``schema`` with the ``config`` of every service regenerated."""
     properties = schema["properties"]
     for component, struct in STRUCTS.items():
         own = properties[component]["properties"]
@@ -79,17 +79,19 @@ def with_config(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_pools(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with the definition of a pool brought up to date: the engine's values, none of which is required."""
+    """Return ``schema`` with the pool definition regenerated: the values of ``enginecore``, all of them optional."""
     engine = schema["properties"]["enginecore"]
     of_all = {**engine, "properties": {k: v for k, v in engine["properties"].items() if k not in ("pools", "config")}}
-    pool = _optional(schema, of_all) | {"description": "What differs from enginecore."}
+    pool = _optional(schema, of_all) | {"description": "Values that differ from enginecore."}
     pool["properties"]["config"] = {"$ref": "#/properties/enginecore/properties/config"}
     schema["definitions"]["pool"] = pool
     return schema
 
 
 def _optional(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """``part`` without what it requires to be there. Entries of lists stay as they are: a list replaces another as a whole."""
+    """Return ``part`` without its ``required`` lists. Entries of lists stay unchanged, because Helm replaces a list as
+    a whole.
+    """
     if "$ref" in part:
         definition = schema["definitions"][part["$ref"].removeprefix("#/definitions/")]
         inlined = _optional(schema, definition)

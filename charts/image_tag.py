@@ -1,7 +1,7 @@
-"""Prints a tag for images that no other state of the repository gets: ``python3 charts/image_tag.py``. Needs Python and git.
+"""Image tag, unique to the state of the repository: ``python3 charts/image_tag.py`` prints it. Needs Python and git.
 
-The tag is ``VERSION-COMMIT``, and ``VERSION-COMMIT-dirty-HASH`` if files differ from the commit or are untracked. The hash is one
-of the contents of all files. Without git, as in an archive of the sources, the tag is the version alone.
+The tag is ``VERSION-COMMIT``. If files differ from the commit or are untracked, it is ``VERSION-COMMIT-dirty-HASH``
+with a hash of the contents of all files. Without git, as in a source archive, the tag is the version alone.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ _DIGITS = 12
 
 
 def image_tag(root: Path) -> str:
-    """Return the tag of the files in ``root`` as they are now."""
-    version = chart_version(root)
+    """Return the tag of the current files in ``root``."""
+    version = _version(root)
     if not (root / ".git").exists():
         return version
     commit = _git(root, "rev-parse", f"--short={_DIGITS}", "HEAD").decode().strip()
@@ -25,8 +25,8 @@ def image_tag(root: Path) -> str:
     return f"{version}-{commit}-dirty-{_contents(root)}"
 
 
-def chart_version(root: Path) -> str:
-    """Return the chart's appVersion, which is the version of all packages. Raises ValueError if it is missing."""
+def _version(root: Path) -> str:
+    """Return the chart's appVersion."""
     chart = (root / "charts" / "penstock" / "Chart.yaml").read_text(encoding="utf-8")
     found = re.search(r"^appVersion: \"?([^\"\s]+)", chart, flags=re.MULTILINE)
     if found is None:
@@ -42,7 +42,7 @@ def _contents(root: Path) -> str:
             content = bytes(path.readlink())
         elif path.is_file():
             content = path.read_bytes()
-        else:  # removed, or a folder of its own
+        else:  # a removed file, or a nested repository
             continue
         executable = path.stat(follow_symlinks=False).st_mode & 0o111
         digest.update(b"%d %s %d %d\0" % (len(name), name, executable, len(content)))

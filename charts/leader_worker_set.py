@@ -1,7 +1,7 @@
-"""LeaderWorkerSets, of which no version of Kubernetes has a schema: ``python -m charts.leader_worker_set CRD`` makes ours anew.
+"""Schema of LeaderWorkerSets, which Kubernetes does not include; written by ``python -m charts.leader_worker_set CRD``.
 
-Their definition is mostly two templates of pods, which each version of Kubernetes knows better. So the schema here is the rest of
-it, and the templates are validated as pods.
+The definition (CRD) consists mostly of two pod templates, which the schemas of Kubernetes describe better. The schema
+here covers the rest, and the templates are validated as pods.
 """
 
 import json
@@ -19,7 +19,7 @@ _KEPT = ("type", "enum", "required", "anyOf", "minimum", "maximum")
 
 
 def made_from(definition: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a LeaderWorkerSet from its definition: closed, without descriptions, status and what pods are."""
+    """Return a strict schema of a LeaderWorkerSet from its CRD, without descriptions, status and pod templates."""
     (version,) = [
         version for version in definition["spec"]["versions"] if version["name"] == API_VERSION.partition("/")[2]
     ]
@@ -44,12 +44,12 @@ def _trimmed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Raise jsonschema.ValidationError where a LeaderWorkerSet is none, whatever its pods are."""
+    """Raise jsonschema.ValidationError if the LeaderWorkerSet is invalid. Its pods are not checked."""
     jsonschema.validate(manifest, json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pods as the templates of a LeaderWorkerSet make them."""
+    """Return the pods that the templates of a LeaderWorkerSet create."""
     name = manifest["metadata"]["name"]
     templates = manifest["spec"]["leaderWorkerTemplate"]
     return [

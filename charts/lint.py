@@ -1,7 +1,7 @@
-"""Checks the chart: ``python -m charts.lint``. Prints what it does; the exit code is 1 when anything is wrong.
+"""Checks of the chart: ``python -m charts.lint``. Prints its progress; the exit status is 1 if it finds a problem.
 
-Every value set under ``ci/`` and ``profiles/`` goes through ``helm lint --strict``, is rendered for several versions of
-Kubernetes, and the manifests are validated against that version's schemas.
+For every values file under ``ci/`` and ``profiles/``, it runs ``helm lint --strict``, renders the chart for several
+versions of Kubernetes, and validates the manifests against each version's schemas.
 """
 
 import functools
@@ -22,23 +22,23 @@ from charts import leader_worker_set
 
 CHART = Path(__file__).resolve().parent / "penstock"
 KUBE_VERSIONS = ("1.30", "1.33", "1.36", "1.37")
-"""The oldest version that Chart.yaml admits, and newer ones up to the newest that is known."""
+"""Versions to check: the oldest that Chart.yaml admits, up to the newest that is known."""
 
 _NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 
 FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io", "monitoring.coreos.com")
-"""API groups that other projects define: no version of Kubernetes has schemas of theirs."""
+"""API groups of other projects, for which Kubernetes has no schemas."""
 
-# It reads megabytes of schemas anew for each manifest.
+# Cache the schemas: otherwise every manifest would read megabytes of them again.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 class ChartError(Exception):
-    """The chart, or a value set, is wrong. The message is helm's or the validator's."""
+    """Error in the chart or in a values file, with the message of helm or of the validator."""
 
 
 class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that stands twice: the last one would win without a word."""
+    """YAML loader that refuses duplicate keys, which YAML would silently merge by taking the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -49,12 +49,14 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
 
 
 def value_sets() -> list[Path]:
-    """The values files that are checked."""
+    """Return the values files to check."""
     return sorted([*CHART.glob("ci/*.yaml"), *CHART.glob("profiles/*.yaml")])
 
 
 def kube_versions(values: Path) -> list[str]:
-    """The versions that a values file is checked for: those from the one on that its first line says it needs."""
+    """Return the versions to check a values file for. If its first line names a minimum version, older ones are left
+    out.
+    """
     needed = _NEEDS.match(values.read_text(encoding="utf-8"))
     if needed is None:
         return list(KUBE_VERSIONS)
@@ -68,12 +70,12 @@ def _minor(version: str) -> int:
 
 
 def helm(*arguments: str) -> str:
-    """Return the output of helm. Raises ChartError with helm's error."""
+    """Run helm and return its output. Raises ChartError with helm's error message."""
     beside_python = shutil.which("helm", path=str(Path(sys.executable).parent))
     program = beside_python or shutil.which("helm")
     if program is None:
         raise ChartError("helm is not installed; the Python distribution helm-binary has it")
-    env = {"GOGC": "off", **os.environ}  # it ends before it has garbage worth a collection
+    env = {"GOGC": "off", **os.environ}  # helm ends before garbage collection would pay off
     done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, env=env)  # noqa: S603 - our own words
     if done.returncode != 0:
         raise ChartError((done.stdout + done.stderr).strip())
@@ -83,7 +85,14 @@ def helm(*arguments: str) -> str:
 def render(
     *values: Path, settings: Sequence[str] = (), kube_version: str = KUBE_VERSIONS[0], chart: Path = CHART
 ) -> list[dict[str, Any]]:
-    """The manifests of a release ``demo`` in the namespace ``serving``. ``settings`` are ``key=value``. Raises ChartError."""
+    """Return the manifests of a release ``demo`` in the namespace ``serving``. Raises ChartError.
+
+    Args:
+        values: Values files.
+        settings: Values as ``key=value``.
+        kube_version: Version of Kubernetes to render for.
+        chart: Folder of the chart.
+    """
     files = [f"--values={path}" for path in values]
     sets = [f"--set={setting}" for setting in settings]
     text = helm("template", "demo", str(chart), "--namespace=serving", f"--kube-version={kube_version}", *files, *sets)
@@ -91,8 +100,9 @@ def render(
 
 
 def validate(manifest: dict[str, Any], kube_version: str) -> None:
-    """Raise ChartError when Kubernetes of that version would refuse ``manifest``, unknown fields included. Of a foreign group
-    it knows nothing, and takes all.
+    """Raise ChartError if Kubernetes of that version would refuse ``manifest``, for example because of unknown fields.
+
+    Manifests of foreign API groups are always accepted.
     """
     if manifest["apiVersion"].partition("/")[0] in FOREIGN:
         return
@@ -112,7 +122,7 @@ def validate(manifest: dict[str, Any], kube_version: str) -> None:
 
 
 def check(values: Path) -> list[str]:
-    """Return the faults of the chart under one values file."""
+    """Return the problems of the chart with one values file."""
     problems = []
     try:
         newest = KUBE_VERSIONS[-1]
@@ -132,7 +142,7 @@ def check(values: Path) -> list[str]:
 
 
 def main() -> int:
-    """The exit code."""
+    """Check all values files, and return the exit status."""
     failed = 0
     for values in value_sets():
         print(f"{values.relative_to(CHART)}", flush=True)

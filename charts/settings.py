@@ -1,6 +1,6 @@
-"""Writes what is made of the services' settings: ``python -m charts.settings``, which is ``make settings``.
+"""Generator of files that are derived from the services' settings: ``python -m charts.settings`` (``make settings``).
 
-The structs of the services' ``config`` are the source of the page of settings, of the chart's schema of values and of the
+The structs in the services' ``config`` are the source of the settings page, of the chart's values schema and of the
 table in the chart's README.
 """
 
@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/reference/settings.md"
 
 
 def generated() -> dict[Path, str]:
-    """Return the required content of each generated file."""
+    """Return the wanted content of each generated file."""
     schema = json.loads(values_table.SCHEMA.read_text(encoding="utf-8"))
     schema = config_schema.with_pools(config_schema.with_config(schema))
     readme = values_table.README.read_text(encoding="utf-8")
@@ -28,12 +28,12 @@ def generated() -> dict[Path, str]:
 
 
 def stale() -> list[Path]:
-    """The generated files that do not hold that."""
+    """Return the generated files whose content is out of date."""
     return [path for path, text in generated().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
 def main() -> None:
-    """Write the files that are stale."""
+    """Write the files that are out of date."""
     texts = generated()
     for path in stale():
         path.write_text(texts[path], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``docs/reference/settings.md``: every setting of every service, as the services' own structs declare them."""
+"""Page ``docs/settings.md`` with every setting of every service, generated from the services' config structs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,7 +11,7 @@ _ABOUT = {
     "enginecore": ("Engine", "penstock_enginecore"),
     "coordinator": ("Coordinator", "penstock_coordinator"),
 }
-"""A service's heading and its module."""
+"""Heading and module of each service."""
 
 _HEAD = """\
 # Settings
@@ -40,7 +40,7 @@ count in 1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in variables a
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join([_HEAD, *(line for component in STRUCTS for line in _service(component))]) + "\n"
 
 

@@ -1,6 +1,7 @@
-"""Values of the chart that have an effect only together with another one, and the file by which its templates refuse them.
+"""Chart values that only have an effect together with another value, and the file with which templates check them.
 
-``values_needs.json`` has them with their defaults, beside the needs of the services' settings. ``templates/_needs.tpl`` reads it.
+``values_needs.json`` lists them with their defaults, together with the dependencies of the services' settings.
+``templates/_needs.tpl`` reads the file.
 """
 
 import json
@@ -18,7 +19,7 @@ from penstock_common.config.settings import settings_of
 FILE = Path(__file__).resolve().parent / "penstock" / "values_needs.json"
 
 ROOT = "/"
-"""Prefix of a value of the whole chart in the condition of a pool's value."""
+"""Prefix of a chart-wide value in the condition of a pool's value."""
 _OFF = ("null", '""', '"0"', "0", "false", "[]", "{}")
 
 
@@ -63,7 +64,7 @@ OF_ALL: Needs = (
     Need(("coordinator.kubernetes.admissionPolicy",), _on("coordinator.kubernetes.deletionCosts")),
     Need(("test.keySecret.key",), _on("test.keySecret.name")),
 )
-"""Needs of values that exist once, by path."""
+"""Dependencies of chart-wide values, by path."""
 
 OF_POOLS: Needs = (
     Need(("gpu.resourceName", "gpu.dra.", "gpu.runtimeClassName"), _on("gpu.count")),
@@ -80,11 +81,11 @@ OF_POOLS: Needs = (
     Need(("autoscaling.hpa.selector",), _is("autoscaling.hpa.metrics", "External")),
     Need(("modelCache.size",), _is(f"{ROOT}model.source", "hub", "init")),
 )
-"""Needs of values of ``enginecore`` and its pools, by path below these."""
+"""Dependencies of values of ``enginecore`` and its pools, by path below these."""
 
 
 def text() -> str:
-    """Return the required content of the file: rows for ``all`` values, for ``pools``, and for ``config`` by service."""
+    """Return the content of the file: rows for ``all`` values, for ``pools``, and for ``config`` by service."""
     values = values_table.default_values()
     pool = values["enginecore"]
     rows: dict[str, Any] = {
@@ -127,7 +128,7 @@ def _row(path: str, default: Any, need: Need, defaults: dict[str, Any]) -> dict[
 
 
 def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value that is set as a whole, by its path."""
+    """Yield each value that is set as a whole, with its path."""
     whole = {".".join(leaf) for leaf in values_table.leaves(_SCHEMA, _SCHEMA)}
     whole |= {name.removeprefix("enginecore.") for name in whole if name.startswith("enginecore.")}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""The table of values in the chart's README, from its schema and defaults."""
+"""Table of values in the chart's README, generated from the chart's schema and defaults."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ END = "<!-- end of values -->\n"
 
 
 def resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """``part``, or the definition of ``schema`` that it refers to."""
+    """Return ``part``, or the definition of ``schema`` that it refers to."""
     if "$ref" not in part:
         return part
     definition = schema
@@ -28,7 +28,7 @@ def resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def leaves(schema: dict[str, Any], part: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of the values that are set as a whole, in the schema's order."""
+    """Yield the paths of values that are set as a whole, in the schema's order."""
     for key, child in part["properties"].items():
         resolved = resolve(schema, child)
         if resolved.get("properties"):
@@ -38,7 +38,7 @@ def leaves(schema: dict[str, Any], part: dict[str, Any], path: tuple[str, ...] =
 
 
 def part_at(schema: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return the description of the value at ``path`` from the schema."""
+    """Return the schema of the value at ``path``."""
     part = schema
     for key in path:
         part = resolve(schema, part["properties"][key])
@@ -52,7 +52,7 @@ def default_values() -> dict[str, Any]:
 
 
 def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
-    """The chart's default at ``path`` as JSON in backticks; empty where the service's own default holds."""
+    """Return the chart's default at ``path`` as JSON in backticks. Empty if the service's own default applies."""
     here: Any = values
     for key in path:
         if not isinstance(here, dict) or key not in here:
@@ -62,7 +62,7 @@ def default(values: dict[str, Any], path: tuple[str, ...]) -> str:
 
 
 def allowed(part: dict[str, Any]) -> str:
-    """The choices or the range that ``part`` of the schema gives its value; empty: neither."""
+    """Return the choices or the range of a value from its schema. Empty if there is neither."""
     if "enum" in part:
         return ", ".join(f"`{choice}`" if choice else '`""`' for choice in part["enum"])
     if "minimum" not in part and "maximum" not in part:
@@ -78,7 +78,7 @@ def _limit(part: dict[str, Any], word: str) -> str:
 
 
 def table(schema: dict[str, Any]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     values = default_values()
     rows = ["| value | default | range | meaning |", "|---|---|---|---|"]
     for path in leaves(schema, schema):
@@ -90,7 +90,7 @@ def table(schema: dict[str, Any]) -> str:
 
 
 def with_table(readme: str, schema: dict[str, Any]) -> str:
-    """``readme`` with its table brought up to date."""
+    """Return ``readme`` with the table regenerated."""
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

@@ -1,1 +1,1 @@
-"""Dashboard that the chart installs."""
+"""Grafana dashboard that the chart installs."""

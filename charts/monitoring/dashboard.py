@@ -1,4 +1,4 @@
-"""Writes the dashboard that the chart installs: ``python -m charts.monitoring.dashboard``, which is ``make dashboard``."""
+"""Generator of the chart's Grafana dashboard: ``python -m charts.monitoring.dashboard`` (``make dashboard``)."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ _SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def text() -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     built = (
         board.Dashboard("Penstock").uid("penstock").tags(["penstock"]).editable().refresh("30s").time("now-3h", "now")
     )
@@ -32,7 +32,7 @@ def text() -> str:
     for row in ROWS:
         number += 1
         built = built.with_row(board.Row(row.title).id(number))
-        # The fewer lines of panels the better, each as wide as the others.
+        # Use as few lines of panels as possible, with panels of equal width.
         across = len(row.panels) if len(row.panels) <= _PER_LINE else _PER_LINE - 1
         for panel in row.panels:
             number += 1
@@ -83,7 +83,7 @@ def _graph(panel: Panel) -> timeseries.Panel:
 
 
 def main() -> None:
-    """Write the file if it is stale."""
+    """Write the file if it is out of date."""
     built = text()
     if not FILE.exists() or FILE.read_text(encoding="utf-8") != built:
         FILE.write_text(built, encoding="utf-8")

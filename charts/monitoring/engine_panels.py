@@ -1,10 +1,10 @@
-"""Panels of the dashboard about engines, row by row."""
+"""Dashboard rows about engines."""
 
 from charts.monitoring.panel import OF_ENGINES, OF_RELEASE, OVER, Panel, Row, of_pools, quantiles, rate, share
 
 
 def _engines_with(names: str) -> str:
-    """Engines whose list ``names`` of adapters is not empty; 0 where engines serve adapters and none has one there."""
+    """Return a query for the number of engines whose label ``names`` lists adapters, by pool. 0 if no engine lists any."""
     info = "vllm:lora_requests_info"
     return f'count by (pool) ({info}{{{OF_ENGINES},{names}!=""}}) or 0 * count by (pool) ({info}{{{OF_ENGINES}}})'
 
@@ -15,13 +15,13 @@ ENGINES = Row(
         Panel(
             "Load",
             "percentunit",
-            "Requests running and waiting over the slots of the pool's engines: above 1 there is a queue.",
+            "Running and waiting requests, divided by max_num_seqs of the pool's engines. Above 1, requests queue.",
             {"{{pool}}": of_pools("penstock:load"), "fullest of {{pool}}": of_pools("penstock:load", "max")},
         ),
         Panel(
             "KV cache",
             "percentunit",
-            "Used fraction. Near 1, requests wait or are preempted.",
+            "Used fraction of the KV cache. Near 1, requests wait or are preempted.",
             {
                 "{{pool}}": of_pools("vllm:kv_cache_usage_perc"),
                 "fullest of {{pool}}": of_pools("vllm:kv_cache_usage_perc", "max"),
@@ -30,7 +30,7 @@ ENGINES = Row(
         Panel(
             "Running and waiting",
             "short",
-            "Requests with KV blocks, and those in the engines' queues.",
+            "Requests with KV blocks, and requests in the engines' queues.",
             {
                 "running in {{pool}}": of_pools("vllm:num_requests_running", "sum"),
                 "waiting in {{pool}}": of_pools("vllm:num_requests_waiting", "sum"),
@@ -39,13 +39,13 @@ ENGINES = Row(
         Panel(
             "Steps",
             "short",
-            "Steps per second. 0 while requests run: the engine is stuck.",
+            "Steps per second. If it is 0 while requests run, the engine hangs.",
             {"{{pod}}": rate("penstock:engine_steps_total", OF_ENGINES, by="pod")},
         ),
         Panel(
             "Tokens of a step",
             "short",
-            "Tokens computed by a step, on average.",
+            "Average number of tokens computed per step.",
             {
                 "{{pool}}": share(
                     "vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count", OF_ENGINES, "pool"
@@ -55,7 +55,7 @@ ENGINES = Row(
         Panel(
             "Drafts",
             "short",
-            "Tokens per second that were guessed ahead, and those of them that the model chose: each of these saved a step.",
+            "Drafted tokens per second, and accepted ones. Each accepted token saves its request a step.",
             {
                 "drafted in {{pool}}": rate("vllm:spec_decode_num_draft_tokens_total", OF_ENGINES, by="pool"),
                 "accepted in {{pool}}": rate("vllm:spec_decode_num_accepted_tokens_total", OF_ENGINES, by="pool"),
@@ -64,7 +64,7 @@ ENGINES = Row(
         Panel(
             "Preemptions",
             "short",
-            "Requests per second that lost their KV blocks to another: work that is done again.",
+            "Preemptions per second. A preempted request loses its KV blocks and is recomputed.",
             {"{{pool}}": rate("vllm:num_preemptions_total", OF_ENGINES, by="pool")},
         ),
     ),
@@ -76,15 +76,15 @@ ADAPTERS = Row(
         Panel(
             "Requests with adapters",
             "reqps",
-            "Requests that engines took with a LoRA adapter.",
+            "Requests with a LoRA adapter that engines accepted.",
             {"{{pool}}": rate("penstock:lora_requests_total", OF_ENGINES, by="pool")},
             stacked=True,
         ),
         Panel(
             "Found in memory",
             "percentunit",
-            "Of these, requests whose adapter the engine had: the others waited for it to be read. Low, with evictions:"
-            " lora.cpu_memory is too small for the adapters in use.",
+            "Fraction of these requests whose adapter was in the engine's memory. The others waited for a load. If it is low and"
+            " there are evictions, lora.cpu_memory is too small for the adapters in use.",
             {
                 "{{pool}}": share(
                     "penstock:lora_requests_found_total", "penstock:lora_requests_total", OF_ENGINES, "pool"
@@ -94,13 +94,13 @@ ADAPTERS = Row(
         Panel(
             "Time of a load",
             "s",
-            "Seconds that an engine took to read an adapter, on average.",
+            "Average number of seconds that an engine took to load an adapter.",
             {"{{pool}}": share("penstock:lora_load_seconds_total", "penstock:lora_loads_total", OF_ENGINES, "pool")},
         ),
         Panel(
             "Loads and evictions",
             "short",
-            "Adapters per second that engines read, and that made room for others.",
+            "Adapters loaded and evicted per second.",
             {
                 "loaded in {{pool}}": rate("penstock:lora_loads_total", OF_ENGINES, by="pool"),
                 "evicted in {{pool}}": rate("penstock:lora_evictions_total", OF_ENGINES, by="pool"),
@@ -109,7 +109,7 @@ ADAPTERS = Row(
         Panel(
             "Memory of adapters",
             "bytes",
-            "Host memory that adapters take. Full is lora.cpu_memory of each worker.",
+            "Host memory used by adapters. The limit is lora.cpu_memory per worker.",
             {
                 "{{pool}}": of_pools("penstock:lora_cached_bytes"),
                 "fullest of {{pool}}": of_pools("penstock:lora_cached_bytes", "max"),
@@ -118,7 +118,7 @@ ADAPTERS = Row(
         Panel(
             "Engines with adapters",
             "short",
-            "Engines where adapters run, and where some wait for others to end: lora.max_loras of the step are taken.",
+            "Engines with running adapters, and engines where requests wait because lora.max_loras adapters are running.",
             {
                 "run in {{pool}}": _engines_with("running_lora_adapters"),
                 "wait in {{pool}}": _engines_with("waiting_lora_adapters"),
@@ -127,7 +127,7 @@ ADAPTERS = Row(
         Panel(
             "Names",
             "short",
-            "Adapters that requests can name, by where the names come from.",
+            "Adapters that requests can name, by source of the name.",
             {"{{source}}": f"max by (source) (penstock:lora_names{{{OF_RELEASE}}})"},
             stacked=True,
         ),
@@ -140,7 +140,7 @@ MEDIA = Row(
         Panel(
             "Time of an item",
             "s",
-            "95% of items were fetched, waited for a media worker, and were decoded and processed, within so long.",
+            "95th percentile of the time per item, by stage: fetching, waiting for a media worker, decoding and processing.",
             {
                 "{{stage}}": "histogram_quantile(0.95, sum by (le, stage) "
                 f"(rate(penstock:media_seconds_bucket{{{OF_RELEASE}}}{OVER})))"
@@ -149,7 +149,7 @@ MEDIA = Row(
         Panel(
             "Items not taken",
             "reqps",
-            "Items that were refused, by reason: files that cannot be read or are too large, hosts that are not allowed or do not"
+            "Refused items, by reason: files that cannot be read or are too large, hosts that are not allowed or do not"
             " answer.",
             {"{{reason}}": rate("penstock:media_refused_total", by="reason")},
             stacked=True,
@@ -157,7 +157,7 @@ MEDIA = Row(
         Panel(
             "Found",
             "percentunit",
-            "Items that a frontend had processed before, and of those that were sent, items that the engine had already.",
+            "Fraction of items that a frontend had already processed, and fraction of items that the engine already had.",
             {
                 "processed": f"{rate('penstock:media_store_hits_total')} / {rate('penstock:media_store_queries_total')}",
                 "at the engine": f"{rate('vllm:mm_cache_hits_total')} / {rate('vllm:mm_cache_queries_total')}",
@@ -166,14 +166,14 @@ MEDIA = Row(
         Panel(
             "Sent to engines",
             "Bps",
-            "Bytes of processed media, by the way that they took.",
+            "Bytes of processed media sent to engines, by transport.",
             {"{{transport}}": rate("penstock:media_sent_bytes_total", by="transport")},
             stacked=True,
         ),
         Panel(
             "Media workers replaced",
             "short",
-            "Media workers per second that ended, or were ended because of what they had to decode.",
+            "Media workers per second that crashed, or were stopped because an item took too much time or memory.",
             {"replaced": rate("penstock:media_workers_replaced_total")},
         ),
     ),
@@ -185,7 +185,7 @@ BLOCKS = Row(
         Panel(
             "Found elsewhere",
             "percentunit",
-            "Of prompt tokens that were not in the KV cache, those that were loaded and not computed: from host memory, a disk or"
+            "Fraction of prompt tokens missing in the KV cache that were loaded instead of computed: from host memory, disk or"
             " another engine.",
             {
                 "{{pool}}": share(
@@ -199,7 +199,7 @@ BLOCKS = Row(
         Panel(
             "Bytes",
             "Bps",
-            "Bytes of blocks that engines got and gave, by the way on which they went; host and disk are an engine's own.",
+            "Bytes of KV blocks received and sent, by transport. host and disk are transfers within an engine.",
             {
                 "{{direction}} by {{transport}}": rate(
                     "penstock:kv_transfer_bytes_total", OF_ENGINES, by="direction, transport"
@@ -209,7 +209,7 @@ BLOCKS = Row(
         Panel(
             "Time of a transfer",
             "s",
-            "From asking for blocks to the last of them, the 95th of a hundred.",
+            "95th percentile of the time from requesting blocks until the last one arrived.",
             {
                 "{{transport}}": "histogram_quantile(0.95, sum by (le, transport) "
                 f"(rate(penstock:kv_transfer_seconds_bucket{{{OF_ENGINES}}}{OVER})))"
@@ -218,14 +218,14 @@ BLOCKS = Row(
         Panel(
             "Failures",
             "short",
-            "Blocks that failed to transfer, per second and by reason (docs/guides/kv-offloading.md). Engines recomputed them.",
+            "Failed block transfers per second, by reason (docs/kv-transfer.md). The engine computes these blocks instead.",
             {"{{reason}}": rate("penstock:kv_transfer_failures_total", OF_ENGINES, by="reason")},
             stacked=True,
         ),
         Panel(
             "Kept for others",
             "short",
-            "Blocks that are kept for engines that go on with requests, and requests whose blocks these are.",
+            "KV blocks leased for engines that resume requests, and the number of these requests.",
             {
                 "blocks of {{pool}}": of_pools("penstock:kv_leased_blocks", "sum"),
                 "requests of {{pool}}": of_pools("penstock:kv_leases", "sum"),
@@ -234,20 +234,20 @@ BLOCKS = Row(
         Panel(
             "Host memory and disks",
             "percentunit",
-            "Used part of the room beside the KV cache.",
+            "Used fraction of host memory and disk for offloaded KV blocks.",
             {"{{medium}} of {{pool}}": f"avg by (pool, medium) (penstock:kv_tier_usage_perc{{{OF_ENGINES}}})"},
         ),
         Panel(
             "Legs",
             "reqps",
-            "Calls by whether they went to an engine of prompts and then to one of outputs, and why.",
+            "Calls by routing: prefill engine first, then decode engine, or a single engine, and why.",
             {"{{plan}}: {{why}}": rate("penstock:legs_total", by="plan, why")},
             stacked=True,
         ),
         Panel(
             "Gap at a handover",
             "s",
-            "From a sequence's handoff to its next output.",
+            "Time from a sequence's handoff to its next output.",
             quantiles("penstock:handover_gap_seconds"),
         ),
     ),

@@ -1,16 +1,24 @@
-"""A panel of the dashboard, and queries that several panels use."""
+"""Panels and rows of the dashboard, and parts of queries that panels share."""
 
 import msgspec
 
 OF_RELEASE = 'namespace="$namespace",release="$release"'
 OF_ENGINES = f'{OF_RELEASE},component="enginecore",pool=~"$pool"'
 OF_POOLS = f'{OF_RELEASE},pool=~"$pool"'
-"""Selector for metrics of the coordinator about pools."""
+"""Labels that select the coordinator's metrics of pools."""
 OVER = "[$__rate_interval]"
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """A graph. ``queries``: PromQL by the name of its lines, in Grafana's ``{{label}}`` notation. ``unit``: one of Grafana's."""
+    """A graph of the dashboard.
+
+    Attributes:
+        title: Title of the graph.
+        unit: Unit of the values, by Grafana's name for it.
+        description: Explanation shown to readers of the dashboard.
+        queries: PromQL queries by legend, in Grafana's ``{{label}}`` notation.
+        stacked: Whether the lines are stacked.
+    """
 
     title: str
     unit: str
@@ -27,21 +35,21 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """Return a query for quantiles of a histogram of the release, by name."""
+    """Return queries for the 50th, 95th and 99th percentile of a histogram, by legend."""
     buckets = f"sum by (le) (rate({histogram}_bucket{{{OF_RELEASE}}}{OVER}))"
     return {f"p{part * 100:.0f}": f"histogram_quantile({part}, {buckets})" for part in (0.5, 0.95, 0.99)}
 
 
 def rate(counter: str, labels: str = OF_RELEASE, by: str = "") -> str:
-    """Return a query for the rate of a counter, per second."""
+    """Return a query for the increase of a counter per second."""
     return f"sum {f'by ({by}) ' if by else ''}(rate({counter}{{{labels}}}{OVER}))"
 
 
 def share(part: str, whole: str, labels: str, by: str) -> str:
-    """Return a query for the share of one counter in another."""
+    """Return a query for the ratio of two counters' rates."""
     return f"{rate(part, labels, by)} / {rate(whole, labels, by)}"
 
 
 def of_pools(gauge: str, how: str = "avg") -> str:
-    """A gauge of engines, by pool."""
+    """Return a query for a gauge of engines, aggregated by pool."""
     return f"{how} by (pool) ({gauge}{{{OF_ENGINES}}})"

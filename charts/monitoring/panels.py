@@ -1,4 +1,4 @@
-"""Panels of the dashboard, row by row, for a person on call: from the effects that clients notice to their causes."""
+"""Rows of the dashboard for engineers on call, ordered from symptoms that clients notice to their causes."""
 
 from charts.monitoring.engine_panels import ADAPTERS, BLOCKS, ENGINES, MEDIA
 from charts.monitoring.panel import OF_ENGINES, OF_POOLS, OF_RELEASE, Panel, Row, quantiles, rate
@@ -9,14 +9,14 @@ TRAFFIC = Row(
         Panel(
             "Requests",
             "reqps",
-            "Requests that ended normally, by the reason why they ended.",
+            "Requests that ended normally, by finish reason.",
             {"{{finished_reason}}": rate("vllm:request_success_total", by="finished_reason")},
             stacked=True,
         ),
         Panel(
             "Tokens",
             "short",
-            "Tokens per second: of prompts, of them those found in the prefix cache, and of outputs.",
+            "Tokens per second: prompt tokens, prompt tokens found in the prefix cache, and output tokens.",
             {
                 "prompts": rate("vllm:prompt_tokens_total"),
                 "from the cache": rate("vllm:prefix_cache_hits_total", OF_ENGINES),
@@ -26,7 +26,7 @@ TRAFFIC = Row(
         Panel(
             "In flight",
             "short",
-            "Calls that frontends serve at once, and requests that they hold because no engine takes them.",
+            "Calls in progress on frontends, and requests that frontends hold because no engine takes them.",
             {
                 "{{pod}}": f"penstock:requests_in_flight{{{OF_RELEASE}}}",
                 "held by {{pod}}": f"penstock:requests_held{{{OF_RELEASE}}}",
@@ -53,7 +53,7 @@ LATENCY = Row(
         Panel(
             "In the queue",
             "s",
-            "From the engine's queue until first scheduled: grows when engines are full.",
+            "Time in the engine's queue until first scheduled. It grows when engines are full.",
             quantiles("vllm:request_queue_time_seconds"),
         ),
         Panel(
@@ -71,7 +71,8 @@ ERRORS = Row(
         Panel(
             "Failed",
             "reqps",
-            "Calls that failed. UNAVAILABLE and INTERNAL are ours, RESOURCE_EXHAUSTED is too much load, the rest the clients'.",
+            "Calls that failed. UNAVAILABLE and INTERNAL are errors of the service, RESOURCE_EXHAUSTED means too much load,"
+            " other codes are errors of clients.",
             {"{{code}}": rate("penstock:requests_failed_total", by="code")},
             stacked=True,
         ),
@@ -85,7 +86,7 @@ ERRORS = Row(
         Panel(
             "Moved and NaN",
             "short",
-            "Sequences that left their engine and went on on another one; logits that were NaN. Per second.",
+            "Per second: sequences that moved to another engine, and NaN logits.",
             {
                 "moved": rate("penstock:requests_moved_total"),
                 "NaN of {{pod}}": rate("penstock:nan_logits_total", OF_ENGINES, by="pod"),
@@ -100,14 +101,14 @@ COORDINATOR = Row(
         Panel(
             "Engines by state",
             "short",
-            "What the coordinator knows of engines. Only those that serve get new requests.",
+            "Engines that the coordinator knows, by state. Only serving engines get new requests.",
             {"{{state}}": f"sum by (state) (penstock_coordinator_engines{{{OF_RELEASE}}})"},
             stacked=True,
         ),
         Panel(
             "Connected",
             "short",
-            "Frontends that the coordinator has a stream with, frontends that run, and pods without a connection to it.",
+            "Frontends connected to the coordinator, running frontends, and pods without a connection to the coordinator.",
             {
                 "frontends connected": f"sum(penstock_coordinator_frontends{{{OF_RELEASE}}})",
                 "frontends running": f'sum(up{{{OF_RELEASE},component="frontend"}})',
@@ -117,7 +118,7 @@ COORDINATOR = Row(
         Panel(
             "Variants and versions",
             "short",
-            "More than one: engines compute differently, or releases are mixed, as in a rollout.",
+            "More than one means that engines compute different tokens, or that releases are mixed, as during a rollout.",
             {
                 "variants": f"max(penstock:engine_variants{{{OF_RELEASE}}})",
                 "versions": f"count(count by (version) (penstock:build_info{{{OF_RELEASE}}}))",
@@ -132,8 +133,8 @@ AUTOSCALING = Row(
         Panel(
             "Engines wanted",
             "short",
-            "Engines that a pool has, and those with which it is as loaded as it shall be. More wanted than there are:"
-            " nothing scales, or it is at its maximum, or pods wait for a GPU.",
+            "Engines that a pool has, and engines that it needs for its target load. If it needs more than it has:"
+            " autoscaling is off, the pool is at its maximum, or pods wait for a GPU.",
             {
                 "{{pool}} has": f"penstock_coordinator_pool_engines{{{OF_POOLS}}}",
                 "{{pool}} wants": f"penstock_coordinator_pool_wanted_replicas{{{OF_POOLS}}}",
@@ -142,7 +143,7 @@ AUTOSCALING = Row(
         Panel(
             "What they are wanted for",
             "short",
-            "Load, with what frontends hold, and KV usage, each in engines.",
+            "Load, including requests held by frontends, and KV cache usage, each in numbers of engines.",
             {
                 "load of {{pool}}": f"penstock_coordinator_pool_load{{{OF_POOLS}}}",
                 "KV cache of {{pool}}": f"penstock_coordinator_pool_kv_cache_usage{{{OF_POOLS}}}",
@@ -151,7 +152,7 @@ AUTOSCALING = Row(
         Panel(
             "Held",
             "short",
-            "Requests that frontends hold, as the coordinator has heard: what wakes engines where there are none.",
+            "Requests that frontends hold, as reported to the coordinator. They start the first engine of a pool at 0.",
             {"held": f"sum(penstock_coordinator_held_requests{{{OF_RELEASE}}})"},
         ),
     ),
@@ -163,19 +164,19 @@ PROCESSES = Row(
         Panel(
             "CPU",
             "short",
-            "Cores in use. A frontend uses one at most for its event loop.",
+            "CPU cores in use. The event loop of a frontend uses at most one core.",
             {"{{pod}}": rate("process_cpu_seconds_total", by="pod")},
         ),
         Panel(
             "Memory",
             "bytes",
-            "Resident set.",
+            "Resident memory.",
             {"{{pod}}": f"sum by (pod) (process_resident_memory_bytes{{{OF_RELEASE}}})"},
         ),
         Panel(
             "Starts",
             "short",
-            "Starts within an hour: engines that end and come back.",
+            "Process starts within an hour, e.g. of engines that end and restart.",
             {"{{pod}}": f"sum by (pod) (changes(process_start_time_seconds{{{OF_RELEASE}}}[1h]))"},
         ),
     ),

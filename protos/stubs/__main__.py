@@ -1,6 +1,4 @@
-"""Build the client packages of the gRPC contracts: ``python protos/stubs [--out FOLDER] [--released FILE]
-[LANGUAGE...]``.
-"""
+"""Build client packages of the contracts: ``python protos/stubs [--out FOLDER] [--released FILE] [LANGUAGE...]``."""
 
 import argparse
 import importlib
@@ -16,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Build the requested packages. Without arguments, languages whose tools are missing are skipped; if one was
-    requested by name, return 1.
+    """Build the requested packages.
+
+    A language whose tools are missing is skipped. If it was requested by name, return 1.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("languages", nargs="*", choices=[[], *LANGUAGES], metavar="LANGUAGE", help=", ".join(LANGUAGES))
@@ -27,7 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--released",
         type=Path,
-        help=("Descriptor set in protos/released to build from, instead of the current contracts."),
+        help="descriptor set in protos/released to build from (default: the current contracts)",
     )
     args = parser.parse_args()
     out = args.out.resolve()

@@ -1,4 +1,4 @@
-"""NOTES.txt: the text that Helm prints after an installation."""
+"""NOTES.txt: the text that helm prints after an installation."""
 
 from pathlib import Path
 
@@ -59,8 +59,8 @@ KV_CACHE = "config.cache.kv_cache_memory the KV cache is sized by the node's fre
 def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
     text = notes(tmp_path, HUB)
     assert "Wait until the model is loaded:" in text
-    assert "Frontends are ready once they have seen an engine that is." in text
-    assert "There may be no engine" not in text
+    assert "Frontends become ready once an engine is ready." in text
+    assert "There may be no engine yet" not in text
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
     [
         (
             ("enginecore.autoscaling.mode=keda", "enginecore.autoscaling.minReplicas=0"),
-            "the first call has one started",
+            "The first call starts one",
         ),
         (("enginecore.replicas=0",), "There is no engine while enginecore.replicas is 0."),
         (
@@ -77,7 +77,7 @@ def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
                 "enginecore.pools.b.autoscaling.mode=keda",
                 "enginecore.pools.b.autoscaling.minReplicas=0",
             ),
-            "the first call has one started",
+            "The first call starts one",
         ),
     ],
 )
@@ -86,16 +86,16 @@ def test_where_there_may_be_no_engine_frontends_need_none_to_be_ready(
 ):
     text = notes(tmp_path, HUB, *settings)
     assert engines in text
-    assert "Frontends are ready once the coordinator has told them of the cluster, with or without engines." in text
-    assert "have seen an engine" not in text
+    assert "Frontends become ready once they are connected to the coordinator, with or without engines." in text
+    assert "once an engine is ready" not in text
 
 
 def test_what_a_pool_leaves_out_is_pointed_out_by_the_pools_own_value(tmp_path: Path):
     text = notes(tmp_path, POOLS, "enginecore.pools.bare.gpu.count=0", "enginecore.pools.bare.modelCache.claimName=c")
     assert f"NOTE: without enginecore.pools.bare.{KV_CACHE}" in text
     assert (
-        "NOTE: each new engine pod downloads the model. With enginecore.pools.default.modelCache.claimName and "
-        "enginecore.pools.spot.modelCache.claimName they share a volume." in text
+        "NOTE: each new engine pod downloads the model. Set enginecore.pools.default.modelCache.claimName and "
+        "enginecore.pools.spot.modelCache.claimName to share a volume." in text
     )
 
 
@@ -127,7 +127,7 @@ def test_without_autoscaling_there_is_nothing_of_metrics(tmp_path: Path):
         (BARE, (), "is a LoadBalancer Service, and its traffic is neither encrypted nor authenticated"),
         (BARE, (), "the KV cache is sized by the node's free memory"),
         (HUB, (), "each new engine pod downloads the model"),
-        (AUTOSCALED, ("metrics.enabled=false",), "metrics.enabled is false, so there is nothing to scale by"),
+        (AUTOSCALED, ("metrics.enabled=false",), "metrics.enabled is false, so the autoscaler has no metrics"),
     ],
 )
 def test_risky_values_are_pointed_out(tmp_path: Path, name: str, settings: tuple[str, ...], warning: str):
@@ -136,7 +136,7 @@ def test_risky_values_are_pointed_out(tmp_path: Path, name: str, settings: tuple
 
 LORA = ("enginecore.lora.enabled=true", "enginecore.lora.adapters.pirate=/adapters/pirate")
 LIMIT = "enginecore.resources.limits.memory"
-ADAPTERS = "a container that fills up with adapters"
+ADAPTERS = "the container can exceed its memory limit"
 
 
 @pytest.mark.parametrize(
