@@ -1,4 +1,4 @@
-"""Page ``docs/settings.md`` with every setting of every service, generated from the services' config structs."""
+"""Page ``docs/reference/settings.md`` with every setting of every service, generated from the services' config structs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -218,7 +218,7 @@ BLOCKS = Row(
         Panel(
             "Failures",
             "short",
-            "Failed block transfers per second, by reason (docs/kv-transfer.md). The engine computes these blocks instead.",
+            "Failed block transfers per second, by reason (docs/guides/kv-offloading.md). The engine recomputes these blocks.",
             {"{{reason}}": rate("penstock:kv_transfer_failures_total", OF_ENGINES, by="reason")},
             stacked=True,
         ),
