@@ -177,7 +177,7 @@ class Simulated:
             self.ended[request_id] = error
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        raise AssertionError("nobody asks for this")
+        raise AssertionError("no caller may use this")
 
     def moved(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)

@@ -53,7 +53,7 @@ class Idle:
         return torch.empty(0)
 
     def replay(self) -> None:
-        raise AssertionError("what was not captured is replayed")
+        raise AssertionError("replayed a step that was not captured")
 
 
 def replayed(path: Path, architecture: str) -> ReplayedModules:

@@ -128,7 +128,7 @@ def test_a_body_of_known_fields_is_read_in_one_pass(
     monkeypatch: pytest.MonkeyPatch, kind: type, body: dict[str, Any]
 ) -> None:
     def walk(*_: object) -> None:
-        raise AssertionError("every object was looked at")
+        raise AssertionError("every object was checked")
 
     monkeypatch.setattr(unknown_fields, "_walk", walk)
     assert paths(kind, model="m", **body) == set()
