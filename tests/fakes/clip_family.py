@@ -25,7 +25,7 @@ class ClipFamily(PlainFamily):
 
 
 class ClipProcessor(PlainProcessor):
-    """Tells what is loaded, too: where its arguments have ``modules``."""
+    """Processor that also reports loaded modules, if its arguments contain ``modules``."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoImageProcessor

@@ -1,4 +1,4 @@
-"""Phases of rows that do nothing, for tests of the runner. What a row does beyond that is a fault: see tests/device/faults.py."""
+"""Phases of rows that do nothing, for tests of the runner. Rows with effects are faults; see tests/device/faults.py."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Model:
     """What rows of a stage share."""
 
     def told(self) -> dict[str, Any]:
-        """Return what computes."""
+        """Return the computing function."""
         return {"computing": "fakes"}
 
 

@@ -10,7 +10,7 @@ from penstock_frontend.processing.media.worker_messages import LENGTH, Ready, de
 
 
 def answer_of(kind: str) -> bytes:
-    """What comes for an item whose arguments ask for that."""
+    """Return the answer of the worker to an item with this kind in its arguments."""
     head: dict[str, Any] = {
         "type": "Processed",
         "modality": "image",

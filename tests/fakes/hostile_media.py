@@ -1,4 +1,4 @@
-"""Media that nobody should send, made from a number alone."""
+"""Hostile media, generated from a number."""
 
 import base64
 import random

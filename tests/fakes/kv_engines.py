@@ -1,4 +1,4 @@
-"""Engines that have blocks and pull them from each other, without a model: a block's bytes are made of its name."""
+"""Engines without a model that pull KV blocks from each other. The bytes of a block are computed from its name."""
 
 import hashlib
 import threading
@@ -41,7 +41,7 @@ def names_of(prompt: str, count: int, *, group: int = 0) -> list[BlockName]:
 
 
 def content(name: BlockName, size: int) -> bytes:
-    """What a block holds, wherever it is."""
+    """Return the content of a block, the same on every medium."""
     seed = hashlib.blake2b(bytes([name.group]) + name.hash, digest_size=64).digest()
     return (seed * (size // 64 + 1))[:size]
 
@@ -83,7 +83,7 @@ class Fetched:
 
 
 class FakeKvEngine:
-    """One of a cluster. Its pool is a dictionary of bytes; ``before_read`` is called on the thread that reads."""
+    """Engine of a cluster. Its pool is a dict of bytes. ``before_read`` is called on the reading thread."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class FakeKvEngine:
         self.woken = threading.Event()
         self.counts = TransferCounts()
         self.transfers: list[Transfer] = []
-        """Those that are over, wherever they were."""
+        """Ended leases."""
         self._reader = ThreadPoolExecutor(1)
         self.transfer = KvTransfer(config, observer=observer)
         self.offers = Offers(
@@ -210,7 +210,7 @@ class FakeKvEngine:
         )
 
     def request(self, source: KvSource | None) -> Request:
-        """One that goes on here."""
+        """Return a request that resumes on this engine."""
         self._next_request += 1
         sent = EngineCoreRequest(
             request_id=str(self._next_request),

@@ -27,7 +27,7 @@ class PlainFamily:
     media_tokens: tuple[str, ...] = ("<media>",)
 
     def __init__(self, fault: str = "") -> None:
-        """``fault``: what making the processor raises; empty: nothing."""
+        """Create the family. ``fault`` is the error raised by the processor's creation; empty means none."""
         self._fault = fault
 
     def placeholder(self, modality: Modality) -> str:

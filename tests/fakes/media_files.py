@@ -47,7 +47,9 @@ def png_bomb(width: int, height: int) -> bytes:
 def png(
     width: int, height: int, data: bytes, *, depth: int = 8, colour_type: int = 2, transparent: tuple[int, ...] = ()
 ) -> bytes:
-    """A PNG file whose header says so many pixels, whatever its data have. ``transparent``: the samples of that colour."""
+    """Return a PNG file whose header has this size, regardless of its data. ``transparent`` is the color of transparent
+    samples.
+    """
     head = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
     colour = _chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + colour + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")

@@ -1,5 +1,5 @@
-"""Tiny checkpoints with towers, of every family that is served: random weights, a real tokenizer with the family's tokens, and
-the files of its processors, as checkpoints on the hub have them.
+"""Tiny checkpoints with vision or audio encoders, of every supported family. They have random weights, a real tokenizer
+with the family's tokens, and processor files like checkpoints on the hub.
 """
 
 import json

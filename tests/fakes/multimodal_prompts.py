@@ -43,12 +43,12 @@ class MediaPrompt:
         )
 
     def expected(self, count: int) -> list[int]:
-        """The tokens that transformers chooses behind it."""
+        """Return the next tokens that transformers generates."""
         out = self.model.generate(**self.inputs, eos_token_id=None, max_new_tokens=count, do_sample=False)
         return [int(token) for token in out[0, len(self.token_ids) :]]
 
     def followed_by(self, token_ids: list[int]) -> "MediaPrompt":
-        """The prompt up to its last item, and these tokens behind it."""
+        """Return the prompt up to its last item, followed by these tokens."""
         kept = self.features[-1].end
         inputs = {name: value[:, :kept] if _is_of_tokens(name) else value for name, value in self.inputs.items()}
         behind = {
@@ -126,7 +126,7 @@ class PromptMaker:
         )
 
     def _processed(self, text: str, items: Sequence[Item]) -> dict[str, Any]:
-        """What the processor makes of a text with items."""
+        """Return the processor's result for a text with items."""
         media: dict[str, Any] = {}
         if images := [item for item in items if isinstance(item, Image.Image)]:
             media["images"] = images

@@ -19,7 +19,7 @@ class _Read:
 
 @dataclass
 class FakeAgent:
-    """One of a network. Reads of what is not registered fail."""
+    """Agent of a network. Reads of unregistered memory fail."""
 
     name: str
     network: "NixlNetwork"
@@ -96,5 +96,5 @@ class NixlNetwork:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nobody has anything."""
+        """Return whether no agent has any registration left."""
         return not any(agent.regions or agent.remotes or agent.handles for agent in self.agents.values())

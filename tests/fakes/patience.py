@@ -1,9 +1,9 @@
-"""How long tests wait: for what must come, and for deadlines that must pass."""
+"""Timeouts of tests: for events that must happen, and for deadlines that must pass."""
 
 from collections.abc import Iterator
 
 PATIENCE = 300.0
-"""Seconds until a test gives up on what must come: more than it takes on a machine that is merely busy."""
+"""Seconds until a test stops waiting for an event that must happen: more than it takes on a busy machine."""
 
 
 def deadlines(first: float = 0.2) -> Iterator[float]:

@@ -57,7 +57,7 @@ def video_part(
 
 
 def part_of(modality: Modality, data: bytes = b"x", field: str = "media") -> MediaPart:
-    """A part that nobody opens."""
+    """Return a media part that is never decoded."""
     return MediaPart(modality=modality, source=EncodedFile(data), field=field)
 
 

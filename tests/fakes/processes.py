@@ -21,7 +21,9 @@ from tests.fakes.warm_python import Process, WarmPython
 
 START_TIMEOUT = PATIENCE
 KEPT: dict[str, Any] = {"server__max_connection_age": 0, "http__max_connection_age": 0}
-"""Flags of a frontend whose clients keep their connections: it ends as soon as nothing runs, whoever is still connected."""
+"""Flags of a frontend whose clients keep their connections: it ends once no call is running, even if clients are
+connected.
+"""
 
 
 def children() -> set[int]:
@@ -42,10 +44,14 @@ class Service:
     def __init__(
         self, module: str, *words: str, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object
     ) -> None:
-        """``words`` come before the flags. ``flags``: dotted config keys, written with two underscores for the dot.
-        ``metrics_flag``: the one that says where ``/metrics`` is; it gets a free port, ``metrics_port``. ``host``: an
-        address of the loopback interface. Only warnings are logged, unless there is a file (``config``), which then
-        says what is.
+        """Create a service.
+
+        Args:
+            words: Words before the flags.
+            flags: Config keys, with two underscores for each dot.
+            metrics_flag: Flag for the address of ``/metrics``. It gets a free port, ``metrics_port``.
+            host: Address of the loopback interface.
+            config: Config file, which also sets the log level. Without one, only warnings are logged.
         """
         self.host = host
         self.module = module
@@ -129,11 +135,11 @@ class Service:
                 await asyncio.sleep(0.05)
 
     async def restart(self) -> "Service":
-        """Start a process that has ended anew, and wait as ``serving`` does."""
+        """Restart a process that has ended, and wait as ``serving`` does."""
         return await (await self.start()).serving()
 
     def remove_log(self) -> None:
-        """Forget what the processes have printed."""
+        """Discard the output of the processes."""
         self._folder.cleanup()
 
     async def ended(self) -> int:
@@ -150,7 +156,7 @@ class Service:
         await self.ended()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the running process, and go on at once."""
+        """Send a signal to the running process and return immediately."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -86,7 +86,7 @@ class Browser:
         return tab
 
     async def close_tabs(self) -> None:
-        """Close every tab and forget what was in it."""
+        """Close every tab and discard its state."""
         while self._targets:
             await self.call("Target.closeTarget", targetId=self._targets.pop())
         self.events.clear()
@@ -128,7 +128,7 @@ class Tab:
         return await self._browser.call(method, session=self._session, **parameters)
 
     async def value(self, expression: str) -> Any:
-        """What a JavaScript expression is, as JSON."""
+        """Return the value of a JavaScript expression, converted from JSON."""
         result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -157,7 +157,7 @@ class Tab:
             await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def write(self, selector: str, text: str) -> None:
-        """Put ``text`` into a field instead of what is there, as typing does."""
+        """Replace the text of a field with ``text``, like typing."""
         await self.value(f"(field => {{ field.focus(); field.select(); }})(document.querySelector({selector!r}))")
         await self.call("Input.insertText", text=text)
 
@@ -170,12 +170,14 @@ class Tab:
         await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def screenshot(self, file: Path) -> None:
-        """A picture of what is in view."""
+        """Save a picture of the visible page."""
         picture = base64.b64decode((await self.call("Page.captureScreenshot"))["data"])
         await asyncio.to_thread(file.write_bytes, picture)
 
     def complaints(self) -> list[str]:
-        """What the browser wrote to its console: uncaught exceptions, what the security policy blocked, failed requests."""
+        """Return the console output of the browser: uncaught exceptions, violations of the security policy, failed
+        requests.
+        """
         mine = [event for event in self._browser.events if event.get("sessionId") == self._session]
         thrown = [e["params"]["exceptionDetails"]["text"] for e in mine if e["method"] == "Runtime.exceptionThrown"]
         logged = [e["params"]["entry"] for e in mine if e["method"] == "Log.entryAdded"]

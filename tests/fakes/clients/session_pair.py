@@ -53,7 +53,7 @@ class Pair:
         self.session.add(msgspec.structs.replace(request, request_number=number))
 
     def end(self, request_id: str) -> EngineCoreOutput | None:
-        """The output that ended a request; what an engine sends behind it, before it knows, counts for nothing."""
+        """Return the output that ended a request. Later outputs, sent before the engine knew of the end, are ignored."""
         ends = (output for output in self.outputs.get(request_id, []) if output.finish_reason is not None)
         return next(ends, None)
 

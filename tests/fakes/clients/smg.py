@@ -1,4 +1,4 @@
-"""The SMG gateway, nobody's work here, as a process in front of a frontend."""
+"""The SMG gateway, an external program, as a process in front of a frontend."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ async def _is_ready(client: httpx.AsyncClient, name: str) -> bool:
 
 
 def written(log: Path) -> str:
-    """What the gateway has written."""
+    """Return the log output of the gateway."""
     return log.read_text()
 
 

@@ -1,4 +1,4 @@
-"""The ``penstock`` command on a terminal of its own: what a user types goes in, what the screen shows comes out."""
+"""The ``penstock`` command on a pseudo-terminal, with typed input and the screen as output."""
 
 import os
 import pty
@@ -56,7 +56,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """Return when ``text`` has been written behind what was waited for before."""
+        """Wait until ``text`` appears after the text of the last wait."""
         deadline = time.monotonic() + PATIENCE
         while (found := self.screen.find(text, self._seen)) < 0:
             assert self._read(deadline - time.monotonic()), f"{text!r} is not in:\n{self.screen[self._seen :]}"
@@ -69,7 +69,7 @@ class Terminal:
         return self.process.wait(PATIENCE)
 
     def _read(self, seconds: float) -> bool:
-        """Take what is there, waiting for it. Returns False at the end of the output, or when nothing came."""
+        """Wait for output and read it. Returns False at the end of the output, or if nothing arrives."""
         if not select.select([self._ours], [], [], max(seconds, 0.0))[0]:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Builds engines over the fake executor, and says what their requests must give."""
+"""Engines with the fake executor, and the expected outputs of their requests."""
 
 import itertools
 from collections import defaultdict
@@ -251,7 +251,7 @@ def add(engine: EngineCore, *requests: EngineCoreRequest, client_id: str = CLIEN
 
 
 def step(engine: EngineCore, transcript: Transcript, drain_aborts: Callable[[], None] = lambda: None) -> None:
-    """One step; what it says goes to the transcript, whichever client it is for."""
+    """Run one step and add its outputs to the transcript, for every client."""
     for frame in engine.step(drain_aborts).values():
         transcript.add(frame)
 

@@ -34,7 +34,7 @@ ENGINES = {
     "async_scheduling": st.booleans(),
     "max_concurrent_batches": st.integers(1, 3),
 }
-"""What engines of each kind may be like."""
+"""Options for engines of each kind."""
 REQUESTS = {
     "priority": st.integers(0, 2),
     "tenant": st.sampled_from(["", "", "a", "b"]),
@@ -44,7 +44,7 @@ REQUESTS = {
 
 
 def poisoned(scheduled: SchedulerOutput) -> bool:
-    """A step fails that computes token n, or one behind it, of a request poison-n-..."""
+    """Return whether the step must fail: it computes token n or a later one of a request named poison-n-..."""
     drafts = scheduled.scheduled_spec_decode_tokens
     return any(
         key.startswith("poison") and count - len(drafts.get(key, ())) >= int(key.split("-")[1])
@@ -73,7 +73,7 @@ class EngineLives(RuleBasedStateMachine):
         grammars: Any = None,
         **config: Any,
     ) -> None:
-        """``executor``: what else it is like."""
+        """Start an engine. ``executor`` has additional options of the executor."""
         self.clock = FakeClock()
         self.budget = budget
         self.max_num_seqs = config["max_num_seqs"]
@@ -188,9 +188,9 @@ class EngineLives(RuleBasedStateMachine):
             assert got == tokens[: len(got)]
 
     def expected(self, request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
-        """What it gives, and how it ends, if nothing happens to it."""
+        """Return the tokens and the finish reason of the request if no failure affects it."""
         raise NotImplementedError
 
     def excused(self, request: EngineCoreRequest, end: EngineCoreOutput) -> bool:
-        """Whether it may have ended with this error, which is looked at."""
+        """Return whether the request may have ended with this error, after checking the error."""
         raise NotImplementedError

@@ -48,7 +48,7 @@ class EngineServer:
         self.control = EngineControl(self.engine)
         self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
         self.start_loop()
-        if self.config.coordinator.address:  # what it is reached at is known only now
+        if self.config.coordinator.address:  # the address is only known now
             coordinator = msgspec.structs.replace(self.config.coordinator, advertise=self.address)
             self.io._config = msgspec.structs.replace(self.config, coordinator=coordinator)
         self.io.attach(self.busy_loop, describe(self.config, self.engine))

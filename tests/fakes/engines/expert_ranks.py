@@ -52,8 +52,9 @@ class ExpertRanks:
         experts.join(1, link)
 
     def generate(self, requests: Sequence[Sequence[Any]]) -> list[Run]:
-        """Each rank's requests, as ``in_process.generate`` takes them, or as they come from a frontend. A rank that is done takes
-        part in the others' steps.
+        """Run each rank's requests, in the form of ``in_process.generate`` or as they come from a frontend.
+
+        A rank that has finished takes part in the steps of the others.
         """
 
         @torch.inference_mode()

@@ -9,11 +9,11 @@ from penstock_enginecore.kv_transfer.core.base import Copy
 
 BLOCK_BYTES = 64
 Content = tuple
-"""What the slots of a block hold, in order; None where nothing was computed."""
+"""Content of the slots of a block, in order. None for slots that were not computed."""
 
 
 class AwaitedFuture(Future):
-    """Has its result once the copies up to it are made, which whoever waits for it has done."""
+    """Future whose waiter makes the copies up to it, and then its result."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a worker keeps of media: a queue of items, worked off exactly as ``MediaEncoder.advance`` says, and rows."""
+"""Media state of a fake worker: a queue of items, processed exactly as in ``MediaEncoder.advance``, and embedding rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -75,7 +75,7 @@ class FakeEncoder:
         return sum(self.rows.values()) + sum(item[0] for item in self.queue.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Forget, start and compute what a step says. Returns why items failed."""
+        """Apply the evictions, starts and computations of a step. Returns the failed items with their errors."""
         for identifier in step.freed_identifiers:
             self.rows.pop(identifier, None)
             self.queue.pop(identifier, None)
@@ -93,7 +93,7 @@ class FakeEncoder:
         return self._advance(step.encoder_budget) if step.encoder_budget else {}
 
     def forget(self) -> None:
-        """All rows, and what is to be encoded."""
+        """Drop all rows and all items that are not encoded yet."""
         self.queue.clear()
         self.rows.clear()
         self.failed.clear()

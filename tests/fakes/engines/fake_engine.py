@@ -1,21 +1,21 @@
 """An engine without a model: a real ``penstock.enginecore.v1`` server whose output is known in advance.
 
-The token at output index i of a request with seed s is ``token_at(s, i)``, or what ``script`` says for the request. A
-step gives every running request ``tokens_per_step`` tokens. Steps run as fast as the loop allows, unless ``manual`` is
-set: then each call of ``step`` runs one.
+The token at output index i of a request with seed s is ``token_at(s, i)``, or the token that ``script`` gives for the
+request. A step gives every running request ``tokens_per_step`` tokens. Steps run as fast as the loop allows. If
+``manual`` is set, each call of ``step`` runs one step.
 
-Its log-probability is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ...: one position has the chosen token and as
-many of those as the request asks for.
+The log-probability of a token is ``logprob_of(token)``, so the likeliest tokens are 0, 1, ... A position lists the
+chosen token, and as many of the likeliest tokens as the request asks for.
 
-With media (``serve_media``) the seed is another one for each list of features and their bytes: ``media_seed`` is added to it as
-the request comes in.
+With media (``serve_media``), ``media_seed`` is added to the seed when a request arrives. It differs for each list of
+features and their bytes.
 
-An engine that gives blocks away (``give_blocks``) hands requests over, after as many tokens as they say or when a session asks
-for it, and names a lease of which it keeps nothing: ``sources`` has those that requests came with.
+An engine with ``give_blocks`` hands requests over, after the number of tokens that they ask for or when a session asks
+for it. It names a lease but keeps no blocks. ``sources`` lists the KV sources that requests came with.
 
-A request ends with LENGTH at ``max_tokens`` (``DEFAULT_MAX_TOKENS`` when unset, never past ``max_model_len``), or, from
-``min_tokens`` on, with STOP at a token of ``stop_token_ids`` or at ``eos_token_id`` where a script produces it. Prior output
-counts as output.
+A request ends with LENGTH at ``max_tokens`` (default ``DEFAULT_MAX_TOKENS``, never more than ``max_model_len``). From
+``min_tokens`` on, it ends with STOP at a token of ``stop_token_ids``, or at ``eos_token_id`` if a script produces it.
+Prior output counts as output.
 """
 
 import asyncio
@@ -74,7 +74,9 @@ def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
 
 
 def media_seed(features: Sequence[MultiModalFeature]) -> int:
-    """What is added to a request's seed, up to MAX_MEDIA_SEED: it depends on each byte and each place; 0 without features."""
+    """Return the number that is added to a request's seed, at most MAX_MEDIA_SEED. It depends on each byte and
+    position; 0 without features.
+    """
     if not features:
         return 0
     digest = hashlib.sha256()
@@ -135,7 +137,7 @@ class FakeRequest:
         return min(room, asked if self.script is None else min(asked, len(self.script)))
 
     def end(self, token: int, limit: int, eos_token_id: int) -> pb.EngineCoreOutput | None:
-        """How the output ends behind ``token``, the last one sent; None if it goes on."""
+        """Return the end of the output after ``token``, the last token sent. None if the output continues."""
         params = self.message.sampling_params
         stops = self.num_sent >= params.min_tokens
         if stops and token in params.stop_token_ids:
@@ -164,12 +166,18 @@ class FakeSession:
 
 
 class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
-    """See the module. What came in is in ``requests``, ``chunks`` and ``aborted``; ``until`` waits for a condition on the engine.
+    """Fake engine; see the module. ``until`` waits for a condition on the engine.
 
-    ``refusal``: every new request ends with this error. ``mangle``: changes (or drops, with None) each output before it
-    is sent. ``utilities``: answers of utility calls by method name, or the error one ends with; ``on_utility`` is called
-    before each, and an answer that can be called with the arguments. ``utility_calls``: what was called with which arguments.
-    ``step_age``: what it says of the age of its last step; ``wedged``: that this is too old; ``frozen``: it does not answer that.
+    Attributes:
+        requests, chunks, aborted: Received messages.
+        refusal: Error with which every new request ends.
+        mangle: Changes each output before it is sent, or drops it by returning None.
+        utilities: Answers of utility calls by method name: an error, a value, or a function of the arguments.
+        on_utility: Called before each utility call.
+        utility_calls: Utility calls with their arguments.
+        step_age: Reported age of the last step, in seconds.
+        wedged: Whether the engine reports that it is wedged.
+        frozen: Whether the engine does not answer health checks.
     """
 
     def __init__(
@@ -202,7 +210,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         )
         self.script = script
         self.received: ReceiverCache | None = None
-        """What is kept of media; None: none are taken."""
+        """Limits of the media cache. None: the engine accepts no media."""
         self.eos_token_id = -1
         self.tokens_per_step = 1
         self.num_cached_tokens = 0
@@ -215,7 +223,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.chunks: list[tensor_pb2.TensorChunk] = []
         self.aborted: list[str] = []
         self.handoffs: list[list[str]] = []
-        """What sessions have asked for."""
+        """Handoffs that sessions have asked for."""
         self.num_handed_over = 0
         self.running: dict[tuple[FakeSession, str], FakeRequest] = {}
         self.sessions: list[FakeSession] = []
@@ -247,7 +255,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         return self
 
     def clear_media(self) -> None:
-        """Forget what is kept of media, and say so."""
+        """Drop all cached media, and notify the sessions."""
         if self.received is not None:
             self.received.clear()
             for session in self.sessions:
@@ -262,7 +270,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
     @property
     def sources(self) -> list[kv_pb2.KvSource | None]:
-        """Of each request that has come, who had its blocks."""
+        """Return the KV source of each request received."""
         return [request.kv_source if request.HasField("kv_source") else None for request in self.requests]
 
     @property
@@ -294,7 +302,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             await self._server.set_serving(False)
 
     async def handed_over(self) -> None:
-        """Wait until gRPC has taken what the sessions are owed, for a while at most: a frontend may have stopped reading."""
+        """Wait until gRPC has accepted all messages for the sessions. The wait is limited, because a frontend may have
+        stopped reading.
+        """
         joins = [asyncio.create_task(session.queue.join()) for session in self.sessions]
         if joins:
             _, late = await asyncio.wait(joins, timeout=FLUSH_SECONDS)
@@ -302,7 +312,8 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 task.cancel()
 
     async def kill(self, grace: float | None = None) -> None:
-        """Vanish: what was sent goes out, and the connection is closed without a word, or after ``grace`` seconds at most.
+        """Disappear: close the connection without a final message, once sent messages are out or after ``grace``
+        seconds.
 
         ``start(port)`` brings the engine back.
         """
@@ -556,7 +567,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 self._send(request, self._handoff(request))
 
     def _handoff(self, request: FakeRequest) -> pb.EngineCoreOutput:
-        """The end of a request that goes on elsewhere."""
+        """Return the last output of a request that is handed over."""
         self.num_handed_over += 1
         return pb.EngineCoreOutput(finish_reason=finish_pb2.FINISH_REASON_HANDOFF, kv_source=self._source(request))
 

@@ -1,14 +1,15 @@
 """An executor without a model, whose tokens are known in advance and which checks the scheduler's contract.
 
-Output token i of a request is a pure function of (seed, i): ``oracle_token``. So any loss, repetition or disorder of
-tokens is an exact test failure, whatever the batch, the chunking and the preemptions.
+Output token i of a request is a pure function of (seed, i): ``oracle_token``. Every lost, repeated or reordered token
+therefore fails a test exactly, for all batches, prompt chunks and preemptions.
 
-The executor keeps what real workers keep and nothing more: per request the tokens, the block table and the number of
-computed tokens. It also keeps a KV cache of prefix hashes: computing position p of a request writes a hash of its first
-p + 1 tokens into the slot of p, and before each step every position that counts as computed must hold the right hash.
-A block handed to two requests, reused too early or cached wrongly therefore fails at once. With several groups of
-layers each has a block table and writes hashes of its own, and where a group has a window only the positions that later
-queries see must hold them.
+The executor keeps the same state as real workers: tokens, block table and number of computed tokens of each request. It
+also keeps a KV cache of prefix hashes. Computing position p of a request writes a hash of its first p + 1 tokens into
+the slot of p. Before each step, every position that counts as computed must have the right hash. A block that is given
+to two requests, reused too early or cached wrongly therefore fails immediately.
+
+With several KV cache groups, each group has its own block table and hashes. If a group has a window, only positions
+that later queries see must have their hashes.
 """
 
 from collections import deque
@@ -55,7 +56,7 @@ def oracle_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 
 
 def lora_seed(lora: LoraRequest | None) -> int:
-    """What an adapter does to a request's seed, and to what its blocks hold; 0 without one."""
+    """Return the number that an adapter adds to a request's seed and to its block contents. 0 without an adapter."""
     return 0 if lora is None else int.from_bytes(lora.digest[:8], "little")
 
 
@@ -81,7 +82,7 @@ class UnhurriedFuture(Future):
 
 
 class LateFuture(Future):
-    """Has its result once the device has got to it, which whoever asks for the result makes it do."""
+    """Future of a late device. Asking for the result makes the device work until it has the result."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class _State:
         return (self.params.seed or 0) ^ lora_seed(self.lora)
 
     def forget_drafts(self) -> None:
-        """What was computed behind the final tokens means nothing."""
+        """Discard tokens that were computed after the final tokens."""
         if self.num_drafts:
             del self.token_ids[len(self.token_ids) - self.num_drafts :]
             self.num_drafts = 0
@@ -142,20 +143,26 @@ class _State:
 
 
 class FakeExecutor:
-    """Implements ``Executor``. A broken contract is an AssertionError.
+    """Implements ``Executor``. A violation of the contract raises AssertionError.
 
-    ``fail_at_step`` n raises RuntimeError in the n-th step, counting from 0, and from then on. ``fails``: says of each step,
-    before it is run, whether it raises RuntimeError; the executor can go on after ``recover``, and runs no step before it. With
-    ``fails_late`` that comes out of the step's future. ``check_kv`` False skips the check of the
-    KV contents, which costs time in proportion to the context. ``on_execute`` is called in the middle of every step.
-    ``unhurried``: a step's results count as not there yet until somebody waits for them. ``late``: steps are not even begun
-    before that, or before ``work`` is called: only then does the device read what the step says, and sample; its tokens are its
-    own inputs of the steps behind.
-    ``drafter``: gives drafts for a seed, from an output index on, so many; steps are asked for them behind their sampling.
-    ``adapters``: what is at each path, or the error of reading it; with ``loads_at_once`` False they come when ``finish_load`` is
-    called. Steps may have those alone that are held; an adapter changes what blocks hold, and all tokens.
-    ``windows``: the sliding window of each layer. ``pooling``: what it is pooled for; it generates without. ``media``: what its
-    towers read, but items that are ``unreadable`` after some number of blocks; embeddings are part of what blocks hold.
+    Args:
+        fail_at_step: Index of the first step that raises RuntimeError, counted from 0. All later steps raise too.
+        fails: Decides for each step, before it runs, whether it raises RuntimeError. After ``recover`` the executor
+            continues; until then it runs no steps.
+        fails_late: Raise these errors from the step's future.
+        check_kv: Whether to check the KV contents, in time proportional to the context.
+        on_execute: Called in the middle of every step.
+        unhurried: Results are not available until a caller waits for them.
+        late: Steps do not start until a caller waits for them or calls ``work``. The device reads the step and samples
+            only then, and uses its own tokens as inputs of later steps.
+        drafter: Returns drafts by seed, first output index and number. They are requested after sampling.
+        adapters: Content at each path, or the error of reading it. Steps may only use loaded adapters. An adapter
+            changes block contents and tokens.
+        loads_at_once: Whether loads finish immediately, without ``finish_load``.
+        windows: Sliding window of each layer.
+        pooling: Pooling task. Without one, the executor generates.
+        media: Modalities that its encoders accept. Embeddings are part of the block contents.
+        unreadable: Items that fail after a number of blocks.
     """
 
     experts: Any = None
@@ -349,10 +356,12 @@ class FakeExecutor:
         for key, count in step.num_scheduled_tokens.items():
             self._states[key].num_computed_tokens -= count
             self._states[key].forget_drafts()
-        self.encoder.forget()  # nobody knows how far the step has got
+        self.encoder.forget()  # the progress of the step is unknown
 
     def work(self, count: int | None = None) -> None:
-        """Have a late device run ``count`` of the steps that it was given, all for None. Nothing waits behind one that fails."""
+        """Run ``count`` of the steps given to a late device; None means all. If a step fails, later steps do not wait
+        for it.
+        """
         while self._queued and (count is None or count > 0 or self._failed is not None):
             self._queued.popleft()()
             count = None if count is None else count - 1
@@ -434,7 +443,7 @@ class FakeExecutor:
             raise RuntimeError("the fake device is gone")
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Notes the call; ``rpc_results`` says what comes back."""
+        """Record the call and return the value from ``rpc_results``."""
         self.work()
         self.rpcs.append((method, list(arguments)))
         if method == "sleep" and arguments[0]:

@@ -1,4 +1,4 @@
-"""Keeps blocks of requests that go on elsewhere, and gives them to nobody."""
+"""Lease manager that keeps blocks of handed-over requests and never sends them to an engine."""
 
 import math
 
@@ -66,6 +66,6 @@ class FakeLeases:
             self.end(lease_id)
 
     def end(self, lease_id: bytes) -> None:
-        """It was released."""
+        """End a lease because it was released."""
         del self._ends[lease_id]
         self._manager.pool.free(self.blocks.pop(lease_id))

@@ -1,8 +1,8 @@
-"""``python -m tests.fakes.engines.faulty_engine --config ...``: an engine process that is real but for its executor, and goes
-wrong on demand. It needs no torch.
+"""Engine process that is real except for its executor, and fails on demand: ``python -m
+tests.fakes.engines.faulty_engine --config ...``. Needs no torch.
 
-``FAULTY_ENGINE`` in the environment names a file with ``Faults`` as JSON, which is read at every step. ``FAULTY_VERSION``, if it
-is set, is the version that the process says it is of.
+``FAULTY_ENGINE`` in the environment names a JSON file with ``Faults``, which is read at every step. ``FAULTY_VERSION``,
+if set, is the version that the process reports.
 """
 
 import os
@@ -32,8 +32,13 @@ ADAPTER = "/adapters/pirate"
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``hold``: the step does not end before this is reset. ``nan``: the logits of every row are NaN. ``drafter_fails``: what
-    drafts has failed. ``step_seconds``: how long a step takes.
+    """Faults of the engine.
+
+    Attributes:
+        hold: The current step does not end until this is reset.
+        nan: The logits of every row are NaN.
+        drafter_fails: The drafter has failed.
+        step_seconds: Duration of a step.
     """
 
     hold: bool = False
@@ -58,7 +63,7 @@ class FaultyExecutor(FakeExecutor):
 
     @property
     def faults(self) -> Faults:
-        """What the file says now."""
+        """Return the current content of the file."""
         return msgspec.json.decode(self._file.read_bytes(), type=Faults)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:

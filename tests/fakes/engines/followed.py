@@ -64,13 +64,13 @@ class Followed:
 
 
 def follow(backend: GrammarBackend, prior: Sequence[int] = (), **constraint: Any) -> Followed:
-    """Compile a constraint and take ``prior`` in. Raises what is wrong with it."""
+    """Compile a constraint and advance it by ``prior``. Raises the error of an invalid constraint."""
     started = backend.start(StructuredOutput(**constraint), prior, lambda: None)
     return Followed(backend, started.result(TIMEOUT))
 
 
 def follow_here(backend: XgrammarBackend, **constraint: Any) -> Walk:
-    """As ``follow``, without the process: for tests of what is allowed, not of how it is found out."""
+    """Compile a constraint in this process, for tests of the allowed tokens that need no child process."""
     compiled = backend.compile(StructuredOutput(**constraint)).result(TIMEOUT)
     assert backend._tokenizer is not None
     info = xgrammar.TokenizerInfo.deserialize_json(backend._tokenizer.decode())

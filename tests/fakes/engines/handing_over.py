@@ -1,4 +1,4 @@
-"""A request that one engine hands over and another one goes on with, as a frontend would have it."""
+"""A request that one engine hands over and another one resumes, driven like a frontend does."""
 
 from collections.abc import Sequence
 

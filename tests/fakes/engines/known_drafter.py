@@ -1,4 +1,4 @@
-"""A drafter that knows what the output will be, and is as wrong about it as it is told to be."""
+"""A drafter that knows the future output, with a configurable number of wrong drafts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,7 +50,7 @@ class KnownDrafter:
         known = request.token_ids[request.num_prompt_tokens :]
         output = self._outputs[prompt]
         if known.tolist() != output[: len(known)]:
-            # It has ended; the batch does not know, and may hold what lies behind.
+            # The request has ended, but the batch does not know it yet and may contain later tokens.
             assert len(known) > len(output), "the batch holds other tokens than were put out"
             return []
         first = len(known)

@@ -1,6 +1,7 @@
-"""A plugin with which an engine tells of the points that a pull comes to, and waits there until it is let go on.
+"""Engine plugin that reports the points of a pull, and pauses at each until it gets an answer.
 
-``VARIABLE`` names a Unix socket. A point is a line of JSON, a ``Point``; any line back lets the thread go on that came to it.
+``VARIABLE`` names a Unix socket. The plugin sends each point as a line of JSON, a ``Point``. Any line in return resumes
+the thread.
 """
 
 import functools
@@ -20,11 +21,17 @@ VARIABLE = "PENSTOCK_KV_POINTS"
 
 
 class Point(msgspec.Struct, frozen=True):
-    """``pid``: of the process that is there. ``number``: of a block, from 1 on, among ``total`` that were asked for.
+    """A point of a pull, or of the request that needs it.
 
-    granted: a lease was granted, and nobody was told. given: a request with a source has come, and no pull is open. opened: the
-    pull was answered. block: one has come, and was not looked at. copy: blocks are about to be written into the pool. token: the
-    first one of a request with a source was computed, and not sent.
+    Attributes:
+        pid: Id of the process.
+        number: Number of the block, from 1.
+        total: Number of blocks requested.
+
+    The points: granted (a lease was granted, but not reported yet), given (a request with a source has arrived, and no
+    pull is open), opened (the pull was answered), block (a block has arrived, but was not checked yet), copy (blocks
+    are about to be written into the pool), token (the first token of a request with a source was computed, but not
+    sent).
     """
 
     pid: int

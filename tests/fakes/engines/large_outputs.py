@@ -12,7 +12,9 @@ from tests.fakes.engines.fake_executor import FakeExecutor
 
 
 def pooled_bytes(size: int) -> bytes:
-    """What every pooled result of so many bytes is: a prime period finds every displacement."""
+    """Return the expected bytes of a pooled result of this size. Their period is a prime, so every displacement is
+    detected.
+    """
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 

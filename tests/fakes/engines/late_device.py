@@ -36,7 +36,7 @@ class HeldArrival:
 
 
 class HeldCopies:
-    """A ``BeginCopy``: the copies that were begun, in order."""
+    """A ``BeginCopy`` that keeps the started copies in order."""
 
     def __init__(self) -> None:
         self.begun: list[HeldArrival] = []
@@ -47,7 +47,7 @@ class HeldCopies:
 
 
 class LastMoment:
-    """An ``Arrival`` that is there when somebody waits for it, and never before."""
+    """An ``Arrival`` that happens only when a caller waits for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()

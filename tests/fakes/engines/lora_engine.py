@@ -1,4 +1,4 @@
-"""A FakeEngine that applies LoRA adapters: it reads them from a disk that is a dict, and holds what it has read."""
+"""A FakeEngine with LoRA adapters, which it reads from a dict in place of a disk."""
 
 import hashlib
 from collections.abc import MutableMapping
@@ -13,13 +13,17 @@ Disk = MutableMapping[str, str]
 
 
 def digest_of(content: str) -> bytes:
-    """What engines call this content."""
+    """Return the digest that engines compute for this content."""
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 class LoraEngine(FakeEngine):
-    """``held``: by digest, whether it is pinned. ``failing``: what every ``add_lora`` fails with. Requests with an adapter whose
-    content is not what they say are refused, others load it.
+    """Fake engine with adapters. Requests whose digest does not match the adapter's content are refused; others load
+    the adapter.
+
+    Attributes:
+        held: Loaded adapters by digest, and whether each is pinned.
+        failing: Error with which every ``add_lora`` fails.
     """
 
     def __init__(self, engine_id: str, disk: Disk, **options: Any) -> None:

@@ -15,8 +15,8 @@ from tests.fakes.patience import PATIENCE
 
 
 class NodeProcess:
-    """``python -m penstock_enginecore worker`` with ``config``. ``module``: what its worker processes
-    run, if not the real thing.
+    """Process of ``python -m penstock_enginecore worker`` with ``config``. ``module`` replaces the module of its
+    workers.
     """
 
     def __init__(self, config: EngineCoreConfig, directory: Path, module: str = "") -> None:
@@ -39,7 +39,7 @@ class NodeProcess:
         return found
 
     def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until the process has ended, and return its exit status."""
         return self.popen.wait(PATIENCE)
 
     def kill(self) -> None:

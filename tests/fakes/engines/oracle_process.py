@@ -1,4 +1,4 @@
-"""An oracle engine as a process: what ``Service`` does, its knobs, and a cable that can be pulled."""
+"""An oracle engine as a process, with the methods of ``Service``, its knobs, and a connection that can be cut."""
 
 import signal
 from typing import Any
@@ -17,7 +17,10 @@ class OracleProcess(Service):
     def __init__(
         self, engine_id: str, *, drain_timeout: float = 30.0, receiver_cache_bytes: int = -1, **knobs: Any
     ) -> None:
-        """``knobs``: those of every start. ``receiver_cache_bytes``: what it keeps of media; below 0: it takes none."""
+        """Args:
+        knobs: Knobs that apply at every start.
+        receiver_cache_bytes: Size of the media cache. Below 0: the engine accepts no media.
+        """
         self.engine_id = engine_id
         self.control_port = free_port()
         super().__init__(

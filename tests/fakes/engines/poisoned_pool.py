@@ -16,8 +16,10 @@ from penstock_enginecore.native.library import open_library
 
 
 class PoisonedPool:
-    """Fills the pool with NaN around every step, but for the slots that a query of the step sees, and puts back afterwards what
-    was there: cached blocks stay good for the steps that see them. ``steps`` counts those that ran so.
+    """Fills the pool with NaN during every step, except for slots that a query of the step sees, and restores it
+    afterwards.
+
+    Cached blocks therefore stay valid for the steps that read them. ``steps`` counts these steps.
     """
 
     def __init__(self, engine: EngineCore) -> None:

@@ -16,7 +16,9 @@ _PORT = struct.Struct("!H")
 
 
 class Cable(TcpProxy):
-    """Of one rank. A rank connects to those before it: the first one's cable is not used, the last one's all that it has."""
+    """Proxy for the connections of one rank. A rank connects to earlier ranks: the first rank's proxy is unused, the
+    last rank's carries all of its connections.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -27,7 +29,7 @@ class Cable(TcpProxy):
 
 
 def install() -> None:
-    """What the plugin does: nothing where no port is named."""
+    """Install the plugin. Without a port in the environment, it does nothing."""
     cable = os.environ.get(VARIABLE)
     if cable is None or "penstock_enginecore.app" not in sys.modules:
         return

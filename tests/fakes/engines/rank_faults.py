@@ -28,23 +28,32 @@ Serving = Literal[
     "before outputs",
 ]
 SERVING: tuple[Serving, ...] = get_args(Serving)
-"""Of each step. in an exchange: the others have this rank's row. agreed: they are about to compute. dispatch, combine: tokens
-go to experts, and what those made of them goes back; of the first and of the last layer. sampled: nobody knows it yet.
-before outputs: they have left the loop, and not the process.
+"""Points of each step:
+    in an exchange: The other ranks have this rank's row.
+    agreed: The ranks are about to compute.
+    dispatch, combine: Tokens go to experts, or the results return, in the first and in the last layer.
+    sampled: The result is known to this rank only.
+    before outputs: Outputs have left the loop, but not the process.
 """
 Changing = Literal["preparing", "met", "prepared", "switching", "opening", "opened"]
 CHANGING: tuple[Changing, ...] = get_args(Changing)
-"""Of a change of the members, at whoever is in the next group. preparing: told to. met: the others too, beside the group that
-serves; what it lacks of the model is not read yet. prepared: it is. switching: all have agreed to; a newcomer waits for them to.
-opening: before the new group's first exchange. opened: behind it.
+"""Points of a membership change on members of the next group:
+    preparing: The rank got the command.
+    met: The ranks have met, while the old group still serves. Missing weights are not read yet.
+    prepared: The rank is prepared.
+    switching: All have agreed to switch. A new rank waits for this.
+    opening: Before the first exchange of the new group.
+    opened: After that exchange.
 """
 Leaving = Literal["preparing", "prepared", "leaving"]
 LEAVING: tuple[Leaving, ...] = get_args(Leaving)
-"""At whoever is not in the next group. leaving: all have agreed to switch, and nobody knows where its requests have gone."""
+"""Point of a rank that is not in the next group. leaving: all have agreed to switch, and the destination of its
+requests is not known yet.
+"""
 
 
 def install() -> None:
-    """What the plugin does: nothing where no file is named."""
+    """Install the plugin. Without a file in the environment, it does nothing."""
     path = os.environ.get(VARIABLE)
     if path is None or "penstock_enginecore.app" not in sys.modules:
         return

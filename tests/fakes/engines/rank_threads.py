@@ -1,6 +1,7 @@
-"""Ranks of a data-parallel group as threads: engines over fake executors, collectives in memory, the coordinator's own machine.
+"""Ranks of a data-parallel group as threads: engines over fake executors, collectives in memory, the coordinator's
+state machine.
 
-Each forward pass, dummy ones too, is a collective: a rank that steps alone, or is in another step, breaks the group.
+Each forward pass, also a dummy one, is a collective. A rank that steps alone or in another step breaks the group.
 """
 
 import contextlib
@@ -230,7 +231,7 @@ class Ranks:
 
 
 def wait_until(condition) -> None:
-    """Of what no message tells."""
+    """Wait for a condition that no message reports."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""What workers have while they run, and what of it is there when they have ended."""
+"""Resources of running workers, and resources that remain after their end."""
 
 import contextlib
 import gc
@@ -14,14 +14,14 @@ class Remains:
     """Of the workers of an engine in this process. Make it before the engine, and let it ``see`` the workers while they run."""
 
     def __init__(self) -> None:
-        gc.collect()  # what an engine before has left to it
+        gc.collect()  # collect leftovers of an earlier engine
         self._children = children()
         self._memory = _memory_here()
         self._pids: set[int] = set()
         self._sockets: set[str] = set()
 
     def see(self, pids: Iterable[int]) -> None:
-        """Processes that run, and what they have now. AssertionError for one that has something under ``/dev/shm``."""
+        """Record the resources of running processes. AssertionError if one has files under ``/dev/shm``."""
         for pid in pids:
             self._pids.add(pid)
             self._sockets |= _sockets(pid)

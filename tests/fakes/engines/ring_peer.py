@@ -37,9 +37,12 @@ def messages(count: int, slot_bytes: int) -> Iterator[bytes]:
 def start_reader(
     ring: int, index: int, *, dies_after: int = 0, slow: float = 0.0, kind: str = "native"
 ) -> "subprocess.Popen[str]":
-    """A process that reads until the writer closes the ring, and prints how many messages it has read; its exit code is not 0
-    where one was not what was due. ``dies_after``: messages, then it is gone without a word. ``slow``: the share of messages
-    behind which it sleeps for a moment.
+    """Start a process that reads until the writer closes the ring, and prints the number of messages. Its exit status
+    is not 0 if a message was wrong.
+
+    Args:
+        dies_after: Number of messages after which it dies silently.
+        slow: Fraction of messages after which it sleeps briefly.
     """
     arguments = map(str, ("read", ring, index, dies_after, slow, kind))
     return _start(ring, arguments)

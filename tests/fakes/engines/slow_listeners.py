@@ -1,6 +1,6 @@
-"""A plugin with which an engine, its nodes and its workers go on a second after each of their listening sockets has opened.
+"""Plugin with which an engine, its nodes and its workers pause for a second after opening each listening socket.
 
-A rank listens for other ranks only for the milliseconds in which they meet. With this, something else can connect first.
+A rank listens for other ranks only for milliseconds, while they meet. With this pause, a test can connect first.
 """
 
 import functools
@@ -14,7 +14,7 @@ SECONDS = 1.0
 
 
 def install() -> None:
-    """What the plugin does."""
+    """Install the plugin."""
     create = socket.create_server
 
     @functools.wraps(create)

@@ -1,4 +1,4 @@
-"""Adapters that tell who they are: a forward pass whose rows choose the token that their adapter names, and nothing else."""
+"""Adapters that identify themselves: the rows of the forward pass choose the token that their adapter names."""
 
 import hashlib
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def digest_of(token: int) -> bytes:
 
 
 def make_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
-    """Reads what ``write_adapter`` writes."""
+    """Return a reader for files of ``write_adapter``."""
     assert any(isinstance(layer, torch.nn.Linear) for layer in module.modules()), "the modules are packed already"
     assert config.enabled
 
@@ -55,14 +55,16 @@ def make_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
 
 
 def size_adapter(path: str, config: LoraConfig) -> int:
-    """Of what ``write_adapter`` writes."""
+    """Return the size of an adapter from ``write_adapter``."""
     if not (Path(path) / "token").exists():
         raise LoraError(LoraReason.NOT_FOUND, "there is nothing", file=path)
     return NUM_BYTES
 
 
 class Telling:
-    """What ``ModulesForward`` holds and was given. ``segments``: of each step that had any; ``num_tokens``: of each step."""
+    """Fake forward pass with the attributes of ``ModulesForward``. ``segments`` has those of each step with any;
+    ``num_tokens`` has one entry per step.
+    """
 
     def __init__(self) -> None:
         self.tokens: dict[bytes, int] = {}

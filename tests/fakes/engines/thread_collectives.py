@@ -1,4 +1,4 @@
-"""What ranks exchange where they are threads of the test."""
+"""Collectives between ranks that are threads of the test."""
 
 import threading
 from typing import Any

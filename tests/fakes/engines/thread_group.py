@@ -11,7 +11,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class _Mailbox:
-    """What ranks have sent, by number of the collective, sender and receiver; and who has left."""
+    """Messages sent by ranks, by number of the collective, sender and receiver, and the ranks that have left."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -21,7 +21,7 @@ class _Mailbox:
 
 
 class ThreadGroup:
-    """A rank. It notices at once when another one gives up or closes, and when ranks are in different collectives."""
+    """A rank. It detects immediately if another rank gives up or closes, and if ranks are in different collectives."""
 
     def __init__(self, rank: int, size: int, mailbox: _Mailbox) -> None:
         self.rank, self.size = rank, size

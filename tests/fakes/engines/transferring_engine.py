@@ -18,7 +18,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class TransferringEngine:
-    """``path``: its checkpoint. It ends with ``ends``."""
+    """Engine process with the checkpoint at ``path``. It ends when ``ends`` is set."""
 
     def __init__(self, path: Path, name: str, ends: ExitStack, **sections: Any) -> None:
         transfer = {"transport": "grpc", "port": 0, "advertise": "127.0.0.1", **sections.pop("kv_transfer", {})}

@@ -1,7 +1,8 @@
-"""``python -m tests.fakes.engines.transferring_oracle --config engine.yaml``: an oracle engine that gives blocks and takes them.
+"""Oracle engine that sends and receives KV blocks: ``python -m tests.fakes.engines.transferring_oracle --config
+engine.yaml``.
 
-As ``oracle_service``, but its KV cache holds what it should, each block is looked at before a step that counts on it, and blocks
-go to other engines as bytes.
+It is like ``oracle_service``, but its KV cache has content. Each block is checked before a step that uses it, and
+blocks go to other engines as bytes.
 """
 
 import threading
@@ -20,7 +21,7 @@ from tests.fakes.engines.oracle_service.pace import Pace
 
 BLOCK_SIZE = 16
 _SLOT_BYTES = 32
-"""That the text of a slot's content takes at most."""
+"""Maximum size of the text of a slot's content."""
 STEP_SECONDS = 0.002
 
 

@@ -1,7 +1,7 @@
-"""A plugin with which a worker is killed, is stopped, or gets a logit wrong, at a point that has a name.
+"""Plugin that kills or stops a worker, or corrupts a logit, at a named point.
 
-``installed`` puts it where engines and their workers find plugins. A ``Fault`` is armed by writing it to the file that
-``VARIABLE`` names; the worker that it means takes the file away as it comes to the point, and leaves when that was.
+``installed`` puts it on the plugin path of engines and their workers. A ``Fault`` is armed by writing it to the file
+that ``VARIABLE`` names. The worker that it names removes the file when it reaches the point, and records the time.
 """
 
 import dataclasses
@@ -34,10 +34,19 @@ Point = Literal[
     "ending",
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
-"""loading: its weights are read, those of the others too, and are not split yet. loaded: and there is no KV cache. idle: nothing
-runs. receiving: a step has come. forward: in a layer. collective: the others wait in a sum. executed: before sampling. sampled:
-nobody knows it yet. writing: the result lies in the ring and does not count. between steps: one is answered, the next is there.
-draining: in a step, after SIGTERM. ending: told to end.
+"""Points of a worker:
+    loading: The weights are read on all workers, but not split yet.
+    loaded: There is no KV cache yet.
+    idle: No step is running.
+    receiving: A step has arrived.
+    forward: In a layer.
+    collective: The other workers wait in a sum.
+    executed: Before sampling.
+    sampled: The result is not written yet.
+    writing: The result is in the ring, but not published.
+    between steps: One step is answered, the next has arrived.
+    draining: In a step, after SIGTERM.
+    ending: The worker was told to end.
 """
 _FROM_OUTSIDE = ("idle", "draining")
 """Points that a worker does not know."""
@@ -60,7 +69,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def fired(path: Path) -> float | None:
-    """When a fault of that file came true, in seconds of ``time.monotonic``; None unless it has."""
+    """Return when a fault of that file happened, in seconds of ``time.monotonic``. None if it has not."""
     done = path.with_suffix(".done")
     return float(done.read_text()) if done.exists() else None
 
@@ -87,7 +96,7 @@ class Faults:
         self.rank = -1
 
     def due(self, point: str, *does: str) -> Fault | None:
-        """The fault that is armed for here and ``does`` that. It is not any more."""
+        """Return the fault armed for this point with this effect, and disarm it."""
         try:
             fault = msgspec.json.decode(self._path.read_bytes(), type=Fault)
         except FileNotFoundError:
@@ -109,7 +118,7 @@ class Faults:
 
 
 def install() -> None:
-    """What the plugin does: nothing in an engine, whose workers load it too."""
+    """Install the plugin. It has no effect in an engine, which loads it as well."""
     loop = getattr(sys.modules["__main__"], "WorkerLoop", None)
     path = os.environ.get(VARIABLE)
     if loop is None or path is None:
@@ -187,7 +196,7 @@ def _nothing(*_: Any) -> None: ...
 
 
 def wrap(owner: Any, name: str, *, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing) -> None:
-    """Call ``before`` and ``after`` a method, with what it is called with."""
+    """Call ``before`` and ``after`` around a method, with the method's arguments."""
     method = getattr(owner, name)
 
     @functools.wraps(method)

@@ -1,7 +1,7 @@
-"""A worker process without a model: it answers every call, and misbehaves where it is told to.
+"""A worker process without a model that answers every call, and misbehaves on demand.
 
-``model.path`` of its configuration is a ``Misdeed`` in JSON. The token of each request in step n is n. Adapters have the digest
-that their path says; where it misbehaves by raising in ``load_lora``, there is none.
+``model.path`` of its configuration is a ``Misdeed`` in JSON. The token of each request in step n is n. Adapters have
+the digest that their path names. If the misdeed is to raise in ``load_lora``, there is no adapter.
 """
 
 import os
@@ -40,8 +40,8 @@ MODULE = __name__ if __name__ != "__main__" else "tests.fakes.engines.worker_pro
 
 
 class Misdeed(msgspec.Struct, frozen=True):
-    """What the worker of ``rank`` does ``when`` it is called: a method, execute or sample; in ``step`` if that is not 0.
-    ``other_raises``: the others raise then.
+    """Misbehavior of the worker of ``rank``, ``when`` a method (or execute or sample) is called, in ``step`` if that is
+    not 0. With ``other_raises``, the other workers raise at the same time.
     """
 
     rank: int = -1

@@ -1,6 +1,6 @@
-"""The workers of a ``MultiprocExecutor`` as threads of the test: no process to start, and the same calls, answers and errors.
+"""Workers of a ``MultiprocExecutor`` as threads of the test, with the same calls, answers and errors as processes.
 
-Stages pass their messages on in memory; parts of layers add up as those of processes do.
+Stages pass their messages in memory. Partial results of layers are summed as between processes.
 """
 
 import os
@@ -35,7 +35,7 @@ _CONNECTING = threading.Lock()
 
 
 class Streams:
-    """What stages have sent, by sender, receiver and channel."""
+    """Messages sent by stages, by sender, receiver and channel."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
@@ -146,7 +146,7 @@ class WorkerThreads:
             self._threads[-1].start()
 
     def wait(self, progress: object) -> None:
-        """They are here."""
+        """Return immediately, because the workers are already running."""
 
     def write(self, message: bytes, timeout: float) -> None:
         """Tell all of them."""

@@ -1,13 +1,15 @@
-"""A public API without a model behind it, for tests of clients.
+"""A public API without a model, for tests of clients.
 
-``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back; with n
-every sequence is that, word by word in turn. The log-probability of a word is minus its index.
-Some words are special: at HOLD the stream stands still until the call ends, at GONE it breaks, LARGE comes as more than 4 MiB, a
-prompt that is BUSY is refused with a delay after which to retry, and the first call with a prompt that has FLAKY in it is
-UNAVAILABLE. What a real frontend validates and a client may want to see is validated: the temperature.
-``GenerateSession`` does the same for each of its requests, and ends one by its id. ``Chat`` does the same with the last message
-of the conversation; a word that is THINK puts those after it, up to the next THINK, into the reasoning. For ``Tokenize`` a
-word is a token.
+``Generate`` streams the words of the prompt, one message each, so a client that joins the texts gets the prompt back.
+With n, every sequence is the prompt, and the sequences take turns word by word. The log-probability of a word is minus
+its index.
+
+Some words are special. At HOLD the stream stops until the call ends, and at GONE it breaks. LARGE becomes a text of
+more than 4 MiB. A prompt BUSY is refused with a retry delay. The first call with FLAKY in its prompt is UNAVAILABLE.
+The temperature is validated as in a real frontend.
+
+``GenerateSession`` does the same for each of its requests, and ends requests by id. ``Chat`` does the same with the
+last message of the conversation. The words between two THINK are its reasoning. For ``Tokenize``, each word is a token.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ GONE = "<gone>"
 LARGE = "<large>"
 THINK = "<think>"
 LARGE_TEXT = "渡し船" * 600_000
-"""What LARGE comes as: 5.4 MB."""
+"""Text for LARGE: 5.4 MB."""
 MODEL = messages_pb2.Model(name="fake", max_model_len=2048, num_engines=1, vocab_size=1000)
 MAX_TEMPERATURE = 100.0
 RETRY_AFTER = 2.5
@@ -40,13 +42,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeInference:
-    """Serves its calls for real, on a free loopback port, between ``start`` and ``stop``.
+    """Server of the fake API on a free loopback port, between ``start`` and ``stop``.
 
-    ``address`` is its host:port. ``requests`` holds what was asked, oldest first, ``keys`` the ``authorization`` of each, and
-    ``tls`` is the pair of private key and certificate (PEM) of a server that encrypts. ``abandoned`` is set when a stream
-    ended before its last message: the client cancelled, or its deadline passed. ``chats`` holds the conversations, and
-    ``chat_failure`` is what Chat fails with, if set. ``shuts_down_after``: so many calls of Generate are answered, the others
-    refused. ``capabilities``: what its model serves.
+    Attributes:
+        address: Address, host:port.
+        requests: Received requests, oldest first.
+        keys: The ``authorization`` of each request.
+        tls: Private key and certificate (PEM) if the server uses TLS.
+        abandoned: Set when a stream ends before its last message, because of a cancellation or a deadline.
+        chats: Received conversations.
+        chat_failure: Error with which Chat fails, if set.
+        shuts_down_after: Number of calls of Generate to answer. Later calls are refused.
+        capabilities: Capabilities of the model.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class FakeInference:
         await self._server.stop(grace=PATIENCE)
 
     async def set_serving(self, serving: bool) -> None:
-        """What its health says."""
+        """Set the health status."""
         await self._server.set_serving(serving)
 
     async def asked(self, seconds: float) -> None:
@@ -250,7 +257,7 @@ class FakeInference:
 
 
 def check(request: messages_pb2.GenerateRequest) -> None:
-    """Raise what a frontend would raise."""
+    """Raise the errors that a frontend would raise."""
     temperature = request.sampling_params.temperature
     if not 0 <= temperature <= MAX_TEMPERATURE:
         message = f"sampling_params.temperature is {temperature:g}; it must be from 0 to {MAX_TEMPERATURE:g}"

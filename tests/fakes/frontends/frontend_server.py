@@ -26,8 +26,8 @@ SERVICE = "penstock.inference.v1.InferenceService"
 
 
 class FrontendServer:
-    """``async with FrontendServer(model_path, engines=[address])``; options are fields of FrontendConfig. ``client``: what its
-    clients are.
+    """Frontend in this process: ``async with FrontendServer(model_path, engines=[address])``. Options are fields of
+    FrontendConfig. ``client`` is the class of its engine clients.
     """
 
     def __init__(

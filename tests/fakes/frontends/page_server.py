@@ -24,12 +24,16 @@ CUT = "<cut>"
 
 
 class PageServer:
-    """``async with PageServer()``: it serves at ``url``.
+    """Server of the web page with fake answers: ``async with PageServer()``. Its address is ``url``.
 
-    ``pieces`` are the texts of the next answers (one that begins with THOUGHT is reasoning, a mapping is a chat's delta),
-    ``refusal`` a status and an error instead of one, ``broken`` an error in the stream behind the pieces, ``vectors`` the next
-    embeddings. ``requests`` are the bodies that came, ``abandoned`` is set when a client left a stream.
-    ``engines``, ``serving``, ``capabilities``, ``limits`` are what the cluster is.
+    Attributes:
+        pieces: Texts of the next answers. A text that begins with THOUGHT is reasoning, a mapping is a chat delta.
+        refusal: Status and error to answer with instead.
+        broken: Error in the stream after the pieces.
+        vectors: The next embeddings.
+        requests: Received bodies.
+        abandoned: Set when a client leaves a stream.
+        engines, serving, capabilities, limits: State of the cluster.
     """
 
     def __init__(self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), port: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""Fields of requests that clients of other servers send, 120 for each protocol that generates text.
+"""Request fields that clients of other servers send, 120 for each protocol that generates text.
 
-Each entry is a field, a value that asks for something, and whether it constrains the output: a field that does must be served or
-refused, and a field that does not may be listed as ignored.
+Each entry has a field, a value with an effect, and whether it constrains the output. Fields that constrain the output
+must be supported or refused. Other fields may be listed as ignored.
 """
 
 from typing import Any, NamedTuple

@@ -18,9 +18,10 @@ from tests.fakes.models.transformers_greedy import greedy_tokens
 ATOL = 1e-4
 """How far a log-probability may be from PEFT's."""
 MARGIN = 1e-3
-"""By how much the likeliest token of each position of PEFT's answers is likelier than the next one, at least: five times what two
-numbers within ``ATOL`` can do to their order. So tokens have to be equal, all of them. Prompts whose answers are closer are
-drawn again, before any engine has seen them.
+"""Minimum difference in log-probability between the likeliest and the next token, at each position of PEFT's answers.
+
+It is five times the difference that two values within ``ATOL`` can have, so all tokens must be equal. Prompts with
+closer answers are replaced before any engine sees them.
 """
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 7, 34, 16)
@@ -50,7 +51,7 @@ class Question:
 
 
 class AdaptedModel:
-    """A tiny checkpoint in ``folder`` with one adapter of each of ``ADAPTERS`` beside it."""
+    """A tiny checkpoint in ``folder``, with one adapter of each kind in ``ADAPTERS``."""
 
     def __init__(self, architecture: str, folder: Path, **changes: Any) -> None:
         """``changes``: of the model's configuration."""
@@ -89,7 +90,7 @@ class AdaptedModel:
 
     @torch.inference_mode()
     def logprobs(self, adapter: str, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """PEFT's, float32 ``[tokens, vocabulary]``, of what may stand at the place of each of ``tokens``."""
+        """Return PEFT's log-probabilities at the positions of ``tokens``, float32 ``[tokens, vocabulary]``."""
         logits = self.models[adapter](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits.float(), dim=-1)
 

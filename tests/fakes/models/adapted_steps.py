@@ -31,8 +31,11 @@ def random_adapter(
     layers: Iterable[str] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> LoraAdapter:
-    """An adapter of ``rank``, or of what ``rank`` says of a layer's name, on ``layers`` of ``module``, all linear ones for None,
-    that changes each of them by about a third. Its numbers are those that ``dtype`` holds.
+    """Return a random adapter that changes each of its layers by about a third, with values that ``dtype`` can
+    represent.
+
+    ``rank`` is a number, or a function of the layer's name. ``layers`` are layers of ``module``; None means all linear
+    layers.
     """
     generator = torch.Generator().manual_seed(seed)
     updates = {}
@@ -92,8 +95,9 @@ def random_prompts(vocab_size: int, digests: Sequence[bytes | None], lengths: Se
 
 
 def adapted_step(prompts: Sequence[Prompt], done: Sequence[int], counts: Sequence[int]) -> ForwardBatch:
-    """The next ``counts`` tokens of ``prompts``, ``done`` of each being computed. Those of whom it has none are left out, and
-    keep their blocks.
+    """Return a step with the next ``counts`` tokens of ``prompts``, of which ``done`` tokens are computed.
+
+    Prompts without tokens in the step are left out, and keep their blocks.
     """
     own = np.arange(1, 1 + len(prompts) * BLOCKS_OF_A_REQUEST, dtype=np.int32).reshape(len(prompts), -1)
     keep = [i for i, count in enumerate(counts) if count]

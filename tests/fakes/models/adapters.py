@@ -23,7 +23,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **setti
     torch.manual_seed(seed)
     wanted = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's of what it deprecates, and of what it saves
+        warnings.simplefilter("ignore")  # PEFT warns about deprecated features and about saving
         adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**wanted))
         adapted.save_pretrained(folder)
     return adapted.eval()

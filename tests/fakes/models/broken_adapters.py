@@ -1,4 +1,4 @@
-"""Adapters that would not be served as they were trained, each made of a good one, and what is said of it."""
+"""Adapters that could not be served as trained, each made from a good adapter, with the expected error."""
 
 import json
 import os
@@ -25,7 +25,7 @@ HEAD_COPY = "base_model.model.lm_head.base_layer.weight"
 
 
 def save_good_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """One of that model's that is served, and that ``Broken.do`` can be done to."""
+    """Save a valid adapter of the model, as input for ``Broken.do``."""
     save_adapter(model, folder, r=4, target_modules=["q_proj", "down_proj", "lm_head"])
 
 
@@ -118,7 +118,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 BROKEN = {
-    # What is asked for and not honoured
+    # Requested features that are not supported
     "dora": config(R.DORA, "use_dora is not served", "True", use_dora=True),
     "modules_to_save": config(R.MODULES_TO_SAVE, "['embed_tokens']", modules_to_save=["embed_tokens"]),
     "biases": config(R.BIAS, "'lora_only'", "only 'none'", bias="lora_only"),

@@ -100,14 +100,14 @@ DEEPSEEK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c><think>\\n' }}{%- endif %}
 """
-"""As of DeepSeek R1: reasoning is cut off, and turns are begun by tokens that are not called special."""
+"""Template like DeepSeek R1's: it removes reasoning, and begins turns with tokens that are not marked special."""
 
 PHI = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
 """As of Phi: tokens are put together of pieces."""
 
 
 def save_chat_model(folder: Path, template: Any = CHATML, **tokenizer_config: Any) -> Path:
-    """A directory with what a frontend reads of a model that can chat."""
+    """Write a directory with the files that a frontend reads from a chat model."""
     save_model(folder)
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template} | tokenizer_config
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A tiny model of experts on disk, and what transformers writes with it: for tests of groups as processes."""
+"""A tiny mixture-of-experts model on disk with transformers' outputs, for tests of groups of processes."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,13 +1,15 @@
-"""A device's virtual memory, on the host: what stands behind an address is lost when it is unmapped."""
+"""A device's virtual memory, simulated on the host. Data is lost when its address is unmapped."""
 
 import torch
 
 LOST = 0xA5
-"""Each byte of what has no memory behind it; as a float it is a number that no test has."""
+"""Value of each byte without memory. As a float, it is a number that no test uses."""
 
 
 class FakeDriver:
-    """A ``Driver`` that refuses what a real one does not allow. ``room``: bytes that the device has; ``calls``: what was done."""
+    """A ``Driver`` that refuses calls that a real one does not allow. ``room`` is the device's memory in bytes;
+    ``calls`` records the calls.
+    """
 
     device = torch.device("cpu")
     granularity = 64
@@ -78,4 +80,4 @@ class FakeDriver:
         for begin, memory in self._reserved.items():
             if begin <= address and address + num_bytes <= begin + len(memory):
                 return memory[address - begin : address - begin + num_bytes]
-        raise AssertionError("nobody has reserved that")
+        raise AssertionError("the address range is not reserved")

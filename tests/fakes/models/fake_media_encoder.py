@@ -1,4 +1,4 @@
-"""Towers that make rows of names: what workers do with rows can be foretold."""
+"""Encoders that compute rows from names, so that tests can predict the workers' use of rows."""
 
 from collections.abc import Sequence
 

@@ -61,13 +61,13 @@ def save_varied_model(architecture: str, directory: Path, **changes: Any) -> Pre
 
 
 def load_probed(path: Path, keep: Keeps = keep_none) -> ProbedModel:
-    """The checkpoint at ``path``, and what a token has shown of it."""
+    """Load the checkpoint at ``path``, and the results of probing it with a token."""
     return probe_model(load_model(ModelConfig(path=str(path)), CPU, lambda line: None, keep), CPU, 16)
 
 
 @torch.inference_mode()
 def prove(probed: ProbedModel, build: Callable[[], FusedForward]) -> Proven[FusedForward]:
-    """What becomes of the candidate that ``build`` makes."""
+    """Check the candidate that ``build`` creates, and return the outcome."""
     modules = ModulesForward(probed, create_backend("reference", CPU))
     probe = Probe.prompt(probed.model.vocab_size)
     return first_proven([Candidate("fused decoder", build)], lambda: probe_logits(modules, probe))
@@ -82,7 +82,9 @@ def fused(path: Path, kernels: TorchKernels | None = None) -> FusedForward:
 
 
 def offer_fused(monkeypatch: pytest.MonkeyPatch, lora: SlotLimits | None = None) -> None:
-    """Engines of this test try the fused decoder in place of the CPU's, and replay what can be. ``lora``: with slots."""
+    """Make engines of this test try the fused decoder instead of the CPU's, and replay steps if possible. ``lora`` adds
+    adapter slots.
+    """
 
     def build(probed: ProbedModel) -> FusedForward:
         kernels = RecordedKernels()

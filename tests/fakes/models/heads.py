@@ -16,7 +16,7 @@ _HEADS, _KV_HEADS, _SIZE, _INNER, _EPS, _THETA = 4, 2, 16, 96, 1e-5, 10000.0
 
 @dataclass(frozen=True)
 class Head:
-    """Weights by SafeAILab's names. ``tokens``: of the target, by the head's own; None for all."""
+    """Weights under SafeAILab's names. ``tokens`` maps the head's token ids to the target's; None if they are equal."""
 
     kind: str
     weights: dict[str, torch.Tensor]
@@ -100,7 +100,7 @@ def save_head(head: Head, directory: Path, layout: str, *, hidden: int, vocab: i
 
 
 class Reference:
-    """What a head guesses behind tokens of a target, all of it computed anew for each guess."""
+    """Reference for the guesses of a head after tokens of a target, recomputed from scratch for each guess."""
 
     def __init__(self, target: Path, head: Head) -> None:
         made: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")

@@ -1,7 +1,7 @@
-"""Constraints written to cost their engine time or memory, or to fail it, and what must become of each.
+"""Constraints written to cost an engine time or memory, or to make it fail, with the expected outcome of each.
 
-``refused``: INVALID_ARGUMENT before a token is sampled; ``served``: it is cheap after all; ``either``: where exactly it is told
-depends on the machine, but it is INVALID_ARGUMENT or RESOURCE_EXHAUSTED, or ends as any other.
+``refused``: INVALID_ARGUMENT before a token is sampled. ``served``: cheap after all. ``either``: depends on the
+machine; INVALID_ARGUMENT, RESOURCE_EXHAUSTED or a normal end.
 """
 
 import json

@@ -27,8 +27,9 @@ def interpreted(name: str, room: str = _ROOM) -> ModuleType:
 
 
 def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in the interpreter sum column by column, each row as it would alone. numpy's go by a library whose order of sums
-    depends on where in a tile a row stands, which that of a GPU's instruction does not.
+    """Make products in the interpreter sum column by column, so that each row is computed as if it were alone.
+
+    numpy's library orders sums by a row's place in a tile. The instructions of a GPU do not.
     """
     interpreted("attention")
     from triton.runtime import interpreter
@@ -44,8 +45,8 @@ def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in the interpreter take numbers in bfloat16, which it keeps as their bits, for what they are; column by column, as
-    by ``sum_in_order``.
+    """Make products in the interpreter use the values of bfloat16 numbers, which it stores as bits. Sums as in
+    ``sum_in_order``.
     """
     interpreted("attention")
     import triton.language as tl
@@ -67,8 +68,10 @@ def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def _patch_functions_once() -> None:
-    """The interpreter patches all of Triton's language again at each call of a function within a kernel, which takes longer than
-    what the function does; what it patches for a function stays as it is, or is patched by the launch around it.
+    """Patch functions only once.
+
+    The interpreter patches all of Triton's language at each call of a function in a kernel, which takes longer than the
+    function. The patches of a function stay valid, or the surrounding launch patches them.
     """
     from triton.runtime import interpreter
 

@@ -24,7 +24,7 @@ MAX_LEN = 512
 
 
 def _unasked(token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> RopePositions:
-    raise AssertionError("forward passes are told positions")
+    raise AssertionError("forward passes must get positions")
 
 
 class FakeEncoder:

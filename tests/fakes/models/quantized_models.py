@@ -1,4 +1,6 @@
-"""Tiny quantized checkpoints, packed number by number as their formats say, and models of what their numbers mean."""
+"""Tiny quantized checkpoints, packed element by element according to their formats, and models with the dequantized
+weights.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours stands in each place of a word, from the lowest bits up."""
+"""Index of the element at each place of a word, from the lowest bits up."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -1,4 +1,4 @@
-"""Random JSON schemas out of what the engine honours, and a random model that follows a bitmask."""
+"""Random JSON schemas with supported keywords, and a random model that follows a bitmask."""
 
 import random
 from typing import Any

@@ -1,7 +1,7 @@
-"""What a step launches, recorded: to see that it could be captured, and to run it again as a graph would.
+"""Recorder for the launches of a step, to check that it can be captured, and to replay it like a graph.
 
-The kernels of tests read on the host and allocate, which real ones do not; so a launch counts as one operation, of the tensors
-that it is given.
+The kernels of tests read on the host and allocate, unlike real ones. Therefore a launch counts as one operation on its
+tensors.
 """
 
 import functools
@@ -50,7 +50,7 @@ def tensors_of(arg: Any) -> list[torch.Tensor]:
 
 
 class Reads(TorchFunctionMode):
-    """Refuses with ``error`` what reads a tensor on the host."""
+    """Refuses operations that read a tensor on the host, with ``error``."""
 
     def __init__(self, error: type[Exception]) -> None:
         super().__init__()
@@ -64,9 +64,11 @@ class Reads(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each operation with the addresses and shapes of its tensors (``seen``), and how to do it again (``work``). Refuses
-    reads on the host, copies unless it ``may_copy``, and writes to others than ``static``; None allows any. New tensors only if
-    it ``may_allocate``: a graph has memory of its own for them, but their addresses say nothing. ``error``: what refusals are.
+    """Records each operation with the addresses and shapes of its tensors (``seen``), and how to repeat it (``work``).
+
+    It refuses reads on the host, copies unless ``may_copy`` is set, and writes to tensors other than ``static`` (None
+    allows all). New tensors are allowed with ``may_allocate``, because a graph has its own memory for them; their
+    addresses are not compared. ``error`` is the type of refusals.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def check_write(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Refuse what is not static, and note what stands there."""
+        """Refuse writes to tensors that are not static, and record the old content."""
         if tensor is not None and self.static is None and storage(tensor) not in self.before:
             with _disable_current_modes():
                 memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -135,7 +137,7 @@ class Recorder(TorchDispatchMode):
             self.require(may, f"{name} writes to what is not static")
 
     def launch(self, name: str, launch: functools.partial[None], written: tuple[int, ...]) -> None:
-        """Do what ``launch`` does as one operation that writes to its arguments numbered ``written``."""
+        """Run ``launch`` as one operation that writes to its arguments with the numbers in ``written``."""
         for index in written:
             self.check_write(name, launch.args[index])
         tensors = [tensor for arg in launch.args for tensor in tensors_of(arg)]
@@ -165,7 +167,7 @@ class RecordedKernels(TorchKernels):
 
         @functools.wraps(found)
         def launch(*args: Any, **options: Any) -> None:
-            self.recorder = None  # what it launches itself is part of it
+            self.recorder = None  # operations within the launch are part of it
             try:
                 recorder.launch(name, functools.partial(found, *args, **options), WRITTEN[name])
             finally:
@@ -187,8 +189,10 @@ class RecordedSampling(TorchSampling):
 
 
 class RecordedGraph:
-    """A ``Graph`` that does again what it has recorded, on the same tensors. ``kernels``: those of the captured decoder.
-    ``of_modules``: they may convert numbers, and what they cannot be captured for is told as a device tells it.
+    """A ``Graph`` that repeats its recorded operations on the same tensors. ``kernels`` are those of the captured
+    decoder.
+
+    With ``of_modules``, conversions of numbers are allowed, and failures to capture raise the device's errors.
     """
 
     def __init__(self, kernels: RecordedKernels, *, of_modules: bool = False) -> None:
@@ -198,7 +202,9 @@ class RecordedGraph:
         self._kernels = kernels
 
     def capture(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Runs what it captures, and puts back what that has overwritten: a device runs nothing."""
+        """Run the captured function, then restore the tensors it has overwritten, because a device runs nothing during
+        capture.
+        """
         self._kernels.recorder = self.recorder
         try:
             with self.recorder:

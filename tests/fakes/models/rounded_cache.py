@@ -1,4 +1,4 @@
-"""transformers' own KV cache, rounded to 8 bits: what an fp8 cache is held to."""
+"""transformers' KV cache rounded to 8 bits, as the reference for fp8 caches."""
 
 from collections.abc import Sequence
 from typing import Any

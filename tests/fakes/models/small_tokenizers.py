@@ -68,7 +68,9 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def word_pieces() -> tokenizers.Tokenizer:
-    """As of BERT: the decoder puts a space between any two tokens, except before a piece that goes on with a word."""
+    """Return a tokenizer like BERT's. Its decoder puts a space between tokens, except before a piece that continues a
+    word.
+    """
     vocab = {piece: index for index, piece in enumerate(["[UNK]", "[CLS]", "[SEP]", "fox", "##es", "run", "a"])}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
@@ -77,7 +79,7 @@ def word_pieces() -> tokenizers.Tokenizer:
 
 
 def save_model(folder: Path, *, generation_config: Mapping[str, Any] | None = None) -> Path:
-    """A directory with what a frontend reads of a model."""
+    """Write a directory with the files that a frontend reads from a model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_byte_level_json(), encoding="utf-8")
     if generation_config is not None:

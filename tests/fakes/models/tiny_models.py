@@ -148,7 +148,7 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # transformers zeroes or fills what is not a linear layer: sinks, biases, norms.
+            # transformers initializes everything except linear layers with constants: sinks, biases, norms.
             if name.endswith("sinks"):
                 parameter.normal_(0.0, 0.5)
             elif name.endswith("bias"):
@@ -164,7 +164,7 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
 def save_narrow_model(
     architecture: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of 16 bits to ``directory`` and return what transformers makes of it in float32."""
+    """Write a 16-bit checkpoint to ``directory`` and return the transformers model of it in float32."""
     save_tiny_model(architecture, directory, **changes).to(dtype).save_pretrained(directory)
     made: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return made.eval()

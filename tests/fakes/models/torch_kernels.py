@@ -1,4 +1,4 @@
-"""The launches of the fused decoder in plain torch, row by row where that is plainer: what the real kernels are held to."""
+"""Launches of the fused decoder in plain torch, row by row if that is simpler, as the reference for the real kernels."""
 
 import torch
 
@@ -214,7 +214,7 @@ class TorchKernels:
 
 
 def _low_rank(x: torch.Tensor, matrices: SlotMatrices, slot: int) -> torch.Tensor:
-    """What the adapter in ``slot`` makes of ``x`` ``[in features]``, float64 ``[out features]``."""
+    """Return the update of the adapter in ``slot`` for ``x`` ``[in features]``, as float64 ``[out features]``."""
     shape, numbers, table = matrices.shape, matrices.numbers[slot], matrices.table[slot].tolist()
     parts = len(shape.features)
     starts = table[parts + 1 :]

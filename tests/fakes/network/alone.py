@@ -1,8 +1,9 @@
-"""Programs that can reach one server on this machine and nothing else.
+"""Programs that can reach only one server on this machine.
 
-``run_alone`` starts a program in a network namespace that has only a loopback interface. A Unix socket, which namespaces share,
-carries its connections to the server. As a module this file is the first process in that namespace: it passes the connections on,
-starts the program and ends with its exit code; the kernel then ends all processes that the program has left behind.
+``run_alone`` starts a program in a network namespace that has only a loopback interface. A Unix socket, which
+namespaces share, carries its connections to the server. Run as a module, this file is the first process in that
+namespace. It forwards the connections, starts the program and ends with its exit status; the kernel then ends all
+remaining processes.
 """
 
 import asyncio

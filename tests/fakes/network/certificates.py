@@ -53,7 +53,7 @@ class Files:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file as careful programs do: beside it, then renamed over it."""
+    """Write a file atomically: into a temporary file, then renamed over the old one."""
     beside = path.with_name(path.name + ".new")
     beside.write_bytes(data)
     beside.replace(path)
@@ -84,7 +84,8 @@ class Authority:
     ) -> Identity:
         """A certificate for DNS names and URIs, good for 127.0.0.1 and localhost as well.
 
-        ``expired``, ``early``: its time is over, or has not begun. ``ca``: what its bearer trusts, when not this authority.
+        ``expired``, ``early``: its time is over, or has not begun. ``ca``: what its bearer trusts, when not this
+            authority.
         ``days``: how long it lasts.
         """
         key = ec.generate_private_key(ec.SECP256R1())

@@ -1,4 +1,4 @@
-"""An HTTP server for fetchers: it answers with what a test gives it, byte by byte."""
+"""An HTTP server for tests of fetchers. Its answers are given byte by byte by the test."""
 
 import asyncio
 import ssl
@@ -16,7 +16,7 @@ def answer(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes:
 
 
 class FileServer:
-    """``answers`` by path; others are not found. ``requests``: heads of those that came."""
+    """``answers`` by path; other paths are not found. ``requests`` has the heads of received requests."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answers: dict[str, Answer] = {}

@@ -1,5 +1,5 @@
-"""Hosts that have a network of their own: a process there is cut off as by a broken cable, of which no packet tells. Their name
-server answers nobody.
+"""Hosts with separate networks. A process there can be cut off like by a broken cable, without any packet as a sign.
+Their name server never answers.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _DNS = 53
 
 
 def missing() -> str:
-    """What keeps this machine from having hosts; empty where nothing does."""
+    """Return the reason why this machine cannot create such hosts. Empty if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None:
         return "hosts of their own need Linux, root and ip (iproute2)"
     return ""
@@ -56,7 +56,7 @@ class Host:
         _ip("link", "set", self._cable, "up")
 
     def lose(self, other: "Host") -> None:
-        """What goes from here to another one arrives nowhere."""
+        """Drop all packets from this host to another one."""
         _ip(
             "-n",
             self._name,
@@ -72,7 +72,7 @@ class Host:
         )
 
     def find(self, other: "Host") -> None:
-        """It arrives again."""
+        """Deliver packets to the other host again."""
         _ip("-n", self._name, "neighbour", "delete", other.address, "dev", "eth0")
 
     def remove(self) -> None:
@@ -90,7 +90,7 @@ class Hosts:
         self.hosts = [Host(number) for number in range(count)]
 
     def questions(self) -> list[bytes]:
-        """What the hosts have asked their name server since the last call."""
+        """Return the queries that the hosts have sent to their name server since the last call."""
         found = []
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -1,4 +1,4 @@
-"""Connections to internal ports, of those that know the key and of strangers."""
+"""Connections to internal ports, from peers with the secret and from strangers."""
 
 import select
 import socket
@@ -10,7 +10,7 @@ from tests.fakes.patience import PATIENCE
 
 
 def connected(address: str) -> socket.socket:
-    """A connection to host:port over which nothing was said."""
+    """Connect to host:port without sending anything."""
     return socket.create_connection(addresses.split(address), PATIENCE)
 
 

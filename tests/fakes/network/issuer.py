@@ -1,4 +1,4 @@
-"""Who issues JSON Web Tokens in tests."""
+"""Issuer of JSON Web Tokens for tests."""
 
 import json
 import time
@@ -28,7 +28,7 @@ class Issuer:
         return public | {"kid": self.kid, "alg": "ES256", "use": "sig"}
 
     def claims(self, **changes: Any) -> dict[str, Any]:
-        """Those of a good token; None takes one out."""
+        """Return the claims of a valid token with changes. None removes a claim."""
         now = int(time.time())
         claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "carol", "exp": now + 600, "nbf": now - 60, "tenant": "globex"}
         return {name: value for name, value in (claims | changes).items() if value is not None}

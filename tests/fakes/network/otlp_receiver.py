@@ -24,7 +24,7 @@ class ReceivedSpan(msgspec.Struct, frozen=True):
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """``async with OtlpReceiver() as receiver``: listens on ``endpoint``; what comes is in ``spans``."""
+    """OTLP receiver: ``async with OtlpReceiver() as receiver``. It listens on ``endpoint`` and collects ``spans``."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

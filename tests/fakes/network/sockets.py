@@ -11,7 +11,9 @@ _LISTEN = 0x0A
 
 
 class Tcp(NamedTuple):
-    """A socket. ``host``, ``port``: of its own end. ``peer``: host:port of the other. ``listens``: it takes connections."""
+    """A socket. ``host`` and ``port`` are its local address, ``peer`` is the remote host:port. ``listens`` is true if
+    it accepts connections.
+    """
 
     host: str
     port: int
@@ -32,7 +34,7 @@ def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
 
 
 def connections(pid: int) -> set[str]:
-    """The connections that a process has open, whoever began them: both ends of each."""
+    """Return the open connections of a process in both directions, with both addresses."""
     return {f"{each.host}:{each.port} - {each.peer}" for each in sockets_of([pid]) if not each.listens}
 
 

@@ -1,4 +1,4 @@
-"""What a Service does for its pods, on this machine: passes each new connection to the next of several ports."""
+"""Load balancer like a Kubernetes Service: forwards each new connection to the next of several ports."""
 
 import itertools
 from collections.abc import Iterator, Sequence

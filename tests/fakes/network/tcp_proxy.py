@@ -8,11 +8,12 @@ from tests.fakes.network.ports import free_port
 
 
 class TcpProxy:
-    """Passes bytes between those who connect to ``port`` and 127.0.0.1:``target``, or what ``target()`` says for each.
+    """Forwards bytes between clients of ``port`` and 127.0.0.1:``target``, or the port that ``target()`` returns for
+    each connection.
 
-    ``cut``: every connection is reset. ``unplug``: connections stay open and new ones are accepted, and nothing passes until
-    ``plug_in``; what was sent meanwhile arrives then. ``delay``: seconds that each piece of data takes longer. ``num_bytes``:
-    that have passed, both ways.
+    ``cut`` resets every connection. ``unplug`` keeps connections open and accepts new ones, but holds all data until
+    ``plug_in``. ``delay`` is the additional time of each piece of data in seconds. ``num_bytes`` counts the bytes in
+    both directions.
     """
 
     def __init__(self, target: int | Callable[[], int]) -> None:
@@ -43,7 +44,7 @@ class TcpProxy:
         self._plugged.set()
 
     def refuse(self) -> None:
-        """Accept no more connections; those that are open go on."""
+        """Accept no more connections. Open connections continue."""
         self._server.close()
 
     async def close(self) -> None:
@@ -62,7 +63,7 @@ class TcpProxy:
         self._writers.add(writer)
         try:
             await self._plugged.wait()
-            with contextlib.suppress(OSError):  # nobody listens there: a reset, as the caller would get it
+            with contextlib.suppress(OSError):  # without a listener, reset the connection as the caller would see it
                 to_reader, to_writer = await asyncio.open_connection("127.0.0.1", await self._where(reader))
                 self._writers.add(to_writer)
                 try:
@@ -86,7 +87,9 @@ class TcpProxy:
         to_reader: asyncio.StreamReader,
         to_writer: asyncio.StreamWriter,
     ) -> None:
-        """Until both sides have ended: what one has sent before it closed arrives, also where the other's can no longer."""
+        """Forward data until both sides have ended. Data sent before one side closed still arrives, even if the other
+        direction is broken.
+        """
         ways = [asyncio.create_task(self._pass(reader, to_writer)), asyncio.create_task(self._pass(to_reader, writer))]
         try:
             await asyncio.wait(ways)
@@ -112,5 +115,5 @@ class TcpProxy:
                 self.num_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
-            except OSError:  # nobody is there any more; what they have sent before is still on its way
+            except OSError:  # the peer is gone, but data it has sent may still be in flight
                 return

@@ -1,4 +1,4 @@
-"""Coordinator, engines and frontend as processes on this machine, and what a test wants to know of them."""
+"""Coordinator, engines and frontend as processes on this machine, with the state that tests read."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ class Cluster:
 
     @property
     def services(self) -> list[Service]:
-        """All of them."""
+        """Return all services."""
         return [self.coordinator, *self.engines, *self.frontends]
 
     async def __aenter__(self) -> Self:

@@ -47,7 +47,7 @@ async def connected(address: str) -> "AsyncIterator[service_pb2_grpc.Coordinator
 
 
 class Engine:
-    """The engine's side of its client: what an engine process would answer."""
+    """The engine's side of its client, with the answers of an engine process."""
 
     def __init__(
         self,

@@ -13,7 +13,9 @@ class FaultyRanks(RankGroup):
     """``RankGroup`` with the plugin ``rank_faults`` in its engines."""
 
     def __init__(self, model: Path, directory: Path, **options: Any) -> None:
-        """``directory``: a new one, for the plugin and what is armed. ``options``: of ``RankGroup``."""
+        """Create the group. ``directory`` is a new one for the plugin and armed faults. ``options`` are those of
+        ``RankGroup``.
+        """
         super().__init__(model, plugins=f'["{NAME}"]', **options)
         self._directory = directory
         found = installed(directory / "plugin", NAME, "tests.fakes.engines.rank_faults")

@@ -1,5 +1,5 @@
-"""Every hop between Penstock's services and to its clients, with mTLS: a server that runs, a neighbour that it serves meanwhile,
-and what a stranger does.
+"""Every hop between Penstock's services and to its clients, with mTLS: a running server, a peer that it serves, and
+actions of a stranger.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ HOPS: dict[str, Callable[[Sites], contextlib.AbstractAsyncContextManager[Hop]]] 
 
 @contextlib.asynccontextmanager
 async def _frontend(sites: Sites) -> AsyncIterator[tuple[FrontendServer, Alive]]:
-    """A frontend with a stream that goes on at each ``alive``."""
+    """Run a frontend with a stream that continues at each ``alive``."""
     tls = sites.files("penstock-frontend").server()
     listener = ServerConfig(host="127.0.0.1", port=0, tls=tls)
     neighbour = sites.files("neighbour").credentials()

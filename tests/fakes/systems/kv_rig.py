@@ -61,7 +61,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct):
-    """What has come of cells."""
+    """Counts of cell outcomes."""
 
     cells: int = 0
     streams: int = 0
@@ -186,7 +186,7 @@ class Rig:
     # A cell.
 
     async def cell(self, cell: Cell) -> Count:
-        """Have it happen; what is wrong is in ``problems``."""
+        """Run the cell. Errors are added to ``problems``."""
         await self._whole()
         before = await self._moved()
         segments = {service: _segments(service.pid) for service in self.engines}
@@ -207,7 +207,7 @@ class Rig:
         await self._heal()
         if cell.victim == "nobody" or (cell.point == "first token" and cell.victim in ("frontend", "network")):
             moved = [after - start for after, start in zip(await self._moved(), before, strict=True)]
-            # A request that loses its session may go on at the other engine, which lacks the prompt as well.
+            # A request that loses its session may resume on the other engine, which does not have the prompt either.
             takers = 2 if cell.victim == "frontend" and cell.how in ("cut off", "black-holed", "stopped") else 1
             if moved not in [[engines * BLOCKS] * 2 for engines in range(1, takers + 1)]:
                 self._wrong(cell, count, "left", f"{BLOCKS} blocks were missing, and given and taken were {moved}")
@@ -261,7 +261,7 @@ class Rig:
                     cable.unplug()
 
     async def _recover(self, cell: Cell, stream: "asyncio.Task[Any]") -> None:
-        """Wait until the others have dealt with what only goes on later, and let it go on."""
+        """Wait until the other processes have handled the failure, then resume the process."""
         if cell.how not in ("stopped", "black-holed"):
             return
         if cell.victim != "frontend":
@@ -291,7 +291,7 @@ class Rig:
         return [10 + (number * 7919 + place * (31 + number)) % 2000 for place in range(PROMPT_TOKENS)]
 
     async def _ask(self, frontend: int, prompt: Sequence[int], seed: int, cell: Cell) -> Any:
-        """The messages of an answer with what it has failed with, None where it has not."""
+        """Return the messages of an answer, and its error or None."""
         params = sampling_pb2.SamplingParams(
             temperature=1.0,
             seed=seed,
@@ -332,7 +332,7 @@ class Rig:
                 self._wrong(cell, count, "differing", f"ended otherwise: {of_it}")
 
     def _judge_own(self, cell: Cell, count: Count, outcome: Any, prompt: Sequence[int], seed: int) -> None:
-        """What a frontend that was killed had sent before must be right."""
+        """Check that the output sent by a killed frontend is correct."""
         messages, error = outcome
         count.own += cell.n
         for index in range(cell.n):
@@ -346,7 +346,7 @@ class Rig:
         setattr(count, kind, getattr(count, kind) + number)
         self.problems.append(f"{cell}: {kind}: {what}")
 
-    # What is left.
+    # Leftovers.
 
     async def _leftovers(
         self, cell: Cell, count: Count, pids: dict[Service, int], segments: dict[Service, set[str]]
@@ -387,7 +387,7 @@ class Rig:
         ]
 
     async def _metrics(self, service: Service) -> dict[str, float]:
-        """Sums of the series of each metric; and of those of a direction, which is behind the name then."""
+        """Return the sums of each metric's series. Sums of one direction have it as a suffix of the name."""
         return await asyncio.to_thread(_scrape, f"http://127.0.0.1:{service.metrics_port}/metrics")
 
     async def _until_metrics(self, service: Service, condition: Callable[[dict[str, float]], bool]) -> None:
@@ -416,7 +416,7 @@ class Rig:
             await asyncio.sleep(0.005)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # whoever tells was killed
+        with contextlib.suppress(OSError):  # the service may have been killed
             while line := await reader.readline():
                 if self._at is not None:
                     await self._at(msgspec.json.decode(line, type=Point))

@@ -1,1 +1,1 @@
-"""An engine without a model as a process of its own, that fails where it is told to. See ``__main__``."""
+"""Engine process without a model that fails on command. See ``__main__``."""

@@ -1,6 +1,6 @@
-"""``python -m tests.fakes.engines.oracle_engine --server.port 50052``: the engine as a process of its own.
+"""Oracle engine as a process: ``python -m tests.fakes.engines.oracle_engine --server.port 50052``.
 
-``--knobs`` and ``control.py`` say how it behaves. SIGTERM drains it as it would a real engine. Each start is a new incarnation.
+``--knobs`` and ``control.py`` set its behavior. SIGTERM drains it like a real engine. Each start is a new incarnation.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.fakes.engines.oracle_engine.engine import OracleEngine
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags. Those with a dot are named as those of a real engine."""
+    """Parse the flags. Flags with a dot have the same names as those of a real engine."""
     parser = argparse.ArgumentParser(prog="oracle_engine", description=__doc__)
     parser.add_argument("--server.host", dest="host", choices=["127.0.0.1"], default="127.0.0.1")
     parser.add_argument("--server.port", dest="port", type=int, default=0)

@@ -14,7 +14,8 @@ TIMEOUT = PATIENCE
 async def serve(engine: OracleEngine, port: int) -> asyncio.Server:
     """Answer control calls on a port.
 
-    ``{"set": {...}}`` sets knobs. ``{"until": {"num_running": 3}}`` waits until the state is at least that (a list: at least as
+    ``{"set": {...}}`` sets knobs. ``{"until": {"num_running": 3}}`` waits until the state is at least that (a list: at
+        least as
     long). ``{"call": "fail"}`` also ``break`` and ``close``. The answer is ``{"state": ...}`` or ``{"error": ...}``.
     """
 
@@ -56,11 +57,13 @@ def _size(value: Any) -> int:
 
 
 class ControlError(Exception):
-    """What an engine could not do."""
+    """Error of a control call."""
 
 
 async def call(port: int, **command: Any) -> dict[str, Any]:
-    """One control call; returns the engine's state behind it. Raises ControlError, OSError when the engine is gone."""
+    """Make one control call and return the engine's state after it. Raises ControlError, or OSError if the engine is
+    gone.
+    """
     async with asyncio.timeout(TIMEOUT + 5):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:

@@ -1,4 +1,4 @@
-"""The engine: a FakeEngine whose outputs are the oracle's, which checks what it is asked to go on with, and fails on demand."""
+"""Oracle engine: a FakeEngine with the oracle's outputs, which checks the prior tokens it gets and fails on demand."""
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ class OracleEngine(FakeEngine):
         self._wake.set()
 
     def state(self) -> dict[str, Any]:
-        """What a test wants to know."""
+        """Return the state that tests read."""
         recent = self.requests[-REMEMBERED:]
         return {
             "incarnation": self.ready.incarnation,
@@ -88,7 +88,7 @@ class OracleEngine(FakeEngine):
         }
 
     def request_drain(self) -> None:
-        """Take no new requests; what is left at the deadline ends as ABORT. The process ends when nothing is left."""
+        """Take no new requests. Requests left at the deadline end as ABORT. The process ends when no request is left."""
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + self._drain_timeout
             self.refusal = DRAINING
@@ -194,9 +194,10 @@ class OracleEngine(FakeEngine):
             session.queue.put_nowait(frame)
 
     def _send_held_back(self) -> None:
-        """Over every session there is, also those that came since: what no engine may do, and no frontend may mind.
+        """Send the held-back outputs over every session, including newer ones. Engines must not do that, but frontends
+        must tolerate it.
 
-        The tokens of sessions that are over are other ones, as those of a request without a seed would be.
+        Outputs of ended sessions get other tokens, like the tokens of a request without a seed.
         """
         held_back, self._held_back = self._held_back, []
         for owner, frame in held_back:

@@ -21,19 +21,30 @@ Packets = Literal["as_they_are", "twice", "held_back", "with_gap", "again"]
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
-    """What happens once at a point of the protocol.
+    """A fault that happens once at a point of the protocol.
 
-    ``before_ready`` and ``after_ready``: around a session's greeting. ``on_add``: a request came, and nothing was sent for it;
-    ``count`` requests must have. ``in_step``: a step computes a request's ``count``th token of the whole output, or a later one,
-    and nothing of it was sent. ``after_first_token``, ``mid_stream``, ``before_last``, ``after_last_sent``: a step's frame is
-    handed over in which a request got its first token, its ``count``th one of the whole output, all but those of the last step,
-    or its last one. ``on_abort``: an abort came. ``draining``: it was said that the engine drains.
+    The points:
+        ``before_ready``, ``after_ready``: Before or after a session's greeting.
+        ``on_add``: ``count`` requests have arrived, and nothing was sent for the last one.
+        ``in_step``: A step computes a request's ``count``-th output token or a later one, and nothing of the step was
+            sent.
+        ``after_first_token``, ``mid_stream``, ``before_last``, ``after_last_sent``: A frame was handed over in which a
+            request got its first token, its ``count``-th token, all tokens but those of the last step, or its last
+            token.
+        ``on_abort``: An abort arrived.
+        ``draining``: The engine has announced that it drains.
 
-    ``crash``: SIGKILL to itself. ``stop``: SIGSTOP. ``hold``: no more steps until ``held`` is reset. ``close``, ``break``: all
-    sessions end, without a word or with an error. ``dead``: ``engine_dead``, and the process ends. ``stall``: no steps for
-    ``seconds``. ``freeze``: the whole process does nothing for ``seconds``. ``drain``: as if SIGTERM had come.
+    The faults:
+        ``crash``: SIGKILL to itself.
+        ``stop``: SIGSTOP.
+        ``hold``: No more steps until ``held`` is reset.
+        ``close``, ``break``: All sessions end, without a message or with an error.
+        ``dead``: ``engine_dead`` is sent and the process ends.
+        ``stall``: No steps for ``seconds``.
+        ``freeze``: The whole process stops for ``seconds``.
+        ``drain``: As if SIGTERM had arrived.
 
-    ``salt``: only requests with this cache salt count.
+    If ``salt`` is set, only requests with this cache salt count.
     """
 
     at: Point
@@ -44,14 +55,20 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Knobs(msgspec.Struct, forbid_unknown_fields=True):
-    """``step_seconds``: time between steps; ``tokens_per_step``; ``num_cached_tokens``: of every prompt.
+    """Settings of an oracle engine.
 
-    ``held``: no steps, and that is no failure. ``stalled``: no steps, which is: the age of the last one grows.
-    ``packets``: each output is sent as it is, twice, not before ``packets`` is set anew (then over every session there is, and
-    other tokens if its own is over), without its first token, or with the token before it again.
-    ``extra_waiting``: added to the count of waiting requests that frontends are told.
-    ``step_age``: what the engine says of the age of its last step, instead of the truth; below 0: the truth.
-    ``wedged_after``: from which age on it says that it is wedged.
+    Attributes:
+        step_seconds: Time between steps.
+        tokens_per_step: Tokens per request and step.
+        num_cached_tokens: Reported cached tokens of every prompt.
+        held: No steps, which does not count as a failure.
+        stalled: No steps, which counts as a failure: the age of the last step grows.
+        packets: How outputs are sent: unchanged; twice; held back until this is set again (then over every session,
+            with other tokens if the output's own session has ended); without the first token; or with the previous
+            token repeated.
+        extra_waiting: Added to the reported number of waiting requests.
+        step_age: Reported age of the last step. Below 0: the true age.
+        wedged_after: Age of the last step from which the engine reports that it is wedged.
     """
 
     step_seconds: float = 0.0
@@ -67,5 +84,5 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def changed(knobs: Knobs, changes: dict[str, object]) -> Knobs:
-    """The knobs with some set anew. Raises msgspec.ValidationError for names and values that there are not."""
+    """Return the knobs with changes. Raises msgspec.ValidationError for invalid names and values."""
     return msgspec.convert(msgspec.to_builtins(knobs) | changes, Knobs)

@@ -1,8 +1,8 @@
-"""What an oracle engine answers: a function of the request alone, so that every engine goes on where another one ended.
+"""Outputs of oracle engines: a function of the request alone, so that every engine can resume another one's output.
 
-The vocabulary is that of ``small_tokenizers.byte_level``. Output token i of a request with seed s is a printable one picked by
-(s, i); from ``WALK`` on, seeds walk through ``WALKED``, whose characters span several tokens, and begin again at its end.
-With a constraint the output is one of its texts, picked by the seed, and the end-of-sequence token.
+The vocabulary is that of ``small_tokenizers.byte_level``. Output token i of a request with seed s is a printable token
+chosen by (s, i). Seeds from ``WALK`` on walk through ``WALKED``, whose characters span several tokens, and start again
+at its end. With a constraint, the output is one of its texts, chosen by the seed, and the end-of-sequence token.
 """
 
 import functools

@@ -21,7 +21,9 @@ from tests.fakes.engines.oracle_service.pace import pace_from
 
 
 def main() -> int:
-    """Exit codes as the enginecore's: 0 after a requested stop, 2 for a wrong configuration, 1 when it cannot go on."""
+    """Run the service and return the exit status of enginecore: 0 after a requested stop, 2 for an invalid
+    configuration, 1 after a fatal error.
+    """
     try:
         config_file = ConfigFile(from_command_line(EngineCoreConfig, prog="oracle-engine", description=__doc__ or ""))
         pace = pace_from(os.environ)

@@ -23,8 +23,8 @@ CHECKPOINTS_CACHE = 2**30
 class PacedExecutor(FakeExecutor):
     """A ``FakeExecutor`` with the sizes of the checkpoint that the config names.
 
-    Its KV cache holds nothing, and takes the blocks that a real one would. Steps take ``pace.step_seconds`` each, one after the
-    other, on a thread that sleeps. No token ends a sequence: outputs are as long as their requests say.
+    Its KV cache has no content, but uses as many blocks as a real one. Steps run one after another on a thread that
+    sleeps for ``pace.step_seconds`` per step. No token ends a sequence, so outputs are as long as requested.
     """
 
     def __init__(self, config: EngineCoreConfig, pace: Pace, sleep: Callable[[float], None] = time.sleep) -> None:

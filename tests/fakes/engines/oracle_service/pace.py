@@ -27,7 +27,9 @@ def variable(field: str) -> str:
 
 
 def pace_from(environ: Mapping[str, str]) -> Pace:
-    """``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS``. Raises ConfigError for what is no number, and for unknown names."""
+    """Read ``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS``. Raises ConfigError for invalid numbers and unknown
+    names.
+    """
     fields = {variable(name): name for name in Pace.__struct_fields__}
     given = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
     values = {}

@@ -1,1 +1,1 @@
-"""The failure matrix: what is asked for, what must come, how engines fail, and the table of it."""
+"""The failure matrix: requests, expected answers, failures of engines, and the table of results."""

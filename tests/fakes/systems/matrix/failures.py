@@ -1,6 +1,7 @@
-"""How an engine fails in a cell. It is held at the step when ``strike`` is called, with every request of the cell on it.
+"""Failures of an engine in a cell. When ``strike`` is called, the engine is held at the step, with every request of the
+cell.
 
-``strike`` brings the failure about, and lets the engine go on where it can. What it leaves broken, ``Rig.heal`` mends.
+``strike`` causes the failure, and lets the engine continue if it can. ``Rig.heal`` repairs the damage.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,8 +20,8 @@ WEDGED = 3600.0
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """``moves``: what is unfinished must end up on another engine, or on the next incarnation of this one. ``silent``: nothing
-    but time tells that the engine is gone.
+    """A kind of failure. ``moves``: unfinished requests must move to another engine, or to the next incarnation of this
+    one. ``silent``: only a timeout shows that the engine is gone.
     """
 
     name: str
@@ -50,7 +51,7 @@ async def _cut(rig: "Rig", engine: OracleProcess) -> None:
 
 
 async def _unplug(rig: "Rig", engine: OracleProcess) -> None:
-    """Also what is on its way when the cable is back must not count."""
+    """Data in flight when the connection is restored must be ignored too."""
     engine.proxy.unplug()
     await engine.set(held=False)
     await rig.until_moved(engine)
@@ -69,7 +70,7 @@ async def _slow_network(rig: "Rig", engine: OracleProcess) -> None:
 
 
 async def _wedge(rig: "Rig", engine: OracleProcess) -> None:
-    """It goes on after all, when others have its requests."""
+    """The engine continues after all, when other engines have its requests."""
     await engine.set(held=False, stalled=True, step_age=WEDGED)
     await rig.until_moved(engine)
     await engine.set(stalled=False, step_age=-1.0)
@@ -91,7 +92,7 @@ async def _session_breaks(rig: "Rig", engine: OracleProcess) -> None:
 
 
 async def _drain(rig: "Rig", engine: OracleProcess) -> None:
-    """It is held until the deadline: nothing finishes."""
+    """The engine is held until the deadline, so that no request finishes."""
     await engine.stop()
 
 
@@ -104,7 +105,7 @@ async def _overlap(rig: "Rig", engine: OracleProcess) -> None:
 
 
 async def _late(rig: "Rig", engine: OracleProcess) -> None:
-    """What it computes is held back until others have its requests, and then sent over every session there is."""
+    """The engine's outputs are held back until other engines have its requests, and then sent over every session."""
     await engine.set(held=False, packets="held_back", step_age=WEDGED)
     await rig.until_moved(engine)
     await engine.set(packets="as_they_are", step_age=-1.0)
