@@ -1,4 +1,4 @@
-"""``/v1/score``, ``/rerank``, ``/classify``, ``/pooling`` in front of an engine without a model: forms and errors.
+"""``/v1/score``, ``/rerank``, ``/classify``, ``/pooling`` with an engine without a model: formats and errors.
 
 ``test_embed.py`` compares their results.
 """
