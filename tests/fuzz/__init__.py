@@ -1,1 +1,1 @@
-"""Malformed and hostile requests at every RPC and route of a real system, and what they must not do to it."""
+"""Malformed and hostile requests at every RPC and route of a real system, with checks that they do no harm."""

@@ -36,7 +36,7 @@ _WEIGHTS = {
 
 
 class Attempt(NamedTuple):
-    """One request. ``attack``: what is done, as finely as it is told apart; ``payload``: how it is sent."""
+    """One hostile request. ``attack`` is its kind, as fine as kinds are distinguished; ``payload`` is the call to make."""
 
     number: int
     attack: str
@@ -45,7 +45,7 @@ class Attempt(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """What is sent, shortened."""
+        """Return the payload as shortened text."""
         match self._call:
             case Case() as case:
                 return f"{case.metadata or ''} {[message[:1000] for message in case.sent]!r:.1200}"
@@ -156,8 +156,9 @@ class Attacks:
         return Case(self._ours["Chat"], [message.SerializeToString()], timeout=_PATIENCE)
 
     def _constrained(self, found: Constraint, rng: Random, lengths: tuple[int, ...] = (1, 4, 8)) -> Case | HttpCase:
-        """A request with a constraint: over gRPC, over HTTP, or right to the engine. It leans towards one letter, since what
-        grows with each token must not end with the first one.
+        """Return a request with a constraint: over gRPC, over HTTP, or directly to the engine.
+
+        A logit bias prefers one letter, because constraints that grow with each token must not end with the first one.
         """
         tokens, bias = rng.choice(lengths), rng.choice((0.0, 100.0, 100.0, 100.0))
         how = rng.random()

@@ -1,4 +1,4 @@
-"""What may be answered to a request of which one thing is known to be wrong."""
+"""Allowed answers for a request with one known error."""
 
 import re
 from typing import NamedTuple
@@ -15,8 +15,12 @@ _LONGEST = 2000
 
 
 class Blame(NamedTuple):
-    """``reasons``: with which it may be refused, none: it must be answered; ``taken``: whether it may be answered. ``paths``:
-    what the path of the field at fault begins with.
+    """Allowed answers of a request.
+
+    Attributes:
+        reasons: Reasons with which it may be refused. Empty: it must be answered.
+        taken: Whether it may be answered.
+        paths: Allowed prefixes of the path of the invalid field.
     """
 
     reasons: frozenset[str]
@@ -24,17 +28,19 @@ class Blame(NamedTuple):
     paths: tuple[str, ...] = ()
 
     def of_answer(self) -> str:
-        """What is wrong with its having been answered; empty where nothing is."""
+        """Return the problem if the request was answered, or an empty string."""
         return "" if self.taken else "it was answered"
 
     def of_status(self, code: str, reason: str, field: str, message: str) -> str:
-        """What is wrong with an error of gRPC's."""
+        """Return the problem with a gRPC error, or an empty string."""
         if code not in _CODES:
             return f"{code} {reason} is no client error: {message}"
         return self._of(reason, field, message, self.reasons)
 
     def of_http(self, status: int, code: str, field: str, message: str) -> str:
-        """What is wrong with an error of HTTP's. ``code``: as OpenAI has it, empty where the protocol has none."""
+        """Return the problem with an HTTP error, or an empty string. ``code`` is OpenAI's error code, empty for other
+        protocols.
+        """
         if status not in _STATUSES:
             return f"{status} is no client error: {message}"
         return self._of(code, field, message, {_OVER_HTTP.get(reason, reason.lower()) for reason in self.reasons})

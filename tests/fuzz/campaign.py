@@ -21,18 +21,25 @@ from tests.fuzz.variants import Variant, variant_of
 from tests.fuzz.watch import Incident, Watch
 
 RSS_TOLERANCE, THREADS_TOLERANCE, FDS_TOLERANCE, TASKS_TOLERANCE = 96, 4, 4, 4
-"""What a process may hold more than at the start: MiB, and numbers. Pools of threads fill on demand, caches of both kinds."""
+"""Allowed growth of a process since the start: MiB of memory, and numbers of threads, descriptors and tasks. Thread
+pools and caches fill on demand.
+"""
 _ROUNDS = 4
 _CONFIRMED = 3
-"""Causes of one kind that are looked for; with so many, the attack behind them is not sent any more to this variant."""
+"""Number of causes of one kind to look for. After that, the attack is no longer sent to this variant."""
 _TRIALS = 40
 """Times that a cause is looked for, at most."""
 _SYSTEMS = 60
 
 
 class Plan(NamedTuple):
-    """``count``: hostile requests. ``quiet``: seconds that the neighbours are measured alone. ``warm``: requests before what is
-    held is counted. ``attacks``: what is sent of a run, empty: all of it.
+    """Plan of a run.
+
+    Attributes:
+        count: Number of hostile requests.
+        quiet: Seconds for which the neighbours are measured alone.
+        warm: Number of requests before resources are counted.
+        attacks: Attacks of the run to send. Empty: all.
     """
 
     count: int
@@ -93,7 +100,7 @@ class Campaign:
         self._logs: dict[str, str] = {}
 
     async def run(self) -> Outcome:
-        """Raises nothing for what the system does."""
+        """Run the campaign. Failures of the system raise nothing."""
         self._findings.variant = self._variant.name
         systems, failed = 0, 0
         done = False
@@ -174,7 +181,7 @@ class Campaign:
             self._marks["beside hostile requests"].append((start, time.monotonic()))
             if not usable:
                 return False
-        if not await self._storm(watch, storm, self._plan.count):  # what is left of them
+        if not await self._storm(watch, storm, self._plan.count):  # the rest of them
             return False
         if self._plan.special:
             await storm.special()
@@ -189,7 +196,9 @@ class Campaign:
         self._marks[name].append((start, time.monotonic()))
 
     async def _storm(self, watch: Watch, storm: Storm, count: int) -> bool:
-        """So many requests, with a trial whenever something happens. Returns whether the system is still of use."""
+        """Send ``count`` requests, and look for causes whenever something happens. Return whether the system is still
+        usable.
+        """
         until = min(self._sent + count, self._plan.count)
         while self._sent < until:
             suspects = await storm.hostile(self._attempts, until - self._sent)
@@ -199,7 +208,7 @@ class Campaign:
         return True
 
     async def _judge(self, watch: Watch, storm: Storm, suspects: list[Attempt]) -> bool:
-        """Look for the causes of what has happened."""
+        """Look for the causes of the incidents."""
         incidents = watch.take()
         if incidents:
             self._to_try.append((incidents, suspects))
@@ -244,7 +253,7 @@ class Campaign:
     async def _happens_again(
         self, watch: Watch, storm: Storm, attempt: Attempt, *, late: bool
     ) -> tuple[list[Incident], bool]:
-        """What happens when it is sent, and whether the system is still of use."""
+        """Send the request again. Return the incidents, and whether the system is still usable."""
         watch.take()
         end = await storm.one(attempt.patient() if late else attempt)
         storm.late = []
@@ -255,7 +264,7 @@ class Campaign:
         return found, not watch.down and not any(each.worn for each in found)
 
     def _convict(self, incidents: list[Incident], attempt: Attempt) -> None:
-        """An attack that has done one kind of thing so often is not sent to this variant any more."""
+        """Stop sending an attack to this variant once it has caused enough incidents of one kind."""
         shown = f"{attempt.attack}: {attempt.target} {attempt.shown}"
         for incident in incidents:
             self._findings.happened(incident.kind, incident.what, [attempt.number], shown, attempt.size)
@@ -272,7 +281,7 @@ class Campaign:
         self._convict(watch.take(), attempt)
 
     async def _last(self, system: System, watch: Watch, storm: Storm) -> None:
-        """What is done when the neighbours have gone: by the document, control, and what is left behind."""
+        """Run the last checks, without neighbours: the OpenAPI document, control calls, and leaked resources."""
         seed, examples = self._plan.seed, self._plan.schema_examples
         if examples:
             for wrong in await schema_storm(system.http_port, self._findings, examples=examples, seed=seed):

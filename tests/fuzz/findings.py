@@ -1,4 +1,4 @@
-"""What was sent, how it ended, and what must not have been: every kind of it once, with the requests that showed it."""
+"""Findings of a campaign: results by target, and every kind of problem once, with the requests that showed it."""
 
 import re
 from collections import Counter, defaultdict
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct):
 
 
 class Findings:
-    """Counts by target and status, and what was wrong."""
+    """Counts by target and status, and the problems."""
 
     def __init__(self) -> None:
         self._codes: dict[str, Counter[str]] = defaultdict(Counter)

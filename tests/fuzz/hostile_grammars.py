@@ -89,7 +89,7 @@ def _damaged(rng: Random) -> Constraint:
 
 
 def any_text(rng: Random) -> Constraint:
-    """What is read as JSON before it is a grammar."""
+    """Return a text that is parsed as JSON before it is a grammar."""
     if rng.random() < 0.35:
         return Constraint("structural_tag", schemas.tag(rng))
     return Constraint("json_schema", schemas.schema(rng))

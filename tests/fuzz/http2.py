@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 as bytes, written by hand, so that they can say what no library would write."""
+"""HTTP/2 frames as hand-written bytes, including frames that no library would write."""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ def raw_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes
 
 
 def frames_in(received: bytes) -> Iterator[Frame]:
-    """The whole frames of what a server has sent."""
+    """Yield the complete frames in the bytes from a server."""
     at = 0
     while at + _HEAD.size <= len(received):
         high, low, kind, flags, stream = _HEAD.unpack_from(received, at)

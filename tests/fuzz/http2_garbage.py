@@ -33,7 +33,7 @@ def garbage(rng: Random) -> bytes:
             for i in range(200)
         )
         return PREFACE + settings + b"".join(opened)
-    if how == 6:  # headers that go on for ever
+    if how == 6:  # headers that never end
         return PREFACE + settings + raw_frame(1, 0, 1, b"\x83") + raw_frame(9, 0, 1, b"\x40\x01a\x01b" * 500) * 50
     if how == 7:
         return PREFACE + settings + raw_frame(6, 0, 0, b"pingping") * 300

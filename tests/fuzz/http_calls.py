@@ -176,9 +176,9 @@ _METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "BREW")
 _MAX_DEPTH = 6
 _MOST_SENT = 20_000_000
 _MOST_REPEATED = 100_000_000
-"""Bytes: what is repeated and repeated again would be more than this machine has."""
+"""Maximum size of repeated content in bytes, because repeating it again could exceed the machine's memory."""
 _MOST_TAKEN = 32 * 1024 * 1024
-"""The default of http.max_body_bytes: what sends more is answered, and cut off while it still sends."""
+"""Default of http.max_body_bytes. Requests with larger bodies are answered and cut off while the client still sends."""
 _MOST_TOKENS = 32
 _COMPUTED = 20_000
 """Bytes of a body that are surely computed in a second: a thousand inputs of a thousand tokens are much work."""
@@ -186,8 +186,12 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_toke
 
 
 class HttpCase(NamedTuple):
-    """A request as it is sent. ``cancel``: seconds until its client goes away. ``slow``: seconds between pieces of it. ``blame``:
-    what may be answered, where that is known.
+    """A request to send.
+
+    Attributes:
+        cancel: Seconds until the client disconnects.
+        slow: Seconds between pieces of the request.
+        blame: Allowed answers, if known.
     """
 
     path: str
@@ -357,7 +361,7 @@ async def _exchange(port: int, case: HttpCase) -> bytes:
 
 
 def _judged(answer: bytes, case: HttpCase) -> End:
-    if answer.startswith(b"HTTP/1.1 100"):  # the client asked whether it may go on
+    if answer.startswith(b"HTTP/1.1 100"):  # the client asked whether to continue
         answer = answer.partition(b"\r\n\r\n")[2]
     head, _, body = answer.partition(b"\r\n\r\n")
     words = head.split(b" ", 2)

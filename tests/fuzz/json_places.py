@@ -1,4 +1,4 @@
-"""Every place of a JSON value, and what is put there."""
+"""Mutations at every place of a JSON value."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def deep(rng: Random) -> str:
 
 
 def text(value: Any) -> str:
-    """The value as JSON, with what stands for nested values written out."""
+    """Return the value as JSON, with placeholders replaced by nested values."""
     return _DEEP_TEXT.sub(_written, json.dumps(value))
 
 

@@ -80,7 +80,7 @@ def _places(tree: Tree) -> Iterator[Place]:
 
 
 def _add(tree: Tree, kind: Descriptor, rng: Random) -> None:
-    """Set another field: also one that excludes what is set, or one that nobody knows."""
+    """Set another field, possibly one that excludes a set field, or an unknown one."""
     inner = [r for r in tree if isinstance(r.value, list) and r.field is not None]
     if inner and rng.random() < 0.7:
         chosen = rng.choice(inner)

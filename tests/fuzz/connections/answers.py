@@ -1,4 +1,4 @@
-"""The answers on a raw connection, and whether they are right for what the client sent."""
+"""Answers on a raw connection, and checks that they fit the client's input."""
 
 import re
 from collections import Counter
@@ -15,7 +15,8 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 _GRPC_STATUS = re.compile(rb"grpc-status[\x01\x02](\d{1,2})(?:.{,3}grpc-message.([ -~]*))?", re.DOTALL)
 """As gRPC's servers write both headers: a byte for the length, and a value that is not compressed."""
 _UNANSWERED_PING = b"ping timeout"
-"""What a server says to a client that answers no pings, as a busy machine makes it do before it answers the call."""
+"""Error of a server for a client that does not answer pings. A busy machine can cause it before the call is answered.
+"""
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked\r\n", re.IGNORECASE)
 
 
@@ -72,7 +73,7 @@ def _body(received: bytes, head: bytes, at: int) -> tuple[bytes, int, bool]:
 
 
 def judge(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End:
-    """How a connection ended, and what is wrong with that. ``known``: the right answers of requests by their names."""
+    """Return how a connection ended, and the problems. ``known`` has the expected answers by name of the request."""
     if heard.refused:
         return End("(no connection)", heard.refused)
     if heard.late:
@@ -115,7 +116,7 @@ def _judge_grpc(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End
 
 
 def _difference(script: Script, bodies: list[bytes], known: Mapping[str, bytes]) -> str:
-    """What is wrong with the bodies of the answers, or nothing."""
+    """Return the problem with the bodies of the answers, or an empty string."""
     if not script.known:
         return ""
     right = known[script.known]

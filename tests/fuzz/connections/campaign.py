@@ -23,7 +23,7 @@ from tests.fuzz.watch import Watch
 _SHORT = ("health", "short", "short over http")
 """What neighbours ask for beside streams."""
 _RECENT = 96
-"""Connections that have ended last, which may still be the cause of what happens."""
+"""Number of recently ended connections that may have caused an incident."""
 _TELL_EVERY = 1000
 _RELEASE = 60.0
 """Seconds in which a process gives back what it held for connections that have gone."""
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     again: tuple[int, ...] = ()
 
     def has(self, script: Script) -> bool:
-        """Whether a script is one of those to send."""
+        """Return whether the script is one of those to send."""
         return script.kind.startswith(self.kinds) and ("grpc" if script.is_grpc else "http") in self.protocols
 
 
@@ -75,7 +75,7 @@ class ConnectionCampaign:
         self._sent = 0
 
     async def run(self) -> Outcome:
-        """Raises nothing for what connections do to the system once it serves."""
+        """Run the campaign. Once the system serves, its failures raise nothing."""
         self._findings.variant = "connections"
         async with ListeningSystem() as system:
             await system.answers()
@@ -104,7 +104,9 @@ class ConnectionCampaign:
         return known
 
     async def _beside_neighbours(self, system: ListeningSystem, count: int, *, judged: bool = True) -> Beside:
-        """So many connections. ``judged``: what they get, and how long the neighbours wait."""
+        """Open ``count`` connections while neighbours run. ``judged`` adds checks of the answers and of the neighbours'
+        waits.
+        """
         errors: list[str] = []
         kinds = (*kinds_of(system.variant), *_SHORT)
         neighbour = Neighbour(system.frontend.address, system.http_port, kinds, on_error=lambda error: told(error))
@@ -135,7 +137,7 @@ class ConnectionCampaign:
         return Beside(waits, quiet, counts, dict(watch.peaks))
 
     async def _undisturbed(self, neighbour: Neighbour) -> dict[str, float]:
-        """The neighbours' longest waits while nobody else is there."""
+        """Return the neighbours' longest waits without any hostile connection."""
         neighbour.take_waits()
         await asyncio.sleep(self._plan.quiet)
         return neighbour.take_waits()
@@ -192,7 +194,7 @@ class ConnectionCampaign:
                 self._findings.add(script.kind, late, [number], script.shown, script.size)
 
     async def _one_by_one(self, watch: Watch) -> None:
-        """The only ones to send, with what comes of each."""
+        """Send the selected scripts one by one, and print each result."""
         for number in self._numbers:
             script = script_of(self._plan.seed, number, self._plan.hold)
             end = await self._one(number, script)
@@ -201,14 +203,14 @@ class ConnectionCampaign:
             self._note(watch)
 
     def _note(self, watch: Watch) -> None:
-        """Write down what has happened to the system, with the connections that may have caused it."""
+        """Record incidents of the system, with the connections that may have caused them."""
         if watch.alarm.is_set():
             suspects = [*sorted(self._flying), *reversed(self._ended)]
             for incident in watch.take():
                 self._findings.happened(incident.kind, incident.what, suspects, sure=False)
 
     async def _released(self, system: ListeningSystem, before: Mapping[str, Amounts]) -> dict[str, Amounts]:
-        """What each process holds once it holds no more than before, or when it should have given it back."""
+        """Return the resources of each process, once they are down to the earlier amounts or the time for that is over."""
         if not all(service.alive for service in system.services):
             self._findings.add("the system", "a process has ended, so that nothing can be said of what is left")
             return {}

@@ -1,4 +1,4 @@
-"""Plays a script on a raw connection, and keeps what the server has said."""
+"""Client that plays a script on a raw connection and records the server's output."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ _SMALL_BUFFER = 4096
 
 
 class Heard(NamedTuple):
-    """What came of a connection. ``closed``: the server ended it; ``late``: the server did not do what was waited for."""
+    """Result of a connection. ``closed``: the server ended it. ``late``: the server did not act within the timeout."""
 
     received: bytes
     closed: bool
@@ -28,7 +28,7 @@ class Heard(NamedTuple):
 
 
 class Connection:
-    """One connection. ``patience``: seconds to wait for what must come."""
+    """One connection. ``patience`` is the timeout for expected data in seconds."""
 
     def __init__(self, script: Script, patience: float) -> None:
         self._script = script
@@ -42,7 +42,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
 
     async def play(self, address: tuple[str, int]) -> Heard:
-        """Connect, do every step, and close. Raises nothing for what the server does."""
+        """Connect, do every step, and close. Errors of the server raise nothing."""
         loop = asyncio.get_running_loop()
         reading: asyncio.Task[None] | None = None
         late = False

@@ -57,7 +57,7 @@ _SHAPES: dict[str, tuple[bytes, frozenset[int]]] = {
 
 
 def smuggling(rng: Random) -> tuple[str, bytes, frozenset[int]]:
-    """Its name, what is sent, and the statuses that are right."""
+    """Return name, bytes and allowed statuses of a smuggling attempt."""
     name = rng.choice(list(_SHAPES))
     raw, allowed = _SHAPES[name]
     return name, raw, allowed | {408}  # a busy machine sends the pieces too slowly

@@ -1,4 +1,6 @@
-"""Hostile connections to the gRPC ports, frame by frame. Each maker takes what it draws from, and the longest time to stay."""
+"""Hostile connections to the gRPC ports, frame by frame. Each maker gets a random generator and the maximum duration in
+seconds.
+"""
 
 import re
 import struct
@@ -110,7 +112,7 @@ def tiny_data(rng: Random, hold: float) -> Script:
 
 
 def continuation_flood(rng: Random, hold: float) -> Script:
-    """Headers that go on and on."""
+    """Send headers that never end."""
     more = rng.choice(
         (b"", header(b"a", b"b"), header(b"a", b"b") * 200, header(b"x" * 200, b"y" * 8000), b"\xff" * 90)
     )

@@ -1,4 +1,4 @@
-"""Hostile connections to the HTTP port. Each maker takes what it draws from, and the longest time to stay in seconds."""
+"""Hostile connections to the HTTP port. Each maker gets a random generator and the maximum duration in seconds."""
 
 import json
 import re
@@ -283,7 +283,7 @@ def silent(rng: Random, hold: float) -> Script:
 
 
 def ambiguous(rng: Random, hold: float) -> Script:
-    """A request whose end two servers could see at different places. It must not become two."""
+    """Send a request whose end is ambiguous between servers. It must not be read as two requests."""
     name, raw, allowed = smuggling(rng)
     steps: Sequence[Step] = [Send(raw, rng.choice((2**16, 2**16, 40)), 0.001), Wait(hold * 0.3), *_leave(rng)]
     return Script(f"ambiguous: {name}", "http", steps, allowed=allowed)

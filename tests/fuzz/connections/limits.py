@@ -1,5 +1,5 @@
-"""What hostile connections may do to others at most. All limits of the campaign stand here; those on what a process keeps are
-the same as for hostile requests.
+"""Limits on the harm of hostile connections. All limits of the campaign are here; limits on resources equal those for
+hostile requests.
 """
 
 import math
@@ -33,7 +33,7 @@ class Limits(msgspec.Struct, frozen=True):
     tasks: int = TASKS_TOLERANCE
 
     def exceeded(self, waits: Mapping[str, float]) -> Iterator[str]:
-        """What is wrong with the longest waits, by what was waited for."""
+        """Yield the problems with the longest waits, which are given by name."""
         for kind, seconds in sorted(waits.items()):
             limit = self.health if kind == "health" else self.gap
             if seconds > limit:
@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True):
                 yield f"{what} {seconds:.2f} s; the limit is {limit:g} s"
 
     def kept(self, before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> Iterator[str]:
-        """What processes hold that they did not hold before, beyond the limits."""
+        """Yield the resources that processes hold in excess of earlier amounts and limits."""
         for name, old in before.items():
             new = after[name]
             pairs = (

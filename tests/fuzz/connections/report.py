@@ -18,8 +18,8 @@ class Beside(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it, beside the findings. ``holds``: the longest time that each event loop was held, in ms: computing, and by
-    the clock without what other programs took; and what held it.
+    """Results besides the findings. ``holds`` has the longest time in ms that each event loop was blocked, as CPU time
+    and as wall time without other programs, with the cause.
     """
 
     connections: int

@@ -1,4 +1,4 @@
-"""What a hostile connection does, step by step, and what the server may answer."""
+"""Scripts of hostile connections, step by step, with the allowed answers of the server."""
 
 import re
 from collections.abc import Sequence
@@ -55,13 +55,15 @@ class Script(NamedTuple):
 
     Args:
         kind: The name of what it does, for tables.
-        port: The port it connects to: http, guarded (HTTP with API keys), frontend, admin, engine or coordinator (gRPC).
+        port: The port it connects to: http, guarded (HTTP with API keys), frontend, admin, engine or coordinator
+            (gRPC).
         steps: What it does.
         reads: Whether the client reads answers.
         most: The largest number of final answers that the server may give.
         least: The smallest number of final answers that the server must give.
         allowed: Statuses that the server may answer with; empty means any below 500.
-        known: The name of the request whose known answer every 200 must have, or every gRPC message; empty if not compared.
+        known: The name of the request whose known answer every 200 must have, or every gRPC message; empty if not
+            compared.
         window: The largest number of bytes that the server may send in DATA frames; -1 means that they are not counted.
     """
 

@@ -15,7 +15,7 @@ _TIMEOUTS = {"http__header_timeout": 2, "http__body_timeout": 3}
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """What a process holds, with both ends of each of its connections."""
+    """Resources of a process, with both ends of each of its connections."""
 
     held: Held
     connections: frozenset[str]
@@ -44,7 +44,7 @@ class ListeningSystem(System):
 
     @property
     def services(self) -> list[Probed]:
-        """All of them."""
+        """Return all services."""
         return [*super().services, self._guarded] if hasattr(self, "_guarded") else super().services
 
     @property
@@ -57,7 +57,7 @@ class ListeningSystem(System):
         return found
 
     def amounts(self) -> dict[str, Amounts]:
-        """What each process holds now, by its name."""
+        """Return the current resources of each process by name."""
         held = self.held()
         return {
             service.service: Amounts(held[service.service], frozenset(connections(service.pid)))

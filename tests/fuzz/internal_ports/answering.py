@@ -12,7 +12,7 @@ from tests.fakes.patience import PATIENCE
 from tests.fuzz.internal_ports.systems import Port
 
 _QUICK = 5.0
-"""Seconds in which a port that speaks gRPC or HTTP answers while nobody disturbs it."""
+"""Seconds within which an undisturbed gRPC or HTTP port answers."""
 
 
 async def speaks(port: Port) -> str:

@@ -1,4 +1,4 @@
-"""Every internal port of a system under foreign connections, while its streams go on."""
+"""Foreign connections to every internal port of a system, while its streams continue."""
 
 import asyncio
 import json
@@ -79,7 +79,9 @@ HEADER = (
 
 
 class Result(msgspec.Struct):
-    """What came of it. ``wrong``: what must not be, a line each; ``formed``: the ports that were met while systems began."""
+    """Result of the campaign. ``wrong`` has one line per problem; ``formed`` lists the ports that were attacked while
+    systems started.
+    """
 
     rows: list[Row] = []
     wrong: list[str] = []
@@ -97,7 +99,7 @@ async def run(plan: Plan, limits: Limits, tell: Callable[[str], None] = print) -
 
 
 class _Stopped(Exception):  # noqa: N818 - what the system has
-    """Streams do not go on, so that nothing more can be seen of the system."""
+    """The streams have stopped, so nothing more can be tested on this system."""
 
 
 class _System:

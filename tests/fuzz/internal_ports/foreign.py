@@ -1,7 +1,7 @@
-"""Connections of something that is none of our services: what they say, and how they are opened.
+"""Connections from programs that are not Penstock services.
 
-``python -m tests.fuzz.internal_ports.foreign HOST PORT KIND COUNT SECONDS`` opens so many, says what the kind says on each, keeps
-them all open for so long, and prints what became of them as JSON.
+``python -m tests.fuzz.internal_ports.foreign HOST PORT KIND COUNT SECONDS`` opens COUNT connections, sends the data of
+the kind on each, keeps them open for SECONDS, and prints the results as JSON.
 """
 
 import asyncio

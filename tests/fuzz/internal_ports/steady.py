@@ -1,4 +1,4 @@
-"""Streams that go on, whose answers are compared with those of an undisturbed run."""
+"""Continuous streams whose answers are compared with those of an undisturbed run."""
 
 import asyncio
 import time
@@ -15,8 +15,12 @@ from tests.fuzz.internal_ports.systems import Kind
 
 
 class Steady:
-    """``async with Steady(...)``: ``count`` streams at once; each that ends is followed by another with the same prompt.
-    ``problems``: what was wrong with answers, and how often; ``right``: answers that were as they should be.
+    """Runs ``count`` streams at once: ``async with Steady(...)``. Each finished stream is followed by another with the
+    same prompt.
+
+    Attributes:
+        problems: Problems with answers, and their counts.
+        right: Number of correct answers.
     """
 
     def __init__(self, system: Cluster, kind: Kind, count: int, tokens: int, patience: float = PATIENCE) -> None:
@@ -33,7 +37,7 @@ class Steady:
         self.right = 0
 
     async def learn(self) -> None:
-        """The undisturbed run: every answer, before anybody disturbs. Raises AssertionError where one is not whole."""
+        """Record every answer without disturbance. Raises AssertionError if an answer is incomplete."""
         answers = await asyncio.gather(*(read(self._begin(number)) for number in range(self._count)))
         self._expected = [answer.token_ids for answer in answers]
         assert {len(each) for each in self._expected} == {self._tokens}

@@ -38,8 +38,8 @@ class Port(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """``make`` returns the system, not started, from a folder for what it needs. ``request``: what the stream of a number asks
-    for; ``vocab``: the largest token id that it has.
+    """A kind of system. ``make`` creates it, not started, from a folder. ``request`` returns the request of a stream by
+    number; ``vocab`` is its largest token id.
     """
 
     make: Callable[[Path], Cluster]
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     length: int
 
     def request(self, number: int, tokens: int) -> pb.GenerateRequest:
-        """A greedy request whose prompt nobody has computed."""
+        """Return a greedy request with a prompt that is not cached."""
         prompt = random.Random(number).choices(range(10, self.vocab), k=self.length)
         request = greedy(prompt, tokens)
         request.cache_salt = str(next(_salts))
@@ -89,7 +89,7 @@ KINDS = {
 
 
 def services_of(system: Cluster) -> dict[str, Service]:
-    """Its processes by name. Nodes are processes of their own."""
+    """Return the processes of the system by name. Nodes are separate processes."""
     found = {"coordinator": system.coordinator}
     found |= {f"engine-{number}": engine for number, engine in enumerate(system.engines)}
     found |= {f"frontend-{number}": frontend for number, frontend in enumerate(system.frontends)}
@@ -108,7 +108,7 @@ def ports_of(services: dict[str, Service]) -> Iterator[Port]:
 
 
 def internal(ports: Sequence[Port]) -> list[Port]:
-    """Those that no client outside uses. The frontends' are for the campaign of ``tests.fuzz.connections``."""
+    """Return the ports that outside clients do not use. ``tests.fuzz.connections`` covers the frontends' ports."""
     return [each for each in ports if not each.service.startswith("frontend")]
 
 

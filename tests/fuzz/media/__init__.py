@@ -1,1 +1,1 @@
-"""Media that nobody should send, their hosts, and decoders that are killed."""
+"""Hostile media, their hosts, and decoders that are killed."""

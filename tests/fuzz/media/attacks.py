@@ -41,7 +41,7 @@ class Killing(NamedTuple):
 
 Payload = Case | HttpCase | Killing
 _Made = tuple[str, Payload] | None
-"""What is done, and how it is sent; None where the protocol or the model has no words for it."""
+"""Name and payload of an attack; None if the protocol or the model does not support it."""
 
 
 class MediaAttacks:
@@ -62,7 +62,7 @@ class MediaAttacks:
         }
 
     def make(self, rng: Random, variant: Variant) -> tuple[str, Payload]:
-        """A request, and what is done with it."""
+        """Return the name and payload of a request."""
         http = rng.random() < 0.5
         weights = _WEIGHTS if http else _WEIGHTS | _OVER_GRPC
         while True:
@@ -132,7 +132,7 @@ class MediaAttacks:
         return None if call is None else (prompt.attack, call)
 
     def _call(self, prompt: Prompt, rng: Random, variant: Variant, http: bool) -> Case | HttpCase | None:
-        """The prompt in one of the protocols; None where that has no words for it."""
+        """Return the prompt in one of the protocols, or None if the protocol does not support it."""
         if http:
             return self._over_http(prompt, rng, variant) if requests.can_be_http(prompt) else None
         if variant.pools:

@@ -39,7 +39,7 @@ def kill_all(parent: int) -> int:
 
 
 async def kill_at_work(parent: int, seconds: float, spared: Collection[int] = ()) -> int:
-    """Kill the first media worker that is seen decoding something long. Returns its id, 0 where there was none in that time."""
+    """Kill the first media worker that decodes something long. Return its id, or 0 if there was none within the time."""
     until = time.monotonic() + seconds
     begun: dict[int, _Work] = {}
     while time.monotonic() < until:
@@ -68,7 +68,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _work(pid: int) -> _Work | None:
-    """None for one that starts: it may write no file once it decodes."""
+    """Return None for a starting worker: it may not write files once it decodes."""
     if not re.search(r"^Max file size +0 ", _read(pid, "limits"), re.MULTILINE):
         return None
     for line in _read(pid, "status").splitlines():

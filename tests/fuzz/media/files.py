@@ -1,4 +1,4 @@
-"""Files of media that nobody should send."""
+"""Hostile media files."""
 
 import struct
 import zlib
@@ -109,7 +109,7 @@ def wav(rate: int, samples: int, channels: int = 1, bits: int = 16, claimed: int
 
 
 def float_wav(samples: np.ndarray[Any, Any]) -> bytes:
-    """These numbers, whatever they are."""
+    """Return a WAV file with these values, even if they are invalid."""
     head = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
     data = samples.tobytes()
     body = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data)) + data

@@ -1,4 +1,4 @@
-"""A host of media that answers as none should, and beside it the private one that nobody may be led to."""
+"""A hostile media host, and a private host that no request may reach."""
 
 import asyncio
 import contextlib

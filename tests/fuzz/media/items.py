@@ -1,4 +1,4 @@
-"""Media that nobody should send, each with what may come of it."""
+"""Hostile media items, each with the allowed answers."""
 
 import base64
 import math
@@ -22,7 +22,7 @@ UNREADABLE, TOO_LARGE, TOO_MANY = "MEDIA_UNREADABLE", "MEDIA_TOO_LARGE", "MEDIA_
 NOT_ALLOWED, FETCH_FAILED = "MEDIA_NOT_ALLOWED", "MEDIA_FETCH_FAILED"
 INVALID, NOT_SERVED = "INVALID_FIELD", "NOT_SERVED_YET"
 MAX_PIXELS, MAX_BYTES, MAX_FRAMES, MAX_SECONDS = 4_000_000, 1_000_000, 32, files.MAX_SECONDS
-"""What a frontend under fire is configured with."""
+"""Limits configured on the attacked frontends."""
 _PATCH, _NUMBERS = 8, 3 * 2 * 8 * 8
 """Pixels of a side, and numbers of a patch, of the model that sees."""
 
@@ -98,7 +98,7 @@ def _other_format(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _other_modality(rng: Random, variant: Variant, _port: int) -> Item:
-    """A sound that is said to be an image, and the reverse; what the model does not take at all."""
+    """Return audio declared as an image or the reverse, or a modality that the model does not support."""
     if rng.random() < 0.5:
         if variant.media == ("audio",):
             return _item("other medium", "audio", _file(rng.choice(IMAGES), rng), UNREADABLE)
@@ -191,7 +191,7 @@ def _frames(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _url(rng: Random, variant: Variant, port: int) -> Item:
-    """What is no URL that may be fetched."""
+    """Return a URL that must not be fetched."""
     text = rng.choice(URLS).format(rng.randrange(10**9))
     if rng.random() < 0.5:
         host = rng.choice(
@@ -395,4 +395,4 @@ _MAKERS: tuple[tuple[float, Modality | None, Callable[[Random, Variant, int], It
     (4, None, _base64),
     (8, "image", _tensor_item),
 )
-"""Weight, what the model must take, and what is made."""
+"""Weight, modality that the model must support, and maker of the item."""

@@ -1,4 +1,4 @@
-"""How services under fire are configured for media, and what none of them may keep."""
+"""Media configuration of attacked services, and the resources that they must not keep."""
 
 import json
 import re
@@ -20,7 +20,9 @@ _LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
 
 
 def frontend_flags(variant: Variant, port: int) -> dict[str, Any]:
-    """``port``: of the hostile host. Caches are small, so that they are full when what is held is counted first."""
+    """Return the flags. ``port`` is the hostile host's. Caches are small, so that they are full when resources are
+    first counted.
+    """
     flags: dict[str, Any] = {
         "media__workers": WORKERS,
         "media__worker_memory": "512MiB",
@@ -41,7 +43,7 @@ def frontend_flags(variant: Variant, port: int) -> dict[str, Any]:
 
 
 def left_by(stats: MediaStats, engine: str) -> dict[str, float]:
-    """What an engine without requests must not have, by name; 0 where it has none."""
+    """Return the values that must be 0 for an engine without requests, by name."""
     return {
         f"embeddings to be computed in {engine}": stats.pending_embeds,
         f"requests that wait for media in {engine}": stats.num_waiting_reqs,
@@ -52,7 +54,7 @@ def left_by(stats: MediaStats, engine: str) -> dict[str, float]:
 
 
 def segments_of(pid: int) -> list[str]:
-    """Names of the segments of shared memory that a process has written and nobody has read."""
+    """Return the names of shared-memory segments that a process has written and no process has read."""
     owners = {match[1] for file in _open_files(pid) if (match := _LOCK.search(file))}
     return [each.name for owner in owners for each in ROOT.glob(f"penstock-{owner}-*")]
 

@@ -1,6 +1,6 @@
-"""Names of hosts of media, as a hostile name server tells them: in the process of a frontend, in place of the system's.
+"""Host names of media as resolved by a hostile name server, in a frontend's process in place of the system's resolver.
 
-Loopback addresses stand for both kinds of networks: ``PUBLIC`` for the internet, all others for what is private.
+Loopback addresses represent networks: ``PUBLIC`` is the internet, all others are private networks.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Prompts with hostile media as each protocol writes them, and what may come of them."""
+"""Prompts with hostile media in each protocol, with the allowed answers."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ _TOKENS = 2
 
 
 class Prompt(NamedTuple):
-    """``bad``: places of what may be refused; ``reasons`` and ``taken`` as of an item."""
+    """``bad`` lists the places that may be refused; ``reasons`` and ``taken`` are as in an item."""
 
     attack: str
     parts: Sequence[Part]
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
     salt: str = ""
 
     def blame(self, path: str) -> Blame:
-        """What may be answered, if a part's path begins so; ``{}`` is its place."""
+        """Return the allowed answers if parts have this path; ``{}`` in it is the place."""
         return Blame(self.reasons, self.taken, tuple(path.format(place) for place in self.bad))
 
     def blame_all(self, path: str) -> Blame:

@@ -110,7 +110,7 @@ def _tensors(rng: Random, variant: Variant) -> dict[str, tuple[int, list[int], b
 
 
 def _chunks(rng: Random, transfer: int, content: bytes) -> list[_Message]:
-    """Its pieces; some are missing, come twice, overlap, or come in another order."""
+    """Return the pieces of a transfer, with some missing, duplicate, overlapping or reordered."""
     pieces = [(at, content[at : at + _INLINE]) for at in range(0, len(content), _INLINE)]
     how = rng.randrange(8)
     if how == 0:
