@@ -1,9 +1,9 @@
-"""Clients that do nothing wrong: they ask for answers one after the other, in a process of their own, and know what must come.
+"""Well-behaved clients in a separate process. They send requests one after another and check the answers.
 
-``python -m tests.fuzz.neighbour HOST:PORT HTTP_PORT KIND...`` first asks for everything while nobody else is there and says
-``ready``; then it goes on until its input is closed. Each line it prints is JSON: ``{"ready": true}``, ``{"error": ...}``, or
-what came since the last one: ``{"counts": {kind: tokens}, "flowing": [kind, ...], "gaps": [[moment, seconds], ...], "waits":
-{kind: seconds}}``.
+``python -m tests.fuzz.neighbour HOST:PORT HTTP_PORT KIND...`` first sends every request without other load and prints
+``ready``. Then it continues until its input is closed. Each line it prints is JSON: ``{"ready": true}``, ``{"error":
+...}``, or the progress since the last line: ``{"counts": {kind: tokens}, "flowing": [kind, ...], "gaps": [[moment,
+seconds], ...], "waits": {kind: seconds}}``.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, fl
 
 
 class _Client:
-    """What the process does."""
+    """The clients of the process."""
 
     def __init__(self, stub: rpc.InferenceServiceStub, http_port: int) -> None:
         self._stub = stub
@@ -121,7 +121,7 @@ class _Client:
         """By kind, since when a part of an answer is waited for."""
 
     async def learn(self, kind: str) -> None:
-        """What comes while nobody else is there."""
+        """Record the expected answer, without other load."""
         for number in range(VARIETY):
             self._expected[kind, number] = await self._ask(kind, number)
 

@@ -41,7 +41,7 @@ _SCHEMA = json.dumps(
 
 
 class Ask(NamedTuple):
-    """One request. ``came`` is told how many tokens have come."""
+    """One request. ``came`` is called with the number of received tokens."""
 
     stub: rpc.InferenceServiceStub
     http_port: int
@@ -50,8 +50,14 @@ class Ask(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """``ask`` returns what must be the same each time, as ``same`` says. ``timed``: the moments of its tokens count. ``pause``:
-    seconds. ``whole``: the longest wait is that for a whole answer, not that between two parts of one.
+    """A kind of request.
+
+    Attributes:
+        ask: Returns the result that must be the same each time.
+        same: Compares two results.
+        timed: Whether the times of its tokens are recorded.
+        pause: Seconds between requests.
+        whole: Whether the longest wait is for a whole answer, instead of between two parts of it.
     """
 
     ask: Callable[[Ask], Awaitable[dict[str, Any]]]
@@ -107,7 +113,7 @@ def _beside(medium: Media, ask: Ask) -> pb.MixedPrompt:
 
 
 def _salt() -> str:
-    """What nobody had before: the medium is decoded and encoded anew."""
+    """Return a new cache salt, so that the medium is decoded and encoded again."""
     return uuid.uuid4().hex
 
 
@@ -227,7 +233,7 @@ def _answer(port: int, method: str, path: str, body: dict[str, Any] | None) -> b
 
 
 def _close(answer: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Equal up to rounding, which differs with what is computed beside them."""
+    """Return whether the answers are equal up to rounding, which depends on the batch."""
     if answer["shape"] != expected["shape"]:
         return False
     pairs = zip(answer["vector"], expected["vector"], strict=True)
@@ -253,7 +259,7 @@ KINDS = {
 
 
 def kinds_of(variant: Variant) -> tuple[str, ...]:
-    """What neighbours can ask a system for."""
+    """Return the kinds of requests that the system supports."""
     if variant.pools:
         return ("embed", "embed tokens", "embed images") if variant.media else ("embed", "embed tokens")
     if not variant.media:

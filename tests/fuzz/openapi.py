@@ -1,4 +1,4 @@
-"""schemathesis, driven by what ``/openapi.json`` says."""
+"""schemathesis, driven by ``/openapi.json``."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ _SHORT = {
 
 
 async def schema_storm(port: int, findings: Findings, *, examples: int, seed: int) -> list[str]:
-    """Requests that the document allows and requests that it does not, so many of each operation. Returns what is wrong."""
+    """Send valid and invalid requests according to the document, ``examples`` per operation. Return the problems."""
     return await asyncio.to_thread(_storm, f"http://127.0.0.1:{port}", findings, examples, seed)
 
 

@@ -1,7 +1,7 @@
-"""``kv_transfer_params`` that no gateway would send, over HTTP and gRPC: ``python -m tests.fuzz.params [COUNT] [SEED]``.
+"""Invalid ``kv_transfer_params`` over HTTP and gRPC: ``python -m tests.fuzz.params [COUNT] [SEED]``.
 
-A frontend must answer each call as its sender's error or as a request without a source, name to its engine no address that is
-neither known nor allowed, and disturb no neighbour.
+A frontend must answer each call as an error of the client, or as a request without a source. It must not give its
+engine an address that is neither known nor allowed, and other requests must not be affected.
 """
 
 import asyncio
@@ -75,11 +75,11 @@ _ODD: tuple[Any, ...] = (
 
 
 class Wrong(Exception):  # noqa: N818 - what it is
-    """A server did what it must not."""
+    """Raised if a server violates a rule."""
 
 
 def params_of(random: Random, foreign: Sequence[str]) -> Any:
-    """Something near what an answer had. ``foreign``: addresses at which nobody may be asked."""
+    """Return parameters similar to those of an answer. ``foreign`` are addresses that must not be contacted."""
     how = random.random()
     if how < 0.1:
         return random.choice(_ODD)
@@ -150,8 +150,13 @@ def text_of(random: Random, params: Any) -> str:
 
 
 class Campaign:
-    """``http`` and ``channel``: of one frontend, which serves ``model``. ``foreign``: addresses that nobody may be asked at.
-    ``codes`` and ``statuses``: how calls ended; ``neighbours``: calls beside them, all as they should be.
+    """Campaign against one frontend.
+
+    Attributes:
+        http, channel: Connections to the frontend, which serves ``model``.
+        foreign: Addresses that must not be contacted.
+        codes, statuses: Counts of results of the calls.
+        neighbours: Number of normal calls, all of them correct.
     """
 
     def __init__(
@@ -240,7 +245,7 @@ class Campaign:
 
 
 def check_sources(sources: Sequence[kv_pb2.KvSource | None]) -> int:
-    """What an engine was told to ask; the number of those. Raises Wrong."""
+    """Return the number of sources that an engine was given. Raises Wrong if one is not allowed."""
     asked = [source for source in sources if source is not None]
     if foreign := {source.address for source in asked} - {KNOWN}:
         raise Wrong(f"an engine is to ask at {sorted(foreign)}")

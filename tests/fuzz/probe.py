@@ -1,7 +1,8 @@
-"""``python -m tests.fuzz.probe penstock_frontend --flags``: the service as it is, and beside it a look at its event loop.
+"""Service with a monitor of its event loop: ``python -m tests.fuzz.probe penstock_frontend --flags``.
 
-Once a second a line of JSON goes to the file that ``FUZZ_PROBE`` names, with ``{pid}`` in it: the tasks of the loop, and the
-longest time that one callback held it. What held it for long is in ``blocks``, with the stack of the loop's thread.
+Once per second it writes a line of JSON to the file that ``FUZZ_PROBE`` names, with ``{pid}`` in it: the number of
+tasks, and the longest time that one callback blocked the loop. ``blocks`` lists long blocks with the stack of the
+loop's thread.
 """
 
 import asyncio

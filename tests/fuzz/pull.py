@@ -1,8 +1,9 @@
-"""Pulls at whose other end there is anything but an engine: ``python -m tests.fuzz.pull [COUNT] [SEED]``.
+"""Pulls with a hostile peer: ``python -m tests.fuzz.pull [COUNT] [SEED]``.
 
-Half of the streams go to an engine that has blocks, from what sends any messages; the others to an engine that wants blocks, from
-what answers anything. Each engine must go on serving one that keeps to the protocol, end each stream and each fetch once, take no
-bytes that are not whole, keep no lease, block, task or slot, and answer with none of the codes that say that it is at fault.
+Half of the streams go to an engine with blocks, from a client that sends any messages. The others go from an engine
+that wants blocks to a server that answers anything. Each engine must continue to serve a peer that keeps to the
+protocol, and end each stream and fetch once. It must not accept incomplete bytes, leak a lease, block, task or slot, or
+answer with a code that means an internal error.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ BLOCK_BYTES = 1000
 
 
 class Wrong(Exception):  # noqa: N818 - what it is
-    """An engine did what it must not."""
+    """Raised if an engine violates a rule."""
 
 
 def some_bytes(random: random.Random, *known: bytes) -> bytes:
@@ -145,7 +146,7 @@ class Liar(service_pb2_grpc.KvTransferServiceServicer):
 
 
 class Campaign:
-    """``codes``: how streams to the engine that has blocks ended; ``reasons``: likewise of the other one."""
+    """Campaign. ``codes`` counts results of streams to the engine with blocks, ``reasons`` those of the other engine."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -158,7 +159,7 @@ class Campaign:
         self._lie(count // 2)
 
     def started(self, method: str, *_: object) -> CallEnd:
-        """See ``CallObserver``: a client does not always see with what its call was ended."""
+        """See ``CallObserver``: clients do not always see the final status of a call."""
         return lambda code: self.codes.update([code])
 
     # The engine that has blocks.

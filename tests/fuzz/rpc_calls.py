@@ -31,7 +31,7 @@ _HOSTILE_METADATA: tuple[tuple[str, str | bytes], ...] = (
     ("x-huge", "h" * 80_000),
 )
 TIMEOUT = 30.0
-"""Seconds in which there is an answer to what asks for little, however busy the machine: one that is late is asked for again."""
+"""Seconds within which small requests get an answer even on a busy machine. Late requests are repeated."""
 _SERVERS_FAULT = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
@@ -40,14 +40,19 @@ _SERVERS_FAULT = (
 )
 
 _ANOTHER_TOOK_THE_NAME = ("register again", "has been replaced by")
-"""What the coordinator says to a peer that poses as an engine, when another one poses as the same."""
+"""Errors of the coordinator for a fake engine, when another one registers with the same name."""
 _OF_THE_CLIENT = "Internal error from Core"
 """What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""
 
 
 class Case(NamedTuple):
-    """A call to make. ``cancel``: seconds until its client goes away; ``half``: it never says that it has sent all. ``seed``:
-    which of the RPC's valid messages it was made from. ``blame``: what may be answered, where that is known.
+    """A call to make.
+
+    Attributes:
+        cancel: Seconds until the client disconnects.
+        half: The client never closes its side of the stream.
+        seed: Index of the RPC's valid message that it was made from.
+        blame: Allowed answers, if known.
     """
 
     rpc: Rpc
@@ -62,8 +67,12 @@ class Case(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a call ended: ``code`` is the name of its status. ``problem``: why that must not be, or empty. ``slow``: there was no
-    answer in time, which is wrong if there is none either when nobody else is there.
+    """Result of a call.
+
+    Attributes:
+        code: Name of its status.
+        problem: Why the status is wrong, or empty.
+        slow: There was no answer in time. This is a problem if there is none without other load either.
     """
 
     code: str
@@ -129,7 +138,7 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
 
 
 async def _read(running: Any, rpc: Rpc) -> str:
-    """What must not be in the answer."""
+    """Return the problem with the answer, or an empty string."""
     problem = ""
     if not rpc.server_stream:
         message_factory.GetMessageClass(rpc.response).FromString(await running)

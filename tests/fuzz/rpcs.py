@@ -1,4 +1,4 @@
-"""Every RPC of the system, and what is sent to it."""
+"""All RPCs of the system, with valid messages for each."""
 
 from collections.abc import Sequence
 from random import Random
@@ -17,14 +17,14 @@ from tests.fuzz.mutate import mutated
 from tests.fuzz.seeds import SEEDS, VLLM_SEEDS
 
 CONTROL = ("Pause", "Resume", "Sleep", "WakeUp", "StartProfile", "StopProfile", "CollectiveRpc")
-"""What puts the system to sleep for everybody: sent when nobody else is there, and undone."""
+"""RPCs that affect the whole system. They are called without other load, and undone."""
 _CONTROL_UTILITIES = (b"pause", b"resume", b"sleep", b"wake_up", b"profile", b"collective_rpc", b"shutdown")
 _OURS = (b"engine-0", b"engine-1", b"penstock-tiny")
-"""No peer that pretends to be the engine that serves: identities are what certificates are for."""
+"""Names that hostile peers must not use, because only certificates protect the identity of the serving engine."""
 
 
 class Rpc(NamedTuple):
-    """A method. ``port``: whose: frontend, admin, engine or coordinator. ``weight``: how often it is called."""
+    """An RPC. ``port`` is its server: frontend, admin, engine or coordinator. ``weight`` is its relative frequency."""
 
     port: str
     path: str
@@ -48,7 +48,7 @@ class Rpc(NamedTuple):
 
 
 def rpcs() -> list[Rpc]:
-    """All of them."""
+    """Return all RPCs."""
     health, reflection = health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR
     asks = {
         "Check": (health_pb2.HealthCheckRequest(service="liveness"),),

@@ -23,8 +23,8 @@ ITL_FACTOR = 2.0
 
 
 class Options(NamedTuple):
-    """What to do. ``quiet``: seconds that the neighbours are measured alone. ``again``: numbers of requests to send again.
-    ``attacks``: the only ones of the run that are sent.
+    """Options of a run. ``quiet``: seconds for which the neighbours are measured alone. ``again``: numbers of requests
+    to repeat. ``attacks``: the attacks to send, if not all.
     """
 
     requests: int
@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
     @property
     def wrong(self) -> list[str]:
-        """What must not be."""
+        """Return the problems."""
         return self.findings.wrong()
 
 

@@ -123,7 +123,7 @@ def tag(rng: Random) -> str:
         value = json_places.changed(value, rng)
     elif how < 0.75:
         value = json_places.renamed(value, rng)
-    elif how < 0.95:  # one of the words that say what a part is
+    elif how < 0.95:  # one of the keywords that describe a part
         found = [at for at in json_places.places(value) if at and at[-1] in ("type", "format", "elements", "tags")]
         value = json_places.put(value, rng.choice(found), json_places.hostile(rng))
     return json_places.text(value)

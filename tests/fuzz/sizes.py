@@ -94,7 +94,7 @@ def mixed(rng: Random, variant: Variant, generate: Rpc) -> Case:
 
 
 def at_the_limits(rng: Random, variant: Variant, generate: Rpc, score: Rpc) -> Case | HttpCase:
-    """Each of what a request may ask for many of, at its limit, together with another one."""
+    """Return a request with a list at its limit, in combination with another one."""
     how = rng.random()
     if how < 0.4:
         return _many_prompts(rng)

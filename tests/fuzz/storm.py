@@ -26,7 +26,7 @@ _PATIENCE = 15.0
 """Seconds that a call may take beyond its deadline."""
 _CHEAP = ("Tokenize", "Detokenize", "GetModel", "ListModels", "HealthCheck", "GetLoads")
 _RECENT = 5.0
-"""Seconds for which what has ended may still be the cause of what happens."""
+"""Seconds during which an ended request may still be the cause of an incident."""
 _SUSPECTS = 32
 _KILLED_WITHIN = 20.0
 
@@ -49,7 +49,7 @@ class Storm:
         self._faulty: set[int] = set()
         self._killing = asyncio.Lock()
         self.late: list[Attempt] = []
-        """What had no answer in time."""
+        """Requests without an answer in time."""
 
     async def __aenter__(self) -> "Storm":
         for name, address in self._system.addresses.items():
@@ -92,7 +92,7 @@ class Storm:
         return sorted(suspects.values(), key=lambda attempt: (attempt.number not in self._faulty, -attempt.number))
 
     async def _ending(self, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait for what is on its way; not for ever when the system has gone."""
+        """Wait for the requests in flight, with a timeout in case the system is gone."""
         while tasks:
             await asyncio.wait(tasks, timeout=1.0)
             if self._watch.down:
@@ -101,7 +101,7 @@ class Storm:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _suspects(self) -> dict[int, Attempt]:
-        """What is on its way, and what ended just now."""
+        """Return the requests in flight, and those that ended recently."""
         now = time.monotonic()
         recent = [attempt for at, attempt in self._ended if now - at < _RECENT]
         found = {attempt.number: attempt for attempt in [*recent, *self._flying.values()]}

@@ -34,7 +34,7 @@ _DECODERS = "media workers"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a process holds: memory in MiB, and numbers."""
+    """Resources of a process: memory in MiB, and counts."""
 
     rss: int = 0
     threads: int = 0
@@ -43,7 +43,7 @@ class Held(msgspec.Struct, frozen=True):
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:
-        """All of it."""
+        """Return all resources."""
         return self.rss, self.threads, self.fds, self.tasks
 
 
@@ -61,13 +61,13 @@ class Probed(Service):
         return _status(self.pid, name, unit)
 
     def more_log(self, seen: int) -> bytes:
-        """What it has printed behind the first ``seen`` bytes, up to the last whole line."""
+        """Return its output after the first ``seen`` bytes, up to the last complete line."""
         with self._log.open("rb") as file:
             file.seek(seen)
             return file.read().rpartition(b"\n")[0]
 
     def forget_peak(self) -> None:
-        """Let the largest memory (VmHWM) begin anew with what is held now."""
+        """Reset the peak memory (VmHWM) to the current value."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
@@ -107,7 +107,7 @@ class System:
             service.environment["TMPDIR"] = self._temporary.name
 
     def _engine(self, name: str, model: Path) -> Probed:
-        """Two of them, so that what fails is tried again, as it would be."""
+        """Start an engine. There are two, so that failed requests are retried as in a real system."""
         engine = Probed(
             "penstock_enginecore",
             name,
@@ -145,7 +145,7 @@ class System:
 
     @property
     def services(self) -> list[Probed]:
-        """All of them."""
+        """Return all services."""
         return [self.coordinator, *self.engines, self.frontend]
 
     @property
@@ -204,11 +204,13 @@ class System:
                 async for _answer in stub.Generate(request, timeout=120):
                     pass
 
-            count = len(self.engines) if self.variant.pools else _WARM_PROMPTS  # what pools may have no cache to fill
+            count = (
+                len(self.engines) if self.variant.pools else _WARM_PROMPTS
+            )  # pooling models may have no cache to fill
             await asyncio.gather(*(ask() for _ in range(count)))
 
     async def until_idle(self, seconds: float = 30.0) -> list[str]:
-        """Wait until nobody has a request. Returns what is left behind then."""
+        """Wait until no process has a request. Return the leaked resources."""
         until = time.monotonic() + seconds
         while (left := await self._left()) and time.monotonic() < until:
             await asyncio.sleep(0.2)
@@ -242,11 +244,11 @@ class System:
         }
 
     def temporary_files(self) -> set[str]:
-        """What services have put where temporary files are."""
+        """Return the temporary files of the services."""
         return {str(path) for path in Path(self._temporary.name).rglob("*") if not path.is_dir()}
 
     def led(self) -> list[str]:
-        """What has come to the private host since the last call."""
+        """Return the requests that the private host got since the last call."""
         if self._hosts is None:
             return []
         found, self._hosts.led = self._hosts.led, []
@@ -261,7 +263,7 @@ class System:
         return [float(line.split()[-1]) for line in text.splitlines() if re.match(re.escape(name) + r"[{ ]", line)]
 
     def held(self) -> dict[str, Held]:
-        """What each process holds now."""
+        """Return the current resources of each process."""
         found = {service.service: self._held(service) for service in self.services}
         if self.variant.media:
             sizes = [_status(pid, "VmRSS", 1024) for pid in decoders(self.frontend.pid)]

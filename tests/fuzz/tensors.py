@@ -1,9 +1,10 @@
-"""Tensors of prompts that do not come as they should: ``python -m tests.fuzz.tensors [COUNT] [SEED]``.
+"""Invalid transfers of prompt tensors: ``python -m tests.fuzz.tensors [COUNT] [SEED]``.
 
-A sequence is what one frontend sends of a few tensors and the requests that refer to them: chunks in order and out of it, twice,
-too many, abandoned, left for too long, above what a session may have under way; segments that are sound, cut, gone or another's;
-references of any size, shape and type. What is sound must come whole and be answered as if it were alone. Anything else must end
-its own request with an error that names the field, and no neighbour's; nothing of it may be left.
+A sequence has the messages of one frontend for some tensors and the requests that refer to them. Chunks come in order,
+out of order, twice, too many, abandoned, late, or above the session's limit. Shared-memory segments are valid,
+truncated, missing or foreign. References have any size, shape and type. Valid tensors must arrive complete, with the
+same answer as alone. All others must fail only their own request, with an error that names the field, and must leak
+nothing.
 """
 
 import asyncio
@@ -33,19 +34,19 @@ AT_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
 VOCAB, HIDDEN, TOKENS = 1000, 4, 2
 ROW_BYTES = HIDDEN * 4
 MAX_BYTES = 16 * 1024
-"""Of what a hostile session has under way."""
+"""Limit for tensors in flight of a hostile session, in bytes."""
 NUM_SESSIONS = 8
 HARM = ("gap", "twice", "swapped", "shifted", "cut", "more", "abandoned", "stale", "too much", "empty", "behind")
 REFERENCES = ("smaller", "larger", "huge", "shape", "dtype", "flat", "unknown", "width")
 
 
 class Wrong(Exception):  # noqa: N818 - what it is
-    """An engine did what it must not."""
+    """Raised if an engine violates a rule."""
 
 
 class Sent:
-    """A tensor as a session sends it. ``data``: what it is meant to be; ``came``: what has come of it in order, None once it is
-    spoilt.
+    """A tensor as sent by a session. ``data`` is its intended content; ``came`` is the content received in order, or
+    None once it is invalid.
     """
 
     def __init__(self, drawn: random.Random, transfer_id: int) -> None:
@@ -82,7 +83,7 @@ class Sent:
         return pieces
 
     def take(self, offset: int, data: bytes) -> None:
-        """What the other end must make of a piece."""
+        """Apply a piece, as the receiver must do."""
         if self.came is not None:
             self.came = self.came + data if offset == len(self.came) and len(data) <= MAX_BYTES else None
 
@@ -176,7 +177,7 @@ class Campaign:
         await client.until_ended(*expected)
         for name, (harm, data) in expected.items():
             self._check(client, name, number, harm, data)
-        for each in sent:  # what nothing has taken is given up, or forgotten
+        for each in sent:  # unused tensors are abandoned or dropped
             if drawn.random() < 0.5:
                 await client._send(chunk(each, 0, b"", abandoned=True))
         await client.utility("is_sleeping")
@@ -209,7 +210,7 @@ class Campaign:
     def _reference(
         self, drawn: random.Random, sent: Sent, segments: "Segments"
     ) -> tuple[tensor_pb2.Tensor, bytes | None]:
-        """A request's tensor, and what it must be taken for; None: it must be refused."""
+        """Return a request's tensor and its expected content, or None if it must be refused."""
         tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[sent.num_rows, HIDDEN])
         kind = drawn.choice(("chunks", "chunks", "chunks", "shared_memory", "inline"))
         data: bytes | None = sent.data

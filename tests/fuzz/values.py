@@ -239,7 +239,7 @@ def text(field: Any, rng: Random) -> bytes:
 
 _FEW, _FEW_TOKENS = ("max_tokens", "min_tokens"), (0, 1, 2, 3, 7, 16)
 _ONLY_KNOWN = ("address",)
-"""A frontend connects to what an engine says is its address: only this machine's."""
+"""The frontend connects to the address that an engine reports, so only addresses of this machine are allowed."""
 
 
 def _as_float32(value: float) -> float:

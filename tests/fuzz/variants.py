@@ -1,5 +1,5 @@
-"""The systems that are put under fire: the same model in several number formats, one with windows, one that pools; models with
-towers, which hosts of media are allowed for in three ways.
+"""Systems under test: a model in several number formats, one with windows, a pooling model, and multimodal models with
+three configurations of media hosts.
 """
 
 import json
@@ -14,7 +14,7 @@ from penstock_common.types.media import Modality
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "penstock-tiny"
 NAME = "penstock-tiny"
-"""What every variant is served as."""
+"""Model name of every variant."""
 VOCAB_SIZE = 2048
 LETTER = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]["a"]
 """The token that hostile grammars are followed with."""
@@ -29,10 +29,17 @@ _POOLED = 2048
 
 
 class Variant(NamedTuple):
-    """``save`` writes the checkpoint to a folder; ``flags`` are the engines'. ``hidden``: length of a position's vector.
-    ``longest``: tokens of a sequence. ``peak``: MiB that a process may hold at any moment more than after the warm-up. ``media``:
-    what it takes; ``domains``: whose URLs, each with the port of the hostile host behind it. ``placeholders``: the tokens that
-    stand for it.
+    """A system under test.
+
+    Attributes:
+        save: Writes the checkpoint to a folder.
+        flags: Flags of the engines.
+        hidden: Length of an embedding.
+        longest: Maximum sequence length in tokens.
+        peak: MiB that a process may use at any moment in addition to its memory after the warm-up.
+        media: Supported modalities.
+        domains: Allowed hosts of media URLs, each with the port of the hostile host.
+        placeholders: Tokens that represent media.
     """
 
     name: str
@@ -59,8 +66,8 @@ def _windowed(folder: Path) -> None:
 
     disable_progress_bar()
     longest = {"max_position_embeddings": 2048, "sliding_window": _WINDOW}
-    # Heads that the native kernels take: their answers are the same to the last bit whatever is computed beside them, which
-    # the neighbours rely on; those of torch's products are not.
+    # Head sizes that the native kernels support. Their results are bit-identical in every batch, unlike torch's
+    # products; the neighbours rely on this.
     heads = {"hidden_size": _WINDOWED, "head_dim": 16}
     save_tiny_model("mistral", folder, vocab_size=VOCAB_SIZE, **longest, **heads)
     _complete(folder)

@@ -1,4 +1,4 @@
-"""Watches the system during the storm: who died, who lost whom, who took how much memory, who waited for whom."""
+"""Monitor of the system during the storm: crashed processes, lost connections, memory growth and long waits."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ HELD = 2000
 """Milliseconds of its own computing for which one callback may hold an event loop."""
 _DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
 _BY_THE_CLOCK = "the event loop is behind"
-"""Is no defect on a busy machine. ``Watch`` has what a loop was held for by its own computing."""
+"""Log event that is no defect on a busy machine. ``Watch`` measures the CPU time of blocked loops instead."""
 _LOST = re.compile(r"engine lost.*engine-\d|lost their engine|given up")
 _WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")
 _FRAME = re.compile(r"[ \t|+]")
@@ -28,7 +28,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Incident(NamedTuple):
-    """Something that no request may cause. ``kind``: what is compared to find the cause; ``worn``: the system is no more use."""
+    """An incident that no request may cause. ``kind`` is compared to find the cause; ``worn`` means that the system is
+    unusable.
+    """
 
     kind: str
     what: str
@@ -36,7 +38,7 @@ class Incident(NamedTuple):
 
 
 class Watch:
-    """``async with Watch(system, neighbour)``. ``incidents``: what has happened since they were last taken."""
+    """Monitor: ``async with Watch(system, neighbour)``. ``incidents`` has the incidents since the last ``take``."""
 
     def __init__(self, system: System, neighbour: Neighbour) -> None:
         self._system = system
@@ -70,26 +72,26 @@ class Watch:
         return not all(service.alive for service in self._system.services)
 
     def take(self) -> list[Incident]:
-        """What has happened; of each kind once."""
+        """Return the incidents, one per kind."""
         found = {incident.kind: incident for incident in reversed(self._incidents)}
         self._incidents.clear()
         self.alarm.clear()
         return [*found.values()]
 
     def neighbour_error(self, error: str) -> None:
-        """A neighbour got what it must not get."""
+        """Record that a neighbour got a wrong answer."""
         kind = error.partition(":")[2].strip()[:40] if "another answer" not in error else "another answer"
         self._add(Incident(f"neighbour: {kind}", f"a neighbour's {error}"))
 
     async def settle(self, seconds: float = 2 * EVERY) -> None:
-        """Look until nothing more can come of what is over."""
+        """Watch until ended requests cannot cause incidents any more."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await asyncio.sleep(EVERY)
             self.look()
 
     def look(self) -> None:
-        """See what has happened."""
+        """Check for incidents."""
         for head in self._system.led():
             self._add(Incident("led to a private host", f"the private host was asked: {head}"))
         for service in self._system.services:

@@ -1,4 +1,4 @@
-"""Protobuf messages as trees of records, written by hand: so that they can say what no library would write."""
+"""Protobuf messages as hand-written trees of records, including messages that no library would write."""
 
 from __future__ import annotations
 
