@@ -16,7 +16,7 @@ _DIGITS = 12
 
 def image_tag(root: Path) -> str:
     """Return the tag of the current files in ``root``."""
-    version = _version(root)
+    version = chart_version(root)
     if not (root / ".git").exists():
         return version
     commit = _git(root, "rev-parse", f"--short={_DIGITS}", "HEAD").decode().strip()
@@ -25,8 +25,8 @@ def image_tag(root: Path) -> str:
     return f"{version}-{commit}-dirty-{_contents(root)}"
 
 
-def _version(root: Path) -> str:
-    """Return the chart's appVersion."""
+def chart_version(root: Path) -> str:
+    """Return the chart's appVersion, which is the version of all packages. Raises ValueError if it is missing."""
     chart = (root / "charts" / "penstock" / "Chart.yaml").read_text(encoding="utf-8")
     found = re.search(r"^appVersion: \"?([^\"\s]+)", chart, flags=re.MULTILINE)
     if found is None:
