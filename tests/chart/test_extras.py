@@ -43,14 +43,14 @@ def test_volumes_are_added_and_mounted(component: str):
     assert "trusted" not in release(HUB).volumes(component)
 
 
-def test_what_runs_beside_starts_first_and_stops_last():
+def test_sidecars_start_first_and_stop_last():
     proxy = release(FETCHED).before("frontend")["proxy"]
     assert proxy["restartPolicy"] == "Always"
     assert proxy["ports"] == [{"name": "proxy", "containerPort": 3128}]
     assert list(release(FETCHED).before("frontend")) == ["proxy", "fetch"]
 
 
-def test_what_runs_before_ends():
+def test_init_containers_end():
     assert list(release(FETCHED).before("enginecore")) == ["check-gpu", "fetch"]
     assert "restartPolicy" not in release(FETCHED).before("enginecore")["check-gpu"]
 
@@ -95,7 +95,7 @@ def test_a_pool_has_extras_of_its_own():
         (r"frontend.podLabels.penstock\.io/pool=x", "frontend.podLabels"),
     ],
 )
-def test_what_would_meet_the_charts_own_is_refused(setting: str, message: str):
+def test_additions_that_conflict_with_the_charts_own_names_are_refused(setting: str, message: str):
     with pytest.raises(ChartError) as caught:
         release(HUB, setting)
     assert message in str(caught.value)

@@ -109,7 +109,7 @@ def test_a_changed_config_replaces_the_pods_of_its_service_only(component: str):
         ("frontend.config.fairness.weights.gold=2", "frontend"),
     ],
 )
-def test_what_services_read_anew_changes_their_file_and_replaces_no_pod(setting: str, component: str):
+def test_reloadable_settings_change_the_file_and_replace_no_pod(setting: str, component: str):
     assert release(HUB, setting).config(component) != release(HUB).config(component)
     assert replaced(setting) == []
 
@@ -185,7 +185,7 @@ def test_common_labels_and_annotations_are_on_every_object_and_pod(name: str):
         assert part["metadata"]["annotations"]["example.com/contact"] == "llm@example.com", part
 
 
-def test_what_is_said_of_one_component_stands_above_what_is_said_of_all():
+def test_a_components_value_overrides_the_common_value():
     tiers = {c: release(FETCHED).pod(c)["metadata"]["labels"]["example.com/tier"] for c in SERVICES}
     assert tiers == {"frontend": "edge", "enginecore": "all", "coordinator": "all"}
     settings = (r"commonAnnotations.prometheus\.io/port=no", r"frontend.podAnnotations.prometheus\.io/path=/m")

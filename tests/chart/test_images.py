@@ -166,7 +166,7 @@ def test_packages_are_kept_for_the_next_build_and_not_in_layers():
                 assert rest.startswith("--mount=type=cache,target=/root/.cache/pip "), (name, rest)
 
 
-def test_what_all_images_share_stands_once():
+def test_the_common_part_of_all_images_is_written_once():
     text = DOCKERFILE.read_text(encoding="utf-8")
     for part in (
         "python:3.11",

@@ -110,7 +110,7 @@ def test_room_on_the_node_is_requested_where_the_model_is_downloaded_to_it():
     assert [requested(name) for name in (AUTOSCALED, BARE, DEMO, OCI)] == [None] * 4
 
 
-def test_what_is_written_at_run_time_is_written_to_a_volume():
+def test_files_written_at_run_time_are_on_a_volume():
     """The root file system is read-only."""
     env = release(HUB).env("enginecore")
     caches = {name for name in env if name.endswith(("_CACHE_DIR", "_CACHE_HOME", "_CACHE_PATH", "HF_HOME"))}

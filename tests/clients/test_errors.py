@@ -111,7 +111,7 @@ async def test_a_file_that_is_not_there_is_named(client: Client, server: FakeInf
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-async def test_what_is_no_command_line_is_told_with_its_usage(
+async def test_an_invalid_command_line_prints_the_usage(
     client: Client, server: FakeInference, arguments: list[str], told: list[str]
 ) -> None:
     done = await client.run(server.address, *arguments)
@@ -121,7 +121,7 @@ async def test_what_is_no_command_line_is_told_with_its_usage(
     assert server.requests == []
 
 
-async def test_a_key_that_nobody_knows_is_refused(client: Client, tmp_path: Path) -> None:
+async def test_an_unknown_key_is_refused(client: Client, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     file = tmp_path / "keys.txt"
     file.write_text(f"{KEY} name=alice tenant=acme\n")

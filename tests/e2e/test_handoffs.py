@@ -61,7 +61,7 @@ async def test_two_legs_give_the_tokens_of_one_engine(transport: str, expected: 
             assert stats.num_running_reqs == 0
 
 
-async def test_rolling_drains_are_noticed_by_nobody(transport: str, expected: list[list[int]]) -> None:
+async def test_clients_do_not_notice_rolling_drains(transport: str, expected: list[list[int]]) -> None:
     async with transferring(DEMO_MODEL, 2, transport, drain_timeout=60) as cluster:
         handed = 0.0
         for drain in range(2):

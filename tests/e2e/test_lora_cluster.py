@@ -155,7 +155,7 @@ async def stubs_of(cluster: Cluster) -> AsyncIterator[list["rpc.InferenceService
         yield [rpc.InferenceServiceStub(channel) for channel in channels]
 
 
-async def test_what_one_frontend_loads_the_other_serves_at_once(adapters: Path) -> None:
+async def test_an_adapter_loaded_on_one_frontend_is_served_by_the_other_at_once(adapters: Path) -> None:
     async with cluster_of(adapters, engines=1) as cluster, stubs_of(cluster) as stubs:
         await until_all_have(cluster, {"json", "pirate"})
         seconds = []

@@ -101,7 +101,7 @@ def different(known: list[Known], found: list[list[int]]) -> list[str]:
     return [f"{number}: {k.name}" for number, (k, f) in enumerate(zip(known, found, strict=True)) if k.tokens != f]
 
 
-async def test_nobody_notices_that_an_engine_is_killed(cluster: Cluster, known: list[Known]) -> None:
+async def test_clients_do_not_notice_a_killed_engine(cluster: Cluster, known: list[Known]) -> None:
     assert different(known, await answers(cluster, known, None)) == []
     for number, engine in enumerate(cluster.engines):
         before = metric(cluster.frontend, "penstock:requests_moved_total")

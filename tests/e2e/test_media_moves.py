@@ -119,7 +119,7 @@ async def test_nobody_notices_what_happens_to_engines(cluster: WithAdmin) -> Non
     assert hits > 0
 
 
-async def test_what_comes_again_is_sent_once_to_each_engine(cluster: WithAdmin) -> None:
+async def test_repeated_media_are_sent_once_to_each_engine(cluster: WithAdmin) -> None:
     request = make_requests()[1]
 
     def counted() -> tuple[float, float]:

@@ -163,7 +163,7 @@ async def test_measurements_come_with_the_answer(tab: Tab) -> None:
     assert "prompt 5 (4 cached)" in numbers
 
 
-async def test_what_a_model_writes_is_never_markup(tab: Tab, server: PageServer) -> None:
+async def test_model_output_is_never_interpreted_as_markup(tab: Tab, server: PageServer) -> None:
     server.pieces = ["<img src=x onerror=document.title='owned'>", "<b>bold</b>"]
     await ask(tab, "<i>Once</i>")
     await tab.until(output_has("<i>Once</i><img src=x onerror=document.title='owned'><b>bold</b>"))

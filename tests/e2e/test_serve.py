@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_by_the_engine(tmp_path: Path)
         assert "exited with code" in command.output
 
 
-def test_what_the_files_of_a_model_show_is_said_once_before_anything_starts(tmp_path: Path) -> None:
+def test_errors_in_a_models_files_are_reported_once_before_anything_starts(tmp_path: Path) -> None:
     checkpoint = shutil.copytree(MODEL, tmp_path / "model")
     (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with Command("serve", str(checkpoint)) as command:

@@ -143,7 +143,7 @@ def test_services_end_with_a_command_that_is_killed_outright(served: Command, po
     assert eventually(lambda: not any(listening(port) for port in used))
 
 
-def test_services_stop_when_nobody_reads_their_log_any_more(model: Path, ports: list[int]) -> None:
+def test_services_stop_when_their_log_has_no_reader(model: Path, ports: list[int]) -> None:
     command = [*PENSTOCK, "serve", str(model), *flags(ports)]
     env = environment(fake_services=True)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env) as process:

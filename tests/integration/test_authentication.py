@@ -232,7 +232,7 @@ async def test_health_is_open_and_reflection_asks(guarded: Guarded) -> None:
     assert answers[0].list_services_response.service
 
 
-async def test_what_is_the_operators_is_for_the_scope_admin(guarded: Guarded) -> None:
+async def test_operator_rpcs_require_the_scope_admin(guarded: Guarded) -> None:
     ask = admin_pb.GetClusterRequest()
     vllm = vllm_engine_pb2_grpc.VllmEngineStub(guarded.server.channel)
     assert (await failure(guarded.server.admin.GetCluster(ask))).code == "UNAUTHENTICATED"
@@ -300,7 +300,7 @@ async def _request_everywhere(guarded: Guarded, credential: str, claimed: str) -
         pass
 
 
-async def test_keys_are_read_anew_and_a_broken_file_keeps_the_old_ones(
+async def test_keys_are_reloaded_and_a_broken_file_keeps_the_old_ones(
     guarded: Guarded, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def status(key: str) -> int:

@@ -191,7 +191,7 @@ async def test_each_is_refused_by_what_is_broken_while_neighbours_go_on(server: 
     assert await held_by(server.cluster, 0) == held
 
 
-async def test_what_takes_long_to_refuse_holds_up_nobody(server: Server) -> None:
+async def test_slow_refusals_delay_no_other_request(server: Server) -> None:
     async def refused() -> None:
         async for _ in server.refusals(ENDLESS):
             pass

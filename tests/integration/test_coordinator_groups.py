@@ -152,7 +152,7 @@ async def test_a_coordinator_that_knows_nothing_is_told_how_many_ranks_there_are
         assert [(group.target_size, len(group.group.members)) for group in view.groups] == [(5, 3)]
 
 
-async def test_what_only_ranks_say_is_refused_from_others() -> None:
+async def test_messages_of_ranks_are_refused_from_other_members() -> None:
     async with running() as coordinator, connected(address_of(coordinator)) as stub:
         rank = Rank(stub, "a")
         rank.register.ClearField("group")

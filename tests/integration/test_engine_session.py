@@ -169,7 +169,7 @@ async def test_prior_tokens_count_as_output_and_are_not_sent_again(servers: Serv
     assert client.ends["r"].attempt == 1
 
 
-async def test_an_abort_ends_the_request_and_nobody_else(servers: Servers, connect: Connect) -> None:
+async def test_an_abort_ends_only_its_request(servers: Servers, connect: Connect) -> None:
     client = connect(servers(endless(), num_blocks=30_000))
     await client.hello()
     await client.add("long", max_tokens=90_000)

@@ -115,7 +115,7 @@ BOUNDARIES = {
 
 @pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-async def test_what_a_request_causes_ends_it_alone(
+async def test_an_error_caused_by_a_request_ends_only_that_request(
     client: SessionClient,
     server: EngineServer,
     monkeypatch: pytest.MonkeyPatch,

@@ -313,7 +313,7 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("sender", "fault"), [pytest.param(s, f, id=f"{f.name}-{s}") for f in FAULTS for s in f.senders]
 )
-async def test_what_goes_wrong_with_a_request_ends_it_alone(
+async def test_an_error_in_a_request_ends_only_that_request(
     system: System, sender: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sessions = list(system.engine.sessions)

@@ -162,7 +162,7 @@ async def test_requests_beyond_the_limit_are_refused_with_a_delay(model: Path) -
             assert [m async for m in call]
 
 
-async def test_what_the_engine_refuses_reaches_its_client_with_all_details(
+async def test_an_engines_refusal_reaches_the_client_with_all_details(
     engine: FakeEngine, frontend: FrontendServer
 ) -> None:
     engine.refusal = finish_pb2.RequestError(

@@ -193,7 +193,7 @@ async def test_a_passed_deadline_ends_the_call_and_the_work_in_the_engine(manual
         assert manual.running == {}
 
 
-async def test_a_client_that_does_not_read_holds_up_nobody(model: Path) -> None:
+async def test_a_client_that_does_not_read_delays_no_other(model: Path) -> None:
     long = "x" * 20_000
     engine = FakeEngine(vocab_size=VOCAB, script=lambda _: ids_of(long), max_model_len=100_000)
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:

@@ -98,7 +98,7 @@ async def test_a_watch_of_the_health_does_not_hold_up_the_end(
         await frontend.running
 
 
-async def test_what_runs_longer_than_the_drain_timeout_ends_as_unavailable(manual: FakeEngine, model: Path) -> None:
+async def test_requests_longer_than_the_drain_timeout_end_as_unavailable(manual: FakeEngine, model: Path) -> None:
     async with FrontendServer(model, engines=[manual.address], drain_timeout=0.05) as frontend:
         reader = asyncio.create_task(failure(frontend.generate()))
         await manual.until(lambda e: e.running)

@@ -149,7 +149,7 @@ async def test_an_aborted_request_ends_with_a_last_output(stepped: FrontendServe
     assert len(session.tokens("a", 0)) == len(session.tokens("a", 1)) == 1
 
 
-async def test_what_was_held_back_comes_with_the_last_output(stepped: FrontendServer, manual: FakeEngine) -> None:
+async def test_withheld_text_comes_with_the_last_output(stepped: FrontendServer, manual: FakeEngine) -> None:
     manual.script = lambda request: [5, 6, 7, 8]
     session = Client(stepped)
     first = (await stepped.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]))).text

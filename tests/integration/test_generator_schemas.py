@@ -119,7 +119,7 @@ def test_an_unenforceable_schema_is_refused_at_its_place_in_the_document() -> No
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(SERVED, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_what_a_model_writes_under_a_generators_schema_is_valid(engine: EngineCore, names: list[str]) -> None:
+def test_outputs_under_a_generators_schema_are_valid(engine: EngineCore, names: list[str]) -> None:
     counts = sampled(engine, names)
     print(f"{len(names)} schemas served, {counts['samples']} samples, {counts['stop']} ended")
     assert counts["stop"] >= counts["samples"] / 2

@@ -74,7 +74,7 @@ async def test_the_limit_is_of_what_a_body_becomes(api: OpenAIServer, encoding: 
     assert (await post(api, "/v1/completions", PROMPT)).status_code == 200
 
 
-async def test_what_cannot_be_decompressed_is_said(api: OpenAIServer) -> None:
+async def test_bodies_that_cannot_be_decompressed_get_an_error(api: OpenAIServer) -> None:
     answer = await post(api, "/v1/completions", PROMPT, **{"content-encoding": "gzip"})
     assert answer.status_code == 400
     assert "cannot be decompressed as gzip" in answer.json()["error"]["message"]

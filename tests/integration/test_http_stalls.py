@@ -71,7 +71,7 @@ async def complete(api: OpenAIServer) -> int:
     return response.status_code
 
 
-async def test_stalled_headers_and_bodies_keep_nobody_out(engine: FakeEngine, model: Path) -> None:
+async def test_stalled_headers_and_bodies_block_no_other_client(engine: FakeEngine, model: Path) -> None:
     limits = {"max_requests": 20, "header_timeout": 600.0, "body_timeout": 600.0}
     async with openai_server(model, engines=[engine.address], http=limits) as api, clients(api, 40) as stalled:
         for client in stalled[:20]:
@@ -166,7 +166,7 @@ async def test_a_request_may_take_longer_than_its_headers(manual: FakeEngine, mo
         assert (await slow.answer()).status == 200
 
 
-async def test_a_body_that_nobody_waits_for_any_more_ends_the_connection(engine: FakeEngine, model: Path) -> None:
+async def test_an_abandoned_body_ends_the_connection(engine: FakeEngine, model: Path) -> None:
     async with (
         openai_server(model, engines=[engine.address], http={"header_timeout": 0.2}) as api,
         clients(api, 1) as [client],

@@ -190,7 +190,7 @@ async def test_the_detail_of_an_image_changes_no_request() -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_a_field_that_nobody_knows_is_told_and_counted(servers: Servers, route: str) -> None:
+async def test_an_unknown_field_is_logged_and_counted(servers: Servers, route: str) -> None:
     name = f"nobody{route.replace('/', '_')}"
     plain = await servers.answer(route, BODIES[route])
     with structlog.testing.capture_logs() as logs:
@@ -202,7 +202,7 @@ async def test_a_field_that_nobody_knows_is_told_and_counted(servers: Servers, r
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_a_field_that_nobody_knows_is_refused_where_the_server_is_strict(strict: Servers, route: str) -> None:
+async def test_an_unknown_field_is_refused_by_a_strict_server(strict: Servers, route: str) -> None:
     status, text = await strict.answer(route, {**BODIES[route], "modle": "x"})
     error = json.loads(text)["error"]
     expected = "modle is not a known field; did you mean 'model'? Correct it; this server refuses unknown fields"

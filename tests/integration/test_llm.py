@@ -234,7 +234,7 @@ def test_results_come_as_they_end_or_in_order_and_prompts_are_read_lazily(llm: L
     assert [(index, output.prompt_token_ids) for index, output in ordered] == [(i, [10 + i]) for i in range(100)]
 
 
-def test_what_a_generator_raises_ends_the_call(llm: LLM) -> None:
+def test_an_error_of_a_generator_ends_the_call(llm: LLM) -> None:
     def prompts() -> Iterator[str]:
         yield "a"
         raise LookupError("no more rows")

@@ -80,7 +80,7 @@ def test_prompts_are_continued_with_an_adapter_too(llm: LLM) -> None:
     assert "hoy" in pirate[0].outputs[0].text
 
 
-def test_what_is_no_adapter_is_refused_by_name(llm: LLM) -> None:
+def test_folders_without_an_adapter_are_refused_by_name(llm: LLM) -> None:
     with pytest.raises(NotFound, match="'pirat'.*'pirate'"):
         llm.generate("x", lora="pirat")
     no_name: Any = 5

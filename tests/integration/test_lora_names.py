@@ -96,7 +96,7 @@ async def test_two_names_are_refused(rig: Rig) -> None:
     assert error.field == "lora"
 
 
-async def test_what_there_is_not_is_answered_with_the_nearest_name(rig: Rig) -> None:
+async def test_an_unknown_name_is_answered_with_the_nearest_one(rig: Rig) -> None:
     error = await failure(rig.frontend.generate(lora="priate"))
     assert isinstance(error, NotFound)
     assert error.message == "lora is 'priate', which is not a LoRA adapter; there are 2; did you mean 'pirate'?"
@@ -301,7 +301,7 @@ async def test_engines_that_find_different_adapters_at_a_path_load_none(rig: Rig
         ({"path": "a/new"}, PermissionDenied, "path"),
     ],
 )
-async def test_what_may_not_be_loaded_is_refused(rig: Rig, fields: dict[str, str], kind: type, field: str) -> None:
+async def test_loads_that_are_not_allowed_are_refused(rig: Rig, fields: dict[str, str], kind: type, field: str) -> None:
     error = await failure(rig.load(**fields))
     assert (type(error), error.field) == (kind, field)
     assert not any(engine.utility_calls for engine in rig.engines)
@@ -316,7 +316,7 @@ async def test_names_are_bounded(rig: Rig) -> None:
     await rig.load("two", load_inplace=True)
 
 
-async def test_what_the_configuration_names_is_not_unloaded(rig: Rig) -> None:
+async def test_configured_adapters_cannot_be_unloaded(rig: Rig) -> None:
     error = await failure(rig.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="poet")))
     assert isinstance(error, FailedPrecondition)
     assert error.message == "name is 'poet', which is defined in the configuration; remove it there"

@@ -69,7 +69,7 @@ async def engine() -> AsyncIterator[LoraEngine]:
         yield engine
 
 
-async def test_what_one_frontend_loads_the_other_serves(engine: LoraEngine, model: Path) -> None:
+async def test_an_adapter_loaded_on_one_frontend_is_served_by_the_other(engine: LoraEngine, model: Path) -> None:
     async with running() as coordinator:
         address = address_of(coordinator)
         async with (

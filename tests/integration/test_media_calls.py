@@ -181,7 +181,7 @@ URLS: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "status", "param", "code"), REFUSED)
-async def test_what_is_not_served_beside_images_is_named(
+async def test_features_unsupported_with_images_are_named(
     served: Served, changes: dict[str, Any], status: int, param: str, code: str
 ) -> None:
     body = {"model": "model", "messages": turn(PART), "max_tokens": 1, **changes}
@@ -341,7 +341,7 @@ async def test_the_command_sends_media_before_its_text(served: Served) -> None:
     assert served.last_prompt() == [*[served.token_id] * 2 * ROWS, 20, 21]
 
 
-async def test_a_large_body_with_frames_holds_nobody_up(served: Served) -> None:
+async def test_a_large_body_with_frames_delays_no_other_request(served: Served) -> None:
     frame = base64.b64encode(bytes(200 * 1024)).decode()
     part = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join([frame] * 8)}}
     body = {"model": "model", "messages": turn(part), "max_tokens": 1}

@@ -117,7 +117,7 @@ async def test_other_memory_is_not_used(serve: Serve, tmp_path: Path) -> None:
     assert transport.counts.num_bytes == {"chunks": 300_000, "inline": 24}
 
 
-async def test_what_the_engine_cannot_read_is_sent_again_in_chunks(serve: Serve) -> None:
+async def test_media_unreadable_for_the_engine_are_sent_again_in_chunks(serve: Serve) -> None:
     server, transport = serve(shared_memory=True), MediaTransport("1")
     async with paired(server.address, media=transport) as pair:
         session = next(iter(server.io.sessions._sessions.values()))

@@ -105,7 +105,7 @@ def of_blocks() -> CollectorRegistry:
 
 
 @pytest.mark.parametrize("source", ["rules", "dashboard", "pages"])
-async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: Path) -> None:
+async def test_metrics_named_in_queries_are_exported(model: Path, source: str, tmp_path: Path) -> None:
     named = {"rules": queries.of_rules, "dashboard": queries.of_dashboard, "pages": queries.of_pages}[source]()
     async with started(model, adapters=True) as system:
         await used(system)
@@ -116,7 +116,7 @@ async def test_what_queries_name_is_served(model: Path, source: str, tmp_path: P
     assert problems(named, there) == []
 
 
-def test_a_name_that_nobody_serves_is_found() -> None:
+def test_a_metric_that_no_service_exports_is_found() -> None:
     there = {"up": {"job"}, "some:metric": {"engine"}}
     wrong = {
         "a": 'sum by (engin) (some:metric{job="x"})',

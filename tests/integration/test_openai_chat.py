@@ -256,7 +256,7 @@ async def test_limits_and_template_arguments_reach_their_places(api: OpenAIServe
     assert TOKENIZER.decode(seen.prompt_token_ids).endswith("<think>\n\n</think>\n\n")
 
 
-async def test_what_is_not_served_may_be_not_asked_for(api: OpenAIServer, engine: FakeEngine) -> None:
+async def test_unsupported_fields_may_have_their_neutral_value(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, "No.")
     nothing = {
         "echo": False,

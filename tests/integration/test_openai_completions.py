@@ -209,7 +209,7 @@ async def test_a_long_prompt_is_cut_to_leave_room_for_the_output(api: OpenAIServ
     assert len(seen.prompt_token_ids) == engine.ready.max_model_len - 28
 
 
-async def test_what_is_not_served_may_be_not_asked_for(api: OpenAIServer) -> None:
+async def test_unsupported_fields_may_have_their_neutral_value(api: OpenAIServer) -> None:
     nothing = {"use_beam_search": False, "logits_processors": [], "kv_transfer_params": {}, "lora_request": None}
     assert (await complete(api, extra=nothing)).choices
 

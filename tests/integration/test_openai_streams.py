@@ -121,7 +121,7 @@ async def test_when_one_prompt_fails_the_others_end(stepped: OpenAIServer, manua
     await eventually(lambda: stepped.num_live == 0 and not manual.running)
 
 
-async def test_a_client_that_does_not_read_holds_up_nobody(model: Path) -> None:
+async def test_a_client_that_does_not_read_delays_no_other(model: Path) -> None:
     long = "x" * 30_000
     engine = FakeEngine(vocab_size=VOCAB, script=lambda _: ids_of(long), max_model_len=100_000)
     async with engine, openai_server(model, engines=[engine.address]) as api:

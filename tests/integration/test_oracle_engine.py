@@ -116,7 +116,7 @@ async def test_prior_output_that_has_ended_the_request_ends_it_at_once(session: 
         ({"sampling_params": sampling_pb2.SamplingParams(structured_output={"regex": "a*"})}, "none of an oracle's"),
     ],
 )
-async def test_what_no_frontend_should_ask_for_is_refused(
+async def test_invalid_frontend_requests_are_refused(
     session: SessionClient, fields: dict[str, Any], problem: str
 ) -> None:
     session.tokens["a"] = list(fields.get("prior_output_token_ids", []))

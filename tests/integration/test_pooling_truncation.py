@@ -142,7 +142,7 @@ async def test_texts_are_cut_behind_the_tokens_around_them(model: Path) -> None:
     ],
     ids=str,
 )
-async def test_what_is_not_served_is_refused_by_name(model: Path, fields: dict[str, Any], message: str) -> None:
+async def test_unsupported_values_are_refused_by_name(model: Path, fields: dict[str, Any], message: str) -> None:
     async with serving(model) as (api, engine):
         said = await embedded(api, engine, **{"input": [5], **fields})
         assert isinstance(said, str)

@@ -270,7 +270,7 @@ async def test_a_response_is_kept_until_it_is_deleted(api: OpenAIServer, engine:
             await call(made.id)
 
 
-async def test_what_is_not_to_be_kept_is_not_there(api: OpenAIServer, engine: FakeEngine) -> None:
+async def test_responses_with_store_false_are_not_stored(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, "x")
     made = await create(api, store=False)
     assert made.to_dict()["store"] is False
@@ -357,7 +357,7 @@ async def test_an_error_in_the_middle_is_the_last_event(stepped: OpenAIServer, m
     assert last.response.error.message == "it needs more than there is"
 
 
-async def test_what_is_cut_off_is_incomplete(api: OpenAIServer, engine: FakeEngine) -> None:
+async def test_a_truncated_response_is_incomplete(api: OpenAIServer, engine: FakeEngine) -> None:
     says(engine, "Hello!")
     answer = await create(api, max_output_tokens=2)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")

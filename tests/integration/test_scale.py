@@ -104,7 +104,7 @@ async def test_both_services_log_the_change(frontend: FrontendServer) -> None:
         ("auto", 2, "FAILED_PRECONDITION", "REPLICAS_OWNED", "pool", "belongs to HorizontalPodAutoscaler engines-auto"),
     ],
 )
-async def test_what_the_coordinator_refuses_arrives_as_it_was_said(
+async def test_a_refusal_of_the_coordinator_arrives_unchanged(
     frontend: FrontendServer,
     server: Server,
     pool: str,

@@ -260,7 +260,7 @@ async def test_a_refusal_names_the_field_and_the_remedy(
     ],
     ids=str,
 )
-async def test_what_is_no_text_is_refused(api: Api, field: bytes) -> None:
+async def test_values_that_are_no_text_are_refused(api: Api, field: bytes) -> None:
     for body in (b'{"prompt":"x",%b}', b"{%b}"):
         response = await api.post_raw(COMPLETIONS, body % field)
         assert response.status_code == 400, response.text

@@ -225,7 +225,7 @@ async def test_a_prompt_cut_to_what_the_model_can_take_leaves_room_for_a_token(
         ({"media_refs": {"items": [{"url": "data:,"}]}}, InvalidArgument, "media_refs"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_by_name(
+async def test_unsupported_requests_are_refused_by_name(
     client: VllmClient, fields: dict[str, Any], kind: type[Exception], field: str
 ) -> None:
     error = await failure(client.generate(**fields))

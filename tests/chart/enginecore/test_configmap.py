@@ -53,7 +53,7 @@ def test_without_a_method_nothing_is_said_of_speculation():
     assert "speculative" not in release(HUB).config("enginecore")
 
 
-def test_what_drafts_reaches_the_engine(tmp_path: Path):
+def test_the_drafter_setting_reaches_the_engine(tmp_path: Path):
     more = ("enginecore.speculative.method=suffix", "enginecore.config.speculative.suffix_decoding_max_tree_depth=32")
     config = load(release(HUB, *more, "enginecore.speculative.tokens=8"), "enginecore", tmp_path)
     assert isinstance(config, EngineCoreConfig)

@@ -87,7 +87,7 @@ def test_how_long_pods_wait_for_each_other_may_be_set(tmp_path: Path):
         (("enginecore.config.executor.nodes.size=2",), r"executor.nodes: Additional property size is not allowed"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: tuple[str, ...], text: str):
+def test_invalid_values_are_refused(settings: tuple[str, ...], text: str):
     with pytest.raises(ChartError, match=text):
         release(HUB, *settings)
 

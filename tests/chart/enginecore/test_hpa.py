@@ -71,7 +71,7 @@ def test_without_autoscaling_the_chart_sets_the_number_of_engines():
         (("enginecore.autoscaling.metricName=x",), "autoscaling.metricName is gone: .* see hpa.loadMetric"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: tuple[str, ...], text: str):
+def test_invalid_values_are_refused(settings: tuple[str, ...], text: str):
     with pytest.raises(ChartError, match=text):
         release(HUB, *settings, kube_version="1.36.0")
 

@@ -201,7 +201,7 @@ def test_ranks_of_a_pod_share_their_memory():
         (("enginecore.config.cache.disk=/kv",), "Additional property disk is not allowed"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: tuple[str, ...], message: str):
+def test_invalid_values_are_refused_by_name(settings: tuple[str, ...], message: str):
     with pytest.raises(ChartError, match=message):
         release(HUB, *settings)
 

@@ -107,6 +107,6 @@ def test_every_pod_of_an_engine_has_the_volume():
         (("enginecore.config.lora.max_loras=4",), "max_loras is not allowed"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(settings: tuple[str, ...], message: str):
+def test_invalid_values_are_refused_by_name(settings: tuple[str, ...], message: str):
     with pytest.raises(ChartError, match=message):
         release(HUB, ON, *settings)

@@ -126,7 +126,7 @@ def test_a_drain_of_nodes_leaves_as_many_ranks_as_the_group_goes_on_with():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(settings: tuple[str, ...], text: str):
+def test_invalid_values_are_refused(settings: tuple[str, ...], text: str):
     with pytest.raises(ChartError, match=text):
         release(HUB, *CPU, *(f"enginecore.{setting}" for setting in settings))
 

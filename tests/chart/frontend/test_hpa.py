@@ -44,7 +44,7 @@ def test_without_it_the_chart_sets_the_number():
         ("targetCPUUtilization=1", "Additional property targetCPUUtilization is not allowed"),
     ],
 )
-def test_what_makes_no_sense_is_refused(setting: str, message: str):
+def test_meaningless_values_are_refused(setting: str, message: str):
     with pytest.raises(ChartError, match=message):
         release(AUTOSCALED, f"frontend.autoscaling.{setting}")
 

@@ -32,6 +32,6 @@ def test_ipv6_alone_needs_no_policy():
         (("ipFamilyPolicy=Both",), "ipFamilyPolicy must be one of the following"),
     ],
 )
-def test_what_the_api_server_would_refuse_is_refused_here(settings: tuple[str, ...], message: str):
+def test_values_the_api_server_would_refuse_are_refused(settings: tuple[str, ...], message: str):
     with pytest.raises(ChartError, match=message):
         release(HUB, *settings)

@@ -186,7 +186,7 @@ async def test_threads_have_the_same(server: FakeInference) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_no_connection_can_be_made_of_is_named(wrong: dict[str, object], told: str) -> None:
+def test_invalid_connection_addresses_are_named(wrong: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Client(**wrong)
 

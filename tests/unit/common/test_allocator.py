@@ -95,7 +95,7 @@ print(rss() - before)
 """
 
 
-def test_what_is_free_is_counted_and_given_back():
+def test_free_memory_is_counted_and_returned():
     held, free, left = map(int, said(_FREED).split())
     assert held > 60
     assert free > 60

@@ -143,7 +143,7 @@ def test_a_header_without_bottom_is_named(checkpoint: Path) -> None:
         ("tokenizer.json", "pipe"),
     ],
 )
-def test_what_is_no_file_is_named_and_not_waited_for(checkpoint: Path, file: str, kind: str) -> None:
+def test_special_files_are_named_and_not_waited_for(checkpoint: Path, file: str, kind: str) -> None:
     (checkpoint / file).unlink()
     if kind == "pipe":
         os.mkfifo(checkpoint / file)

@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> File:
     return File(tmp_path / "config.yaml")
 
 
-async def test_what_is_read_anew_is_applied_once_and_told(file: File) -> None:
+async def test_changed_settings_are_applied_once_and_logged(file: File) -> None:
     assert await file.look(2) == []
     file.write(limits={"max_n": 7}, log={"level": "debug"})
     assert await file.look(3) == [("info", "config: read anew"), ("info", ["limits.max_n", "log.level"])]
@@ -52,7 +52,7 @@ async def test_what_is_read_anew_is_applied_once_and_told(file: File) -> None:
     assert file.config_file.running == config
 
 
-async def test_what_needs_a_restart_is_told_once_and_does_not_keep_the_rest_back(file: File) -> None:
+async def test_settings_that_need_a_restart_are_logged_once_and_others_apply(file: File) -> None:
     file.write(tokenizer_threads=5, limits={"max_n": 7})
     told = await file.look(3)
     assert told[1:] == [("info", ["limits.max_n"]), ("warning", ["tokenizer_threads"])]

@@ -78,7 +78,7 @@ def run(work: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", ["Single", "Stream"])
-def test_what_is_too_much_is_refused_until_there_is_room(method: str) -> None:
+def test_calls_beyond_the_limit_are_refused_until_others_end(method: str) -> None:
     async def work() -> None:
         async with Served() as served:
 

@@ -103,7 +103,7 @@ def test_many_registrations_are_told_in_several_messages(count):
     assert (list(there), ends[1].tell()) == (list(here), [])
 
 
-def test_what_was_heard_is_not_told_back():
+def test_received_changes_are_not_sent_back():
     frontend, coordinator = LoraRegistry(), LoraRegistry()
     coordinator.merge([LoraRegistration(name="a", version=1, frontend_id="f2")])
     up, down = Gossip(frontend), Gossip(coordinator)

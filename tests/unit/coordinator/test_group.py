@@ -96,7 +96,7 @@ def test_a_change_that_fails_names_the_old_group_anew():
     assert named(sent) == {"a": again, "b": again, "c": again}
 
 
-def test_who_cannot_be_in_a_group_to_which_others_have_switched_is_left_out():
+def test_a_rank_that_cannot_join_a_group_others_have_switched_to_is_left_out():
     machine, _ = SERVING.scale(3)
     machine, _ = machine.report(report("a", THREE, opening=True))
     machine, _ = machine.prepare_failed(PrepareFailed("c", 6))
@@ -111,7 +111,7 @@ def test_a_preparation_that_fails_because_a_member_died_names_a_group_without_it
     assert machine.stream_broken("a")[0].group == RankGroup(8, ("b",))
 
 
-def test_who_cannot_be_in_a_group_is_replaced_where_the_others_are_too_few():
+def test_a_rank_that_cannot_join_is_replaced_if_the_others_are_too_few():
     machine = msgspec.structs.replace(SERVING, min_size=2, opened=frozenset("a"))
     machine, sent = machine.prepare_failed(PrepareFailed("b", 5))
     assert machine.group == RankGroup(6, ("a", "c"))
@@ -201,7 +201,7 @@ def test_a_rank_of_an_older_epoch_is_told_where_the_group_is():
     assert SERVING.start_wave(old) == (SERVING, (Reconfigure("a", TWO, 3, Pauses()),))
 
 
-def test_what_was_told_and_not_done_is_told_again():
+def test_commands_that_were_not_carried_out_are_repeated():
     machine, sent = SERVING.scale(3)
     assert machine.repeat() == (machine, sent)
     assert SERVING.repeat() == (SERVING, ())

@@ -148,7 +148,7 @@ def test_an_expired_engine_has_to_register_again(membership):
     assert membership.register(2, engine(), LEASE) == [MemberChanged("engine-0", 0, Change.JOINED)]
 
 
-def test_a_coordinator_that_was_stopped_itself_expires_nobody(membership):
+def test_a_stopped_coordinator_expires_no_member(membership):
     membership.register(1, engine("a"), 0.0)
     membership.register(2, engine("b"), 0.0)
     membership.tick(1.0)

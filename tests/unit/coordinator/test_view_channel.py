@@ -113,7 +113,7 @@ def test_frontends_that_read_now_and_then_have_the_view(steps):
             assert slow.view == old.view == quick.view
 
 
-def test_who_connects_gets_a_whole_view_and_then_what_changed():
+def test_a_new_connection_gets_a_whole_view_and_then_changes():
     bench = Bench()
     bench.offer(engine(0), engine(1))
     frontend = bench.frontend()
@@ -142,7 +142,7 @@ def test_nothing_is_encoded_that_nobody_reads():
     assert (bench.encoder.whole_views, bench.encoder.deltas) == (0, 0)
 
 
-def test_who_falls_far_behind_gets_a_whole_view():
+def test_a_slow_reader_gets_a_whole_view():
     bench = Bench()
     bench.offer(engine(0))
     near, far = bench.frontend(), bench.frontend()

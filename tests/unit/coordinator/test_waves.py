@@ -46,14 +46,14 @@ def test_an_idle_rank_of_a_later_wave_shows_that_the_earlier_ones_are_over():
     assert RUNNING.report(report(3, running=False))[0] == RUNNING
 
 
-def test_what_belongs_to_another_epoch_or_an_older_wave_is_dropped():
+def test_messages_of_another_epoch_or_an_older_wave_are_dropped():
     for message in (StartWave("a", 1, 9, Pauses()), StartWave("a", 2, 2, Pauses())):
         assert IDLE.start_wave(message) == (IDLE, ())
     assert IDLE.first_request(FirstRequest("a", 1, 9)) == (IDLE, ())
     assert IDLE.report(report(9, running=True, epoch=1)) == (IDLE, ())
 
 
-def test_a_first_request_of_a_group_that_runs_is_told_to_nobody():
+def test_a_first_request_to_a_running_group_notifies_no_rank():
     assert RUNNING.first_request(FirstRequest("a", 2, 3)) == (RUNNING, ())
 
 

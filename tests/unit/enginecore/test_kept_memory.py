@@ -103,7 +103,7 @@ def test_weights_wake_before_the_cache_and_a_sleep_takes_what_is_awake() -> None
     assert same(module, before)
 
 
-def test_what_does_not_fit_sleeps_on_and_may_try_again() -> None:
+def test_a_wake_up_without_enough_memory_keeps_sleeping_and_may_be_retried() -> None:
     driver = FakeDriver()
     kept, module, _, _ = moved(driver)
     caches = [kept.empty(8, 64, torch.float16) for _ in range(2)]

@@ -77,7 +77,7 @@ def test_limits_of_the_engine_make_no_difference(original: Path) -> None:
     assert differing(values(original), limited) == set()
 
 
-def test_what_only_describes_the_checkpoint_makes_no_difference(original: Path, copy: Path) -> None:
+def test_descriptive_fields_of_the_checkpoint_make_no_difference(original: Path, copy: Path) -> None:
     edit(copy, transformers_version="1.2.3", use_cache=False, id2label={"0": "x"})
     assert differing(values(original), values(copy)) == set()
 

@@ -51,7 +51,7 @@ async def test_a_little_work_waits_for_nothing() -> None:
     assert turns.count == 0
 
 
-async def test_who_was_cancelled_takes_no_room() -> None:
+async def test_cancelled_tasks_take_no_room() -> None:
     pace = Pace(1)
     _, gone, waiting = (asyncio.create_task(pace.take()) for _ in range(3))
     await asyncio.sleep(0)

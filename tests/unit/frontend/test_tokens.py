@@ -87,7 +87,7 @@ def test_scopes_open_what_they_are_for(claims: dict[str, Any], scopes: set[str],
         ({"jwks": "f", "issuer": "i", "audience": "a", "algorithms": ()}, "auth.jwt.algorithms is empty"),
     ],
 )
-def test_settings_that_would_let_anybody_in_are_refused(settings: dict[str, Any], why: str) -> None:
+def test_settings_that_would_admit_any_client_are_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         JwtConfig(**settings)
 

@@ -62,7 +62,7 @@ def test_a_key_that_was_removed_is_refused_with_what_is_there_instead(key: str) 
         ("coordinator.scaling.target_load=x", "coordinator: scaling.target_load is 'x'"),
     ],
 )
-def test_what_services_would_refuse_is_refused_before_any_is_started(text: str, message: str) -> None:
+def test_settings_that_services_would_refuse_are_refused_before_any_starts(text: str, message: str) -> None:
     options = ServeOptions(model="org/name", engines=2, settings=parse_settings([text]))
     specs = plan(options, internal_ports=[1, 2, 3], cores=4)
     with pytest.raises(ConfigError, match=message):

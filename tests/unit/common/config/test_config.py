@@ -86,7 +86,7 @@ def test_lists_can_be_given_as_text() -> None:
     assert load(Outer, overrides={"name": "n", "words": "[a, b]"}, environ={}).words == ("a", "b")
 
 
-def test_what_is_dumped_loads_to_an_equal_config(tmp_path: Path) -> None:
+def test_a_dumped_config_loads_to_an_equal_config(tmp_path: Path) -> None:
     config = Outer(name="n", inner=Inner(size=77), words=("a",))
     assert load(Outer, file=write(tmp_path, dump(config)), environ={}) == config
 

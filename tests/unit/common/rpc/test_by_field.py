@@ -16,14 +16,14 @@ from penstock_common.types.outputs import EngineReady, LoraStats, PrefillStats, 
 from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 
 
-def test_what_a_message_does_not_say_is_the_struct_s_default() -> None:
+def test_fields_missing_in_a_message_get_the_structs_default() -> None:
     status = from_message(control_pb2.EngineStatus(engine_id="a"), EngineStatus)
     assert (status.engine_id, status.pool, status.role, status.loras) == ("a", DEFAULT_POOL, EngineRole.BOTH, None)
     assert from_message(pb.EngineCoreRequest(), RequestContext, lora="").tenant_weight == 1.0
     assert from_message(pb.Ready(), EngineReady).hidden_size is None
 
 
-def test_what_a_struct_must_be_given_is_empty_where_the_message_does_not_say_it() -> None:
+def test_required_fields_missing_in_a_message_are_empty() -> None:
     assert from_message(stats_pb2.PrefillStats(), PrefillStats) == PrefillStats(
         num_prompt_tokens=0, num_cached_tokens=0
     )

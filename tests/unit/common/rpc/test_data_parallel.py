@@ -55,7 +55,7 @@ def test_modes_have_the_numbers_of_the_contract(mode):
     ("number", "mode", "read"),
     [(1, 0, Pauses(1, PauseMode.NONE)), (1, 77, Pauses(1, PauseMode.ABORT)), (2, 3, Pauses(2))],
 )
-def test_a_mode_that_nobody_knows_is_the_strongest(number, mode, read):
+def test_an_unknown_mode_counts_as_the_strongest(number, mode, read):
     assert data_parallel.pauses_from_proto(pb.Pauses(number=number, mode=mode)) == read
 
 

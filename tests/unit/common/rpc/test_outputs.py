@@ -57,7 +57,7 @@ def test_vectors_survive_the_wire() -> None:
         tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1], shared_memory={"name": "x"}),
     ],
 )
-def test_what_is_no_float32_vector_is_refused(tensor: tensor_pb2.Tensor) -> None:
+def test_other_bytes_than_a_float32_vector_are_refused(tensor: tensor_pb2.Tensor) -> None:
     with pytest.raises(InvalidArgument, match="pooling_output"):
         parts.vectors_from_proto(tensor)
 

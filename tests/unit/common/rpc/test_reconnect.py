@@ -206,7 +206,7 @@ def test_clients_do_not_come_back_at_the_same_time():
 # Whether a process listens at an address.
 
 
-async def test_a_port_is_refused_only_while_nobody_listens_there() -> None:
+async def test_a_port_refuses_connections_only_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert not await refuses(address, within=10.0)

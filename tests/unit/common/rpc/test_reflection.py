@@ -72,7 +72,7 @@ async def test_a_symbol_comes_with_its_file_and_what_that_imports(
 
 @versions
 @pytest.mark.parametrize("symbol", ["", "nothing", f"{NAME}.Nothing", "penstock.inference.v1", f"{NAME}.Generate.x"])
-async def test_what_is_not_there_is_not_found(channel: grpc.aio.Channel, version: str, symbol: str) -> None:
+async def test_unknown_symbols_are_not_found(channel: grpc.aio.Channel, version: str, symbol: str) -> None:
     answer = await ask(channel, version, file_containing_symbol=symbol)
     assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 

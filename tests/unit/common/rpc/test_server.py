@@ -92,7 +92,7 @@ async def test_an_error_in_the_middle_of_a_stream_keeps_its_details(channel: grp
     assert from_rpc_error(error.value).field == "text"
 
 
-async def test_an_rpc_nobody_wrote_is_unimplemented(channel: grpc.aio.Channel) -> None:
+async def test_an_rpc_without_a_handler_is_unimplemented(channel: grpc.aio.Channel) -> None:
     stub = service_pb2_grpc.InferenceServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.ListModels(pb.ListModelsRequest())
@@ -194,7 +194,7 @@ asyncio.run(main())
 """
 
 
-def test_what_a_peer_writes_is_not_in_the_log() -> None:
+def test_peers_messages_are_not_logged() -> None:
     mine = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}  # the service sets it itself
     run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], env=mine, capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr.decode(errors="replace")

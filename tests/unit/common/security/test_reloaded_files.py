@@ -25,7 +25,7 @@ def age(path: Path) -> None:
     os.utime(path, (1_000_000_000, 1_000_000_000))
 
 
-def test_a_file_is_read_anew_when_it_is_replaced_or_written_in_place(tmp_path: Path) -> None:
+def test_a_file_is_read_again_when_it_is_replaced_or_written_in_place(tmp_path: Path) -> None:
     file = tmp_path / "n"
     file.write_text("1")
     age(file)
@@ -41,7 +41,7 @@ def test_a_file_is_read_anew_when_it_is_replaced_or_written_in_place(tmp_path: P
     assert value.current() == 4
 
 
-def test_a_file_that_nobody_touched_is_not_read_again(tmp_path: Path) -> None:
+def test_an_untouched_file_is_not_read_again(tmp_path: Path) -> None:
     file = tmp_path / "n"
     file.write_text("1")
     age(file)
@@ -67,7 +67,7 @@ def test_a_swapped_link_counts_as_kubernetes_makes_them(tmp_path: Path) -> None:
     assert value.current() == 2
 
 
-def test_what_cannot_be_used_keeps_the_old_value_and_says_so_once(
+def test_an_unusable_file_keeps_the_old_value_and_is_logged_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "n"
@@ -87,7 +87,7 @@ def test_what_cannot_be_used_keeps_the_old_value_and_says_so_once(
     assert log.count("read anew") == 1
 
 
-def test_what_cannot_be_used_at_first_is_an_error(tmp_path: Path) -> None:
+def test_an_unusable_file_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"numbers.file: .*/n: No such file"):
         watched(tmp_path / "n")
 

@@ -69,7 +69,7 @@ def test_a_tensor_does_not_grow_behind_a_message_that_refers_to_it() -> None:
     assert "more of it came behind a message" in failure(tensors, 1).message
 
 
-def test_what_all_tensors_hold_is_bounded() -> None:
+def test_the_total_size_of_all_tensors_is_bounded() -> None:
     tensors = IncomingTensors(6)
     tensors.add(1, 0, b"abcd")
     tensors.add(2, 0, b"xyzw")
@@ -110,7 +110,7 @@ def test_tensors_without_bytes_are_bounded_as_well() -> None:
     assert tensors.take(0, 0, keep=False, field="f") == b""
 
 
-def test_what_is_remembered_of_failed_tensors_is_bounded() -> None:
+def test_records_of_failed_tensors_are_bounded() -> None:
     tensors = IncomingTensors(100)
     for transfer_id in range(3000):
         tensors.add(transfer_id, 1, b"a")
@@ -213,7 +213,7 @@ def test_a_tensor_that_cannot_fit_is_refused_alone() -> None:
     assert came(one, 2, 5 * KIB)
 
 
-def test_what_tensors_without_bytes_take_is_counted() -> None:
+def test_tensors_without_bytes_count_towards_the_limit() -> None:
     pool = TensorPool(100 * KIB)
     one = session(pool)
     for transfer_id in range(1000):

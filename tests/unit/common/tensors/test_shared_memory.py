@@ -41,7 +41,7 @@ def refusal(reader: SegmentReader, name: str, size: int, offset: int = 0) -> Req
     return error.value
 
 
-def test_what_was_written_is_read_and_gone(tmp_path: Path) -> None:
+def test_written_tensors_are_read_once(tmp_path: Path) -> None:
     writer, reader = SegmentWriter("f", root=tmp_path), SegmentReader("f", root=tmp_path)
     ref = written(writer, bytes(range(256)) * 1000)
     assert (tmp_path / ref.name).stat().st_mode & 0o777 == 0o600
@@ -119,12 +119,12 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
     assert "another user's" in refusal(SegmentReader("f", root=tmp_path), ref.name, 3).message
 
 
-def test_what_is_read_is_bounded(tmp_path: Path) -> None:
+def test_reads_beyond_max_bytes_are_refused(tmp_path: Path) -> None:
     error = refusal(SegmentReader("f", root=tmp_path, max_bytes=10), f"penstock-{owner_of('f')}-7", 11)
     assert isinstance(error, ResourceExhausted)
 
 
-def test_what_nobody_has_read_is_bounded(tmp_path: Path) -> None:
+def test_unread_tensors_are_bounded(tmp_path: Path) -> None:
     writer = SegmentWriter("f", root=tmp_path, max_bytes=10)
     first = written(writer, b"abcdef")
     assert writer.write(b"12345") is None
@@ -133,7 +133,7 @@ def test_what_nobody_has_read_is_bounded(tmp_path: Path) -> None:
     assert writer.num_bytes == 5
 
 
-def test_what_nobody_reads_is_removed_in_the_end(tmp_path: Path) -> None:
+def test_unread_tensors_are_removed_in_the_end(tmp_path: Path) -> None:
     clock = FakeClock()
     writer = SegmentWriter("f", root=tmp_path, clock=clock)
     old = written(writer, b"old")
@@ -168,7 +168,7 @@ def test_a_segment_that_cannot_be_filled_is_not_left(tmp_path: Path, monkeypatch
     assert writer.num_bytes == 0
 
 
-def test_what_a_dead_process_has_left_is_removed_and_a_living_ones_stays(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     living = SegmentWriter("living", root=tmp_path)
     kept = written(living, b"abc")
     (tmp_path / "somebody-elses").write_bytes(b"x")

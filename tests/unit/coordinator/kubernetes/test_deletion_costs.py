@@ -64,7 +64,7 @@ def test_a_pod_is_written_when_its_cost_has_changed_and_not_too_often(costs):
     assert write(costs, 31.0, engine()) == [CostPatch("a", 0)]
 
 
-def test_what_was_tried_longest_ago_comes_first(costs):
+def test_the_least_recently_tried_comes_first(costs):
     costs.tried("a", 5.0)
     costs.tried("b", 1.0)
     due = costs.due(view(engine("a"), engine("b"), engine("c")), 6.0)

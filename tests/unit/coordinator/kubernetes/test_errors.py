@@ -14,7 +14,7 @@ def test_a_failure_is_news_once_for_each_reason_and_so_is_its_end():
     assert rights.failed(PODS, "Timeout", 9.0)
 
 
-def test_what_fails_is_tried_less_and_less_often():
+def test_failed_calls_are_retried_less_and_less_often():
     rights, now, waits = RightsInUse(), 0.0, []
     for _ in range(8):
         rights.failed(PODS, "Timeout", now)

@@ -77,7 +77,7 @@ async def test_pods_come_with_the_wish_and_go_when_their_ranks_have_left(bench: 
     assert bench.server.replicas == 2
 
 
-async def test_what_fails_is_tried_again_later(bench: Bench) -> None:
+async def test_failed_calls_are_retried_later(bench: Bench) -> None:
     bench.server.status = 403
     assert await bench.look(group(6, *FOUR)) == ["GET"]
     assert await bench.look(group(6, *FOUR)) == []

@@ -34,7 +34,7 @@ def test_the_pool_and_the_slots_of_an_engine_are_read():
         convert.registration(register(pool="x" * 257))
 
 
-def test_what_an_engine_says_of_its_blocks_is_read():
+def test_an_engines_block_events_are_parsed():
     found = convert.registration(register(role=2, kv_address="h:50054", kv_fingerprint=b"f" * 16))
     assert (found.role, found.kv_address, found.kv_fingerprint) == (EngineRole.PREFILL, "h:50054", b"f" * 16)
     plain = convert.registration(register())

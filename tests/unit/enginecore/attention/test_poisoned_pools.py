@@ -130,7 +130,7 @@ def check(backend: Backend, step: Step, params: AttentionParams, *numbers: float
 @every_backend
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_what_lies_in_slots_that_no_query_sees_changes_no_bit(
+def test_contents_of_invisible_slots_change_no_bit(
     backend: Backend, params: AttentionParams, lengths: tuple[list[int], list[int]]
 ) -> None:
     for block_size in backend.block_sizes:
@@ -248,7 +248,7 @@ def test_a_tokens_vectors_reach_no_token_before_it(
 @every_backend
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["key", "value"])
-def test_what_a_query_sees_and_is_no_number_reaches_its_output(backend: Backend, number: float, what: str) -> None:
+def test_nan_that_a_query_sees_reaches_its_output(backend: Backend, number: float, what: str) -> None:
     """Nothing is hidden: an overflow is counted and told."""
     for params in PARAMS.values():
         step = make_step([1, 60], [40, 200], block_size=16)

@@ -188,7 +188,7 @@ def test_an_engine_is_wedged_once_a_step_has_taken_wedged_after_seconds():
         assert not rig.loop.wedged
 
 
-def test_a_wrong_request_gets_an_error_output_and_disturbs_nobody():
+def test_an_invalid_request_gets_an_error_output_and_affects_no_other():
     with running() as rig:
         good, bad = make_request(max_tokens=30), make_request([5000], attempt=2)
         rig.loop.add(CLIENT, good)
@@ -394,7 +394,7 @@ def test_draining_lets_requests_finish_and_refuses_new_ones(caplog):
 
 
 @pytest.mark.parametrize("drain_timeout", [0.0, 0.05])
-def test_what_is_left_at_the_drain_deadline_ends_as_abort(drain_timeout):
+def test_requests_left_at_the_drain_deadline_end_as_abort(drain_timeout):
     stuck = "tests.fakes.engines.engine_harness:StuckScheduler"
     with running(drain_timeout=drain_timeout, scheduler=stuck) as rig:
         request = make_request()
@@ -503,7 +503,7 @@ def test_a_drained_loop_refuses_requests_and_waits_to_be_told_to_leave():
     assert_nothing_left(rig.engine)
 
 
-def test_what_is_left_at_the_deadline_of_a_drain_ends_so_that_others_can_take_it():
+def test_requests_left_at_the_drain_deadline_end_so_that_other_engines_resume_them():
     with running() as rig:
         request = make_request(max_tokens=1000)
         rig.add_and_hold(request)

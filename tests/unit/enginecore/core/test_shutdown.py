@@ -35,7 +35,7 @@ def test_requests_in_flight_may_finish_before_the_deadline():
     assert state.phase is ShutdownPhase.EXIT
 
 
-def test_what_is_left_at_the_deadline_is_aborted_once():
+def test_requests_left_at_the_deadline_are_aborted_once():
     state = ShutdownState(10)
     state.request()
     state.advance(0, has_requests=True)

@@ -330,7 +330,7 @@ def test_requests_that_come_during_the_trial_are_served_beside_it():
     assert transcript.tokens[late.request_id] == oracle_tokens(7, 3, 1000)
 
 
-def test_a_failure_that_does_not_come_again_ends_nobody():
+def test_a_failure_that_does_not_recur_ends_no_request():
     failures = iter([True])
     engine = make_engine(FakeExecutor(fails=lambda step: len(step.num_scheduled_tokens) > 1 and next(failures, False)))
     requests = [make_request(seed=i) for i in range(4)]

@@ -33,7 +33,7 @@ def test_few_slots_are_as_few_as_hold_all() -> None:
         (2, 5, r"expert_parallel.slots is 5; the model has 4 experts per layer"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_limit(size: int, slots: int, said: str) -> None:
+def test_placements_that_do_not_fit_are_refused_with_the_limit(size: int, slots: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Placement.even(1, 4, size, slots)
 

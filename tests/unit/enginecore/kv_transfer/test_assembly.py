@@ -60,7 +60,7 @@ def test_what_blocks_depend_on_makes_a_difference(change: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("weights", ["random", "/models/llama", "unreadable: OSError", ""])
-def test_weights_without_a_hash_are_nobody_elses(weights: str) -> None:
+def test_weights_without_a_hash_are_shared_with_no_other_engine(weights: str) -> None:
     assert fingerprint(more={"weights": weights}) == b""
 
 

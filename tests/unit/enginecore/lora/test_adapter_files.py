@@ -59,9 +59,7 @@ def later() -> ReadBefore:
     return ReadBefore(clock=lambda: time.time() + 3600)
 
 
-def test_what_has_not_changed_is_hashed_once_and_is_the_same(
-    model: PreTrainedModel, hashed: list[bytes], tmp_path: Path
-) -> None:
+def test_unchanged_files_are_hashed_once(model: PreTrainedModel, hashed: list[bytes], tmp_path: Path) -> None:
     save_adapter(model, tmp_path, r=4, lora_alpha=7)
     before = later()
     first, second = read(tmp_path, model, before), read(tmp_path, model, before)
@@ -97,7 +95,7 @@ def test_other_settings_or_tensors_are_other_content(
     assert found == hashed
 
 
-def test_what_was_bad_is_looked_at_again(model: PreTrainedModel, hashed: list[bytes], tmp_path: Path) -> None:
+def test_bad_files_are_read_again(model: PreTrainedModel, hashed: list[bytes], tmp_path: Path) -> None:
     save_adapter(model, tmp_path, r=4)
     edit_tensors(tmp_path, lambda tensors: scale(tensors, float("nan")))
     before = later()

@@ -81,7 +81,7 @@ def test_what_is_added_is_torchs_and_a_rows_bits_are_its_own(
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_no_number_stays_in_its_row(library: NativeLibrary, value: float) -> None:
+def test_nan_stays_in_its_row(library: NativeLibrary, value: float) -> None:
     addition = PackedLinear(library, torch.nn.Linear(33, 20)).addition(
         LowRankUpdate(torch.ones(3, 33), torch.ones(20, 3))
     )

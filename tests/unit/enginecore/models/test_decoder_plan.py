@@ -147,7 +147,7 @@ def call_in_another_order(model: Any) -> None:
         (call_in_another_order, "its layers are not called in order"),
     ],
 )
-def test_what_is_not_known_of_a_module_is_refused_by_its_name(change: Any, reason: str, tmp_path: Path) -> None:
+def test_an_unknown_module_is_refused_by_name(change: Any, reason: str, tmp_path: Path) -> None:
     save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     change(probed.model.module)

@@ -220,7 +220,9 @@ def test_a_querys_attention_is_the_same_whatever_is_computed_beside_it(library: 
 
 
 @pytest.mark.parametrize(("block_size", "head_size_v"), [(4, 16), (24, 16), (16, 10)])
-def test_what_the_kernels_cannot_keep_goes_to_torch(library: NativeLibrary, block_size: int, head_size_v: int) -> None:
+def test_sizes_without_kernels_use_the_layout_of_torch(
+    library: NativeLibrary, block_size: int, head_size_v: int
+) -> None:
     step = make_step([1, 9], [30, 9], block_size=block_size, head_size_v=head_size_v)
     backend, params = native(library), AttentionParams(scaling=0.25)
     assert step.layout(backend) is SLOTS

@@ -79,9 +79,7 @@ def test_a_querys_bits_do_not_tell_whether_its_prompt_was_computed_at_once(
             assert torch.equal(attend_part(backend, whole, cache, part, params), expected[part])
 
 
-def test_what_is_no_number_stays_in_the_rows_that_see_it(
-    alone_and_many: tuple[NativeLibrary, NativeLibrary],
-) -> None:
+def test_nan_stays_in_the_rows_that_see_it(alone_and_many: tuple[NativeLibrary, NativeLibrary]) -> None:
     _, many = alone_and_many
     step = step_of(([1, 1], [2500, 2500]))
     step.cache.values[torch.from_numpy(step.metadata.slots(0, 1500, 1501))] = torch.nan

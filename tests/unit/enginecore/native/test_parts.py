@@ -56,7 +56,7 @@ def test_three_parts_hold_a_float_whole(library: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_no_number_stays_what_it_is_in_its_row(library: NativeLibrary, value: float) -> None:
+def test_nan_and_infinity_are_kept_in_their_row(library: NativeLibrary, value: float) -> None:
     x = torch.randn(3, 40)
     x[1, 17] = value
     if value != value:

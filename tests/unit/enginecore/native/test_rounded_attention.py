@@ -67,7 +67,7 @@ def test_a_querys_bits_are_its_own_whatever_is_computed_beside_it(rounding: Nati
         assert torch.equal(attend_part(backend, whole, cache, part, params), expected[part])
 
 
-def test_what_is_no_number_reaches_the_rows_that_see_it(rounding: NativeLibrary) -> None:
+def test_nan_reaches_the_rows_that_see_it(rounding: NativeLibrary) -> None:
     step = make_step([1, 1, 1], [20, 20, 20], block_size=16)
     step.query[0] = torch.nan
     slots = step.metadata.slots(1, 7, 8)

@@ -89,9 +89,7 @@ def test_logits_far_apart_leave_one_expert_all_of_the_weight(library: NativeLibr
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_no_number_goes_to_experts_that_exist_and_disturbs_no_other_token(
-    library: NativeLibrary, poison: float
-) -> None:
+def test_nan_is_routed_to_existing_experts_and_affects_no_other_token(library: NativeLibrary, poison: float) -> None:
     packed = PackedRouter(library, make("qwen3_moe", 12, 4, normalize=True))
     states = torch.randn(3, HIDDEN)
     expected = packed(states)

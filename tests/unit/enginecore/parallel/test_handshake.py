@@ -140,7 +140,7 @@ def test_who_does_not_know_the_key_learns_that_the_port_does_not_either(port: Po
     [b"GET / HTTP/1.1\r\nhost: penstock.example\r\n\r\n", b"\xff" * 40, bytes(4096)],
     ids=["another protocol", "noise", "zeros"],
 )
-def test_who_says_something_else_is_closed(port: Port, stranger: Callable[[], socket.socket], said: bytes) -> None:
+def test_a_peer_with_another_protocol_is_closed(port: Port, stranger: Callable[[], socket.socket], said: bytes) -> None:
     connection = stranger()
     connection.sendall(said)
     assert is_closed(connection)
@@ -176,7 +176,7 @@ def test_a_proof_may_come_byte_by_byte(port: Port, stranger: Callable[[], socket
 
 
 @pytest.mark.parametrize("said", [b"", shared_secret.hello(bytes(32))[:39], shared_secret.hello(bytes(32))])
-def test_who_does_not_go_on_is_closed_when_its_time_is_over(
+def test_a_stalled_peer_is_closed_after_the_timeout(
     stranger: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(module, "PROOF_WITHIN", 0.1)

@@ -55,7 +55,7 @@ def peer(server: MeetingServer) -> Iterator[socket.socket]:
         yield made
 
 
-def test_what_one_says_the_others_get(store: Callable[[], MeetingStore]) -> None:
+def test_messages_of_one_peer_reach_the_others(store: Callable[[], MeetingStore]) -> None:
     first, second = store(), store()
     first.set("a", b"\0bytes")
     first.set("text", "of 日本".encode())
@@ -78,7 +78,7 @@ def test_everybody_who_waits_is_answered_once_it_is_said(store: Callable[[], Mee
         assert [each.result(PATIENCE) for each in waiting] == [b"now"] * 3
 
 
-def test_what_a_connection_has_said_is_forgotten_when_it_is_closed(
+def test_messages_of_a_connection_are_forgotten_when_it_closes(
     server: MeetingServer, peer: socket.socket, store: Callable[[], MeetingStore]
 ) -> None:
     peer.sendall(REQUEST.pack(SET, 1, 2) + b"a" + b"of" + REQUEST.pack(SET, 1, 2) + b"b" + b"it")
@@ -98,7 +98,7 @@ def test_what_a_connection_has_said_is_forgotten_when_it_is_closed(
 # Strangers.
 
 
-def test_who_does_not_know_the_secret_says_and_learns_nothing(server: MeetingServer) -> None:
+def test_a_peer_without_the_secret_can_neither_set_nor_read_keys(server: MeetingServer) -> None:
     for secret in (OTHER, None):
         with pytest.raises(ProofError):
             asking(Meeting(server.address, secret=secret))
@@ -142,7 +142,7 @@ def test_a_server_goes_on_after_the_process_was_out_of_descriptors(
     ],
     ids=["no question", "no text", "long key", "long value", "huge", "two questions at once", "many keys"],
 )
-def test_who_does_not_keep_to_the_rules_is_hung_up_on(
+def test_a_peer_that_breaks_the_protocol_is_disconnected(
     peer: socket.socket, server: MeetingServer, store: Callable[[], MeetingStore], said: bytes
 ) -> None:
     peer.setblocking(True)
@@ -182,7 +182,7 @@ def test_more_connections_than_ranks_can_need_are_refused(
     assert second.get("a") == b"1"
 
 
-def test_who_is_mute_or_goes_while_it_waits_holds_up_nobody(
+def test_a_silent_or_leaving_peer_delays_no_other(
     server: MeetingServer, peer: socket.socket, store: Callable[[], MeetingStore]
 ) -> None:
     waiting = introduced(server.address, Meeting(server.address, secret=SECRET).store_key)

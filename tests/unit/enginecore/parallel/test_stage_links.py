@@ -45,7 +45,7 @@ def test_hidden_states_pass_the_stages_and_tokens_come_back(dtype: torch.dtype) 
     assert all(arrival.arrived() for arrival in arrivals)
 
 
-def test_what_was_received_stays_until_it_is_released() -> None:
+def test_received_tensors_stay_until_released() -> None:
     first, last = links_of(2)
     first.send(states(2))
     held = last.receive(2)

@@ -103,7 +103,7 @@ def test_a_model_that_computes_something_else_in_parts_is_refused(
         in_parts(model, groups)
 
 
-def test_what_is_not_a_linear_layer_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_layers_than_linear_ones_are_refused_by_name(tmp_path: Path) -> None:
     model = whole_model("llama", tmp_path)
 
     class Quantized(torch.nn.Linear):

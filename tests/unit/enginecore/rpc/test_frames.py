@@ -157,7 +157,7 @@ def test_blocks_outside_the_device_have_no_parent_in_any_frame() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_what_fits_stays_in_one_frame(count: int) -> None:
+def test_outputs_that_fit_stay_in_one_frame(count: int) -> None:
     outputs = EngineCoreOutputs(
         outputs=[EngineCoreOutput(request_id="r")] * count, finished_requests=["r"] * bool(count)
     )

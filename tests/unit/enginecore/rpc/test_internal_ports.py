@@ -252,7 +252,7 @@ async def test_a_stranger_pulls_nothing(secret: Secret) -> None:
 # A loop in a thread of its own.
 
 
-def test_what_still_runs_ends_with_the_loop() -> None:
+def test_running_calls_end_with_the_loop() -> None:
     ended: list[str] = []
 
     async def forever() -> None:

@@ -398,7 +398,7 @@ def test_a_constraint_arrives_whole(constraint: str) -> None:
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_what_a_step_says_arrives_whole(turn: int) -> None:
+def test_outputs_of_a_step_arrive_whole(turn: int) -> None:
     columns = TokenColumns()
     columns.add(1, 2, [3, 4], num_drafts=5)
     output = whole(EngineCoreOutput, turn, finish_reason=FinishReason.ERROR)
@@ -421,7 +421,7 @@ def test_the_failure_of_a_call_arrives_whole() -> None:
     assert lost(sent, engine_core_outputs(message)) == []
 
 
-def test_what_an_engine_is_arrives_whole() -> None:
+def test_properties_of_an_engine_arrive_whole() -> None:
     sent = whole(EngineReady)
     message = pb.Ready.FromString(to_message(sent, pb.Ready, protocol_revision=1).SerializeToString())
     assert lost(sent, engine_ready(message)) == []
@@ -440,13 +440,13 @@ def test_a_registration_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", [StartWave, WaveComplete, PeerLost, PrepareFailed], ids=lambda kind: kind.__name__)
-def test_what_a_rank_says_arrives_whole(kind: type) -> None:
+def test_messages_of_a_rank_arrive_whole(kind: type) -> None:
     sent = whole(kind, engine=RANK)
     message = coordinator_client.report_to_proto(sent).SerializeToString()
     assert lost(sent, coordinator.from_rank(coordinator_pb.EngineReport.FromString(message), RANK)) == []
 
 
-def test_what_a_rank_is_told_arrives_whole() -> None:
+def test_commands_to_a_rank_arrive_whole() -> None:
     group = RankGroup(3, (RANK, "other#2"))
     told = whole(Reconfigure, engine=RANK, group=group)
     message = coordinator.to_rank(told, {RANK: "a:1"}).reconfigure
@@ -478,12 +478,12 @@ def test_a_change_of_a_view_arrives_whole() -> None:
     )
 
 
-def test_what_names_of_adapters_mean_arrives_whole() -> None:
+def test_records_of_adapter_names_arrive_whole() -> None:
     sent = whole(LoraRegistration)
     assert lost([sent], cluster.registrations_from_proto(cluster.registrations_to_proto([sent]))) == []
 
 
-def test_what_a_rank_reports_arrives_whole() -> None:
+def test_reports_of_a_rank_arrive_whole() -> None:
     sent = whole(RankReport, engine=RANK, group=RankGroup(3, (RANK,)), place=Place(3, 4, 5, 9))
     assert lost(sent, data_parallel.report_from_proto(data_parallel.report_to_proto(sent), RANK)) == []
 

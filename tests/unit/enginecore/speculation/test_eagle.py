@@ -20,7 +20,7 @@ def test_they_are_taken_in_order_and_once() -> None:
     assert (pending.start, len(pending)) == (7, 0)
 
 
-def test_what_did_not_hold_is_overwritten() -> None:
+def test_rejected_tokens_are_overwritten() -> None:
     pending = PendingStates(0)
     pending.add(0, states(0, 1, 2, 3))
     pending.add(2, 10 * states(2))

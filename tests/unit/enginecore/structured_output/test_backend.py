@@ -213,7 +213,7 @@ def test_requests_with_the_same_constraint_share_one_compilation(backend: Xgramm
     assert not first.cancel()
 
 
-def test_what_the_library_cannot_read_is_refused_with_its_reason(backend: XgrammarBackend):
+def test_constraints_unreadable_for_the_library_are_refused_with_its_reason(backend: XgrammarBackend):
     with pytest.raises(
         InvalidArgument, match='structured_output.grammar cannot be compiled: EBNF .* "gone" is not defined'
     ) as e:
@@ -226,7 +226,7 @@ def test_a_constraint_that_allows_no_output_is_refused(backend: XgrammarBackend)
         follow(backend, grammar='root ::= again\nagain ::= again "a"\n')
 
 
-def test_what_check_refuses_compile_refuses_too(backend: XgrammarBackend):
+def test_compile_refuses_everything_that_check_refuses(backend: XgrammarBackend):
     with pytest.raises(InvalidArgument, match="#/not allows no value"):
         backend.check(StructuredOutput(json_schema='{"not": {}}'))
     with pytest.raises(InvalidArgument, match="#/not allows no value"):

@@ -77,7 +77,7 @@ def test_a_copy_of_a_cpu_is_there_and_its_own() -> None:
     assert arrival.wait().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_what_comes_next_runs_before_what_is_queued() -> None:
+def test_calls_marked_next_run_before_queued_ones() -> None:
     thread, started, go_on = DeviceThread(), threading.Event(), threading.Event()
     ran: list[str] = []
 

@@ -51,7 +51,7 @@ async def test_names_come_and_go_with_subdirectories(rig: Rig) -> None:
     assert await rig.names() == ["pirate"]
 
 
-async def test_what_is_no_adapter_has_no_name(rig: Rig) -> None:
+async def test_folders_without_an_adapter_get_no_name(rig: Rig) -> None:
     rig.save(".hidden")
     (rig.path / "empty").mkdir()
     (rig.path / "file").write_text("x")
@@ -128,7 +128,7 @@ async def test_one_subdirectory_that_cannot_be_looked_into_holds_up_no_other(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
-async def test_what_lies_in_place_of_a_file_is_for_the_engine_to_refuse(rig: Rig, kind: str) -> None:
+async def test_special_files_in_place_of_a_file_are_left_to_the_engine(rig: Rig, kind: str) -> None:
     rig.save("evil")
     path = rig.path / "evil" / "adapter_config.json"
     path.unlink()

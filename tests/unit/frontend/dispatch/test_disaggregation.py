@@ -66,7 +66,7 @@ def test_output_so_far_counts_as_what_must_be_computed() -> None:
     assert rig.plan(entry_of(LONG - 10, prior=10)) == ("p", 1)
 
 
-def test_what_the_likely_engine_has_cached_counts_as_computed() -> None:
+def test_tokens_cached_on_the_likely_engine_count_as_computed() -> None:
     rig = Rig(engine("p", PREFILL), engine("d", DECODE), engine("e", DECODE))
     assert rig.plan(entry_of(), d=1) == ("de", 0)
     assert rig.said == [("one", "cached")]
@@ -158,7 +158,7 @@ def test_without_overflow_long_prompts_go_to_engines_of_prompts_however_many_wai
     assert rig.plan(entry_of()) == ("p", 1)
 
 
-def test_what_was_handed_over_goes_where_its_blocks_can_be_had() -> None:
+def test_a_handed_over_request_goes_to_an_engine_that_can_pull_its_blocks() -> None:
     rig = Rig(engine("p", PREFILL), engine("d", DECODE, blocks=b"g" * 16), engine("e"), engine("f"))
     source = KvSource(
         engine_id="p", incarnation="1", address="h:1", lease_id=b"l" * 16, num_tokens=96, fingerprint=b"f" * 16

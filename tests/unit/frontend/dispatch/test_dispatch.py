@@ -510,7 +510,7 @@ async def test_an_error_of_the_request_itself_is_final(code: str) -> None:
     assert isinstance(world.ended["r0"], RequestFailed)
 
 
-async def test_what_an_operator_ended_does_not_go_on_elsewhere() -> None:
+async def test_a_request_ended_by_an_operator_is_not_resumed() -> None:
     world = Simulated("a", "b")
     world.add("r0")
     [engine] = [engine for engine in "ab" if world.running[engine]]
@@ -1178,7 +1178,7 @@ def test_without_max_tokens_a_request_leaves_a_draining_engine_before_the_deadli
     virtual_time.run(run())
 
 
-def test_what_no_other_engine_takes_stays_on_the_one_that_drains() -> None:
+def test_requests_no_other_engine_accepts_stay_on_the_draining_engine() -> None:
     async def run() -> None:
         world = Simulated("a")
         await at_ten_seconds_a_token(world, "r0")
@@ -1259,14 +1259,14 @@ async def test_what_its_client_gives_up_before_the_engine_has_counted_it_is_not_
     assert waiting(world) == {"a": 0}
 
 
-async def test_what_cannot_be_sent_is_not_waiting() -> None:
+async def test_requests_that_cannot_be_sent_do_not_count_as_waiting() -> None:
     world = Simulated("a")
     world.unsendable.add("r0")
     world.add("r0")
     assert waiting(world) == {"a": 0}
 
 
-async def test_what_ends_without_a_word_is_not_waiting() -> None:
+async def test_requests_that_end_without_output_do_not_count_as_waiting() -> None:
     world = Simulated("a")
     world.add("r0")
     world.closed.add("a")
@@ -1458,7 +1458,7 @@ async def test_a_handoff_without_a_source_resumes_but_not_on_a_prefill_engine() 
     ("params", "why"),
     [({"max_tokens": 1}, "one_token"), ({"prompt_logprobs": 0}, "kind"), ({}, "long")],
 )
-async def test_what_gains_nothing_goes_in_one_leg(params: dict[str, int], why: str) -> None:
+async def test_requests_without_gain_take_one_leg(params: dict[str, int], why: str) -> None:
     world = two_kinds("a", "b")
     world.add("r0", **params)
     planned = "two" if why == "long" else "one"

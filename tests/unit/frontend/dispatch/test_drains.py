@@ -32,7 +32,7 @@ def test_those_that_are_too_slow_for_the_tokens_they_may_make_are_late() -> None
     assert Drain(NOW, 100.0).late([slow, fast], NOW) == []
 
 
-def test_what_has_not_begun_is_taken_to_be_as_fast_as_the_others() -> None:
+def test_unstarted_requests_are_assumed_to_be_as_fast_as_the_others() -> None:
     others = [entry(f"r{number}", pace=pace) for number, pace in enumerate((0.1, 0.2, 5.0))]
     new = entry("new")
     assert new in Drain(NOW, 15.0).late([*others, new], NOW)

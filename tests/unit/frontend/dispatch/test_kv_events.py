@@ -77,7 +77,7 @@ async def test_an_emptied_cache_has_no_state() -> None:
     assert numbers(list(batch.events)) == [[2]]
 
 
-async def test_who_takes_the_rank_of_one_that_is_gone_goes_on_with_its_numbers() -> None:
+async def test_a_replacement_rank_continues_the_sequence_numbers() -> None:
     feed = KvEventFeed()
     subscription = feed.subscribe()
     feed.publish("a", 3, [stored(1)])

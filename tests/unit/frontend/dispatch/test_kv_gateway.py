@@ -33,7 +33,7 @@ def read(given: Any, *, n: int = 1, gateway: KvGateway = gateway("h:50054")) -> 
 
 
 @pytest.mark.parametrize("given", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": None, "tp_size": 1}])
-def test_what_says_nothing_asks_for_nothing(given: Any) -> None:
+def test_empty_parameters_request_nothing(given: Any) -> None:
     assert read(given) == KvParams()
 
 
@@ -99,8 +99,8 @@ def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("given", [[1], [], "", "text", 0, 7, False, True])
-def test_what_is_no_object_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="kv_transfer_params is not a JSON object"):
+def test_values_that_are_no_object_are_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgument, match="kv_transfer_params is no object"):
         read(given)
 
 

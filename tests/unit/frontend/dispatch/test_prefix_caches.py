@@ -114,7 +114,7 @@ def test_salts_are_kept_apart() -> None:
     assert caches.cached_tokens(asked(PROMPT, salt="b")) == caches.cached_tokens(asked(PROMPT)) == {}
 
 
-def test_what_one_adapter_has_cached_is_nothing_to_another_or_to_the_model() -> None:
+def test_cached_blocks_of_an_adapter_do_not_match_other_adapters_or_the_model() -> None:
     ours, renamed, other = (LoraAdapter(*said) for said in (("a", "/a", b"1"), ("b", "/b", b"1"), ("a", "/a", b"2")))
     engine, caches = Engine(), PrefixCaches(100)
     caches.begin("e", SIZE)
@@ -268,7 +268,7 @@ def test_a_reset_clears_one_engine_alone() -> None:
     assert caches.cached_tokens(asked(PROMPT)) == {"f": 16}
 
 
-def test_what_is_evicted_is_found_no_longer() -> None:
+def test_evicted_blocks_are_not_found() -> None:
     engine, caches = Engine(num_blocks=6), following("e")
     caches.apply("e", engine.compute(asked(PROMPT)))
     events = engine.compute(asked([1] * 18))

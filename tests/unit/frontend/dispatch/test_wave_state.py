@@ -16,7 +16,7 @@ def test_a_first_request_is_told_to_the_coordinator_and_to_the_other_ranks():
     )
 
 
-def test_nobody_is_told_of_a_request_to_a_group_that_runs():
+def test_a_request_to_a_running_group_notifies_no_rank():
     assert RUNNING.sent("b") == (RUNNING, ())
 
 
@@ -38,6 +38,6 @@ def test_a_rank_that_waits_is_told_to_the_others():
     assert sent == (StartDpWave("a", 2, 6, Pauses(2)), StartDpWave("b", 2, 6, Pauses(2)))
 
 
-def test_a_rank_of_an_older_wave_or_another_epoch_is_told_to_nobody():
+def test_a_rank_of_an_older_wave_or_another_epoch_notifies_no_rank():
     assert IDLE.start_wave(StartWave("c", 2, 4, Pauses()))[1] == ()
     assert IDLE.start_wave(StartWave("c", 1, 6, Pauses()))[1] == ()

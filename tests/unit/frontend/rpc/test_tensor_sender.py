@@ -37,7 +37,7 @@ def test_what_was_kept_is_left_out() -> None:
     assert mirror.take_drops(10) == []
 
 
-def test_what_was_used_least_recently_makes_room() -> None:
+def test_the_least_recently_used_item_is_evicted() -> None:
     mirror = MediaMirror(QUOTA)
     sent(mirror, "a")
     sent(mirror, "b")

@@ -94,7 +94,7 @@ def test_an_answer_out_of_order_has_its_name(batch: Batch) -> None:
 
 @pytest.mark.parametrize("error", [Unavailable, KeyboardInterrupt])
 @pytest.mark.parametrize("unordered", [False, True])
-def test_what_was_interrupted_goes_on_with_every_line_once(
+def test_an_interrupted_batch_resumes_and_answers_every_line_once(
     batch: Batch, error: type[BaseException], unordered: bool
 ) -> None:
     chance = random.Random(5)

@@ -72,7 +72,7 @@ def test_what_stays_does_not_depend_on_the_pieces(points: list[int]) -> None:
     assert shown(pieces) == shown([*FENCED])
 
 
-def test_a_block_is_drawn_anew_with_every_piece() -> None:
+def test_a_block_is_redrawn_with_every_piece() -> None:
     screen = Screen()
     view = MarkdownView(screen, render=dimmed)
     view.write("one")

@@ -76,7 +76,7 @@ def test_whatever_can_be_gone_through_is_several_prompts(given: Any, prompts: li
         ),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_its_place(given: Any, said: str) -> None:
+def test_invalid_prompts_are_refused_by_their_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         listed(prompts_of(given, name="prompts").each)
     assert refused.value.message == said
@@ -107,7 +107,7 @@ def test_conversations_may_be_generated(make: Callable[[], Any], count: int) -> 
         ([[HELLO], None], "conversations[1] is None; a conversation is a list of messages"),
     ],
 )
-def test_what_is_no_conversation_is_refused_by_its_place(given: Any, said: str) -> None:
+def test_invalid_conversations_are_refused_by_their_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         listed(conversations_of(given).each)
     assert refused.value.message.startswith(said)
@@ -126,7 +126,7 @@ def test_sampling_params_may_be_generated() -> None:
         ([{"seed": 1}, {"seed": 2}], "sampling_params has 2 entries for 1 inputs"),
     ],
 )
-def test_what_are_no_sampling_params_is_refused_by_its_place(given: Any, said: str) -> None:
+def test_invalid_sampling_params_are_refused_by_their_place(given: Any, said: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         listed(itertools.islice(sampling_of(given, 1), 1))
     assert refused.value.message.startswith(said)
@@ -202,7 +202,7 @@ def test_a_prompt_may_have_a_prediction_as_text_or_token_ids() -> None:
         ({"prediction": "a"}, "prompts[0] is a mapping with nothing; it must have only prompt"),
     ],
 )
-def test_what_is_no_prediction_is_refused_by_its_place(given: Any, said: str) -> None:
+def test_invalid_predictions_are_refused_by_their_place(given: Any, said: str) -> None:
     (wrong,) = predicted_of([given], name="prompts").each
     assert isinstance(wrong, InvalidArgument)
     assert said in wrong.message

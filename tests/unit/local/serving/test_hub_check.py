@@ -79,6 +79,6 @@ def test_offline_is_said_by_the_variable_that_makes_it_so(tmp_path: Path) -> Non
         (404, "RevisionNotFound", "the hub has no revision 'v9' of this model"),
     ],
 )
-def test_what_the_hub_says_is_told_with_what_to_do(tmp_path: Path, status: int, code: str, message: str) -> None:
+def test_errors_of_the_hub_are_reported_with_the_fix(tmp_path: Path, status: int, code: str, message: str) -> None:
     with hub(status, code) as address:
         assert message in said(tmp_path, revision="v9", HF_ENDPOINT=address)

@@ -149,7 +149,7 @@ def test_ports_of_several_frontends_that_meet_are_refused() -> None:
         ServeOptions(model="org/name", frontends=2, admin_port=65_535)
 
 
-def test_the_coordinator_listens_on_loopback_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_the_coordinator_listens_on_loopback_and_waits_for_no_member(tmp_path: Path) -> None:
     config = read(CoordinatorConfig, specs(host="0.0.0.0")["coordinator"], tmp_path)
     assert (config.server.host, config.server.port) == ("127.0.0.1", 20_001)
     assert config.first_view_after == 0
@@ -223,7 +223,7 @@ def test_a_hub_id_passes(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/where", "./nowhere", "~/no/where", "a/b/c", "a b"])
-def test_what_can_only_be_a_path_must_exist(model: str) -> None:
+def test_a_model_that_can_only_be_a_path_must_exist(model: str) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         check_model(model)
 
@@ -234,7 +234,7 @@ def test_a_misspelt_path_gets_a_suggestion(tmp_path: Path) -> None:
         check_model(f"{tmp_path}/penstock-tyni")
 
 
-def test_what_the_files_show_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_errors_in_the_models_files_are_reported_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_model(str(tmp_path))
 

@@ -58,7 +58,7 @@ async def test_the_tail_holds_the_last_lines(tmp_path: Path) -> None:
     assert len(process.tail) < 20
 
 
-async def test_what_a_service_started_ends_with_it(tmp_path: Path) -> None:
+async def test_child_processes_of_a_service_end_with_it(tmp_path: Path) -> None:
     program = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
     code, _, process = await run(tmp_path, program)  # would wait for ever for the end of the log otherwise
     assert code == 0

@@ -40,7 +40,7 @@ def test_an_error_is_the_clients_and_says_what_is_wrong(
     assert (not BLAME.of_status(code, reason, field, message)) is right
 
 
-def test_what_must_be_refused_is_not_answered() -> None:
+def test_media_that_must_be_refused_are_not_answered() -> None:
     assert BLAME.of_answer()
     assert not BLAME._replace(taken=True).of_answer()
     assert Blame(frozenset(), taken=True).of_status("INVALID_ARGUMENT", "MEDIA_UNREADABLE", "a", "b")

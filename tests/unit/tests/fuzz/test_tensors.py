@@ -5,7 +5,7 @@ import pytest
 from tests.fuzz.tensors import Campaign
 
 
-def test_what_is_wrong_with_a_tensor_ends_its_own_request() -> None:
+def test_an_invalid_tensor_ends_only_its_own_request() -> None:
     campaign = Campaign(seed=1)
     campaign.run(24)
     assert campaign.num_sequences == 24

@@ -23,7 +23,7 @@ def test_files_that_stay_open_are_growth_with_the_slope_of_the_busy_time() -> No
     assert found["rss_mib"].allowed
 
 
-def test_what_is_given_back_is_no_growth() -> None:
+def test_freed_memory_is_no_growth() -> None:
     assert all(g.allowed for g in watch_of(20, 90, 95, 90, 22).growth(busy="soak"))
 
 

@@ -190,7 +190,7 @@ def test_output_counts_for_a_tenant_with_nothing_waiting():
     assert served(queue, 12).index("d") == pytest.approx(10, abs=1)
 
 
-def test_endless_newcomers_starve_nobody():
+def test_endless_new_requests_starve_no_other():
     queue = fair_queue(*(prepared("old", tokens=100) for _ in range(3)))
     for index in itertools.count():
         queue.add(prepared(f"newcomer {index}", tokens=10))

@@ -104,7 +104,7 @@ def test_a_prompt_starts_beside_others_only_if_all_of_it_fits():
     assert tokens_by_step(engine) == [[8]]
 
 
-def test_a_prompt_larger_than_the_pool_ends_with_an_error_and_disturbs_nobody():
+def test_a_prompt_larger_than_the_pool_ends_with_an_error_and_affects_no_other():
     scheduler = DefaultScheduler(scheduler_context(num_blocks=8))
     scheduler.add_request(prepared(make_request(29, request_id="big")))
     scheduler.add_request(prepared(make_request(5, request_id="small")))

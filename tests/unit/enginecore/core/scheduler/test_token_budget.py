@@ -122,7 +122,7 @@ def scheduled(request: Request, num_tokens: int) -> SchedulerOutput:
     return SchedulerOutput(num_scheduled_tokens={request.key: num_tokens})
 
 
-def test_what_is_not_computed_is_due() -> None:
+def test_uncomputed_tokens_are_due() -> None:
     assert num_tokens_due(computed(10, 0)) == 10
     assert num_tokens_due(computed(10, 4)) == 6
     assert num_tokens_due(computed(10, 10)) == 0

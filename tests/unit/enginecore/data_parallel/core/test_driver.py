@@ -62,7 +62,7 @@ def test_a_group_starts_without_its_coordinator():
         assert {rank.driver.report.place.wave for rank in ranks.all} == {2}
 
 
-def test_a_refused_request_leaves_nobody_waiting():
+def test_a_refused_request_leaves_no_request_waiting():
     with running_ranks(2) as ranks:
         refused = make_request(prompt=[10**6])
         ranks.all[0].add(refused)

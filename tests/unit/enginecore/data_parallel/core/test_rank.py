@@ -63,14 +63,14 @@ def test_a_newer_wave_of_a_request_is_adopted_and_one_of_another_epoch_is_not():
     assert IDLE.add(7, 4)[0].wave == 0
 
 
-def test_all_step_when_anybody_has_work_and_the_others_compute_a_dummy_batch():
+def test_all_ranks_step_if_one_has_work_and_idle_ranks_run_dummy_batches():
     rank, _ = IDLE.start_dp_wave(StartDpWave("a", 1, 0, Pauses()))
     rank, effects = rank.gathered([NO_WORK, WORK])
     assert effects == (Forward(1, 0, 0, Pauses(), dummy=True),)
     assert rank.stepped(unfinished=False)[0].step == 1
 
 
-def test_the_wave_ends_when_nobody_has_work_and_rank_0_says_so():
+def test_the_wave_ends_when_no_rank_has_work_and_rank_0_reports_it():
     rank, _ = IDLE.start_dp_wave(StartDpWave("a", 1, 0, Pauses()))
     rank, effects = rank.gathered([NO_WORK, NO_WORK])
     assert (rank.phase, rank.wave, rank.step) == (Phase.IDLE, 1, 0)
@@ -174,7 +174,7 @@ def test_a_new_epoch_opens_with_an_exchange_at_once():
     assert (rank.wave, rank.phase, rank.report.opening) == (3, Phase.IDLE, False)
 
 
-def test_who_is_not_in_the_new_epoch_leaves():
+def test_a_rank_outside_the_new_epoch_leaves():
     rank, effects = IDLE.reconfigure(Reconfigure("a", RankGroup(2, ("b",)), 0, Pauses()))
     assert rank.phase is Phase.OUTSIDE
     assert effects == (Leave(),)
@@ -240,7 +240,7 @@ def test_the_newest_and_strongest_pause_is_that_of_all(rows):
 
 
 @given(ROWS)
-def test_nobody_steps_in_a_pause_unless_it_waits_for_work(rows):
+def test_no_rank_steps_in_a_pause_unless_the_pause_waits_for_work(rows):
     agreement = agree(rows)
     if agreement.pauses.on and agreement.pauses.mode is not PauseMode.WAIT:
         assert not agreement.run

@@ -186,14 +186,14 @@ def test_a_message_longer_than_the_ring_that_nobody_reads_closes_it(words: Words
         writer.write(b"y", timeout=0)
 
 
-def test_who_waits_is_woken_by_a_message(words: Words) -> None:
+def test_a_waiting_reader_is_woken_by_a_message(words: Words) -> None:
     writer, (reader,) = make_ring(words)
     with _thread(reader.read) as reading:
         writer.write(b"x")
         assert reading.result(PATIENCE) == b"x"
 
 
-def test_who_waits_for_room_is_woken_by_a_reader(words: Words) -> None:
+def test_a_writer_waiting_for_room_is_woken_by_a_reader(words: Words) -> None:
     writer, (reader,) = make_ring(words)
     message = bytes(range(256)) * 10  # 80 rings
     with _thread(lambda: writer.write(message)) as writing:
@@ -202,7 +202,7 @@ def test_who_waits_for_room_is_woken_by_a_reader(words: Words) -> None:
 
 
 @pytest.mark.parametrize("told_by_another", [False, True])
-def test_who_waits_is_woken_by_the_end_of_the_other_side(words: Words, told_by_another: bool) -> None:
+def test_a_waiting_end_is_woken_by_the_end_of_the_other_side(words: Words, told_by_another: bool) -> None:
     writer, (reader,) = make_ring(words)
     with _thread(reader.read) as reading:
         (reader._memory.close_writer if told_by_another else writer.close)()

@@ -424,7 +424,7 @@ def test_a_step_waits_for_the_copies_of_its_own_adapters() -> None:
     assert not out.any(), "outside of a step nothing is added"
 
 
-def test_what_is_no_update_of_the_device_s_layers_is_refused(tmp_path: Path) -> None:
+def test_updates_of_other_layers_than_the_devices_are_refused(tmp_path: Path) -> None:
     save_varied_model("deepseek_v3", tmp_path)
     forward, module = fused(tmp_path), reference(tmp_path)._module
     name = "model.layers.0.self_attn.kv_b_proj"

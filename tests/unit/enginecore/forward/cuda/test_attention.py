@@ -183,7 +183,7 @@ SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, head_size_v=64, 
     ],
     ids=lambda x: str(x),
 )
-def test_what_the_kernels_do_not_take_is_named(changes: dict[str, int], dtype: torch.dtype, reason: str) -> None:
+def test_unsupported_parameters_are_named(changes: dict[str, int], dtype: torch.dtype, reason: str) -> None:
     taken = KVCacheSpec(block_size=32, num_kv_heads=1, head_size=16, head_size_v=16, dtype_size=2)
     odd = KVCacheSpec(**{name: getattr(SPEC, name) for name in SPEC.__struct_fields__} | changes)
     told = why_not({"first": taken, "second": odd}, dtype)

@@ -142,7 +142,7 @@ def test_memory_of_large_steps_is_kept_for_the_next_and_grows_with_them() -> Non
     assert memory.step(StepShape(1024, 1536)).activations.x.data_ptr() == larger.activations.x.data_ptr()
 
 
-def test_what_is_alive_at_once_shares_no_memory() -> None:
+def test_buffers_alive_at_the_same_time_share_no_memory() -> None:
     step = ActivationBuffers(StepShape(16, 8), WIDTHS, torch.float32, CPU).of(StepShape(16, 8))
     of_attention, of_mlp = ("qkv", "query", "attended"), ("gate_up", "gated")
     others = ("residual", "x", "normed", "chosen", "logits")

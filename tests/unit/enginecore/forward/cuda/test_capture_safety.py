@@ -136,7 +136,7 @@ def test_steps_that_mix_prompts_and_decodes_do_so_too(architecture: str, batch_i
     ],
 )
 @torch.inference_mode()
-def test_what_could_not_be_captured_is_found(
+def test_steps_that_cannot_be_captured_are_found(
     name: str, fault: Any, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorder itself: faults in place of a launch, which is not covered by ``RecordedKernels`` then."""

@@ -39,7 +39,7 @@ def pool() -> Pool:
     return Pool()
 
 
-def test_a_lease_nobody_pulls_expires_once(pool: Pool) -> None:
+def test_a_lease_without_a_pull_expires_once(pool: Pool) -> None:
     pool.grant(ID, 3)
     assert pool.leases.next_expiry() == 5.0
     assert (pool.leases.expire(4.9), pool.num_free_blocks, pool.leases.num_blocks) == (0, 5, 3)
@@ -137,7 +137,7 @@ def test_an_id_is_one_leases(pool: Pool) -> None:
         pool.grant(ID, 1)
 
 
-def test_what_is_told_of_no_lease_changes_nothing(pool: Pool) -> None:
+def test_messages_about_unknown_leases_change_nothing(pool: Pool) -> None:
     assert pool.leases.opened(ID) is None
     pool.leases.closed(ID, 1.0)
     pool.leases.fetch_began(ID)

@@ -37,7 +37,7 @@ def lookup_in(names: set[BlockName]):
     return lookup
 
 
-def test_what_the_pool_has_is_not_brought():
+def test_blocks_in_the_pool_are_not_loaded():
     names = [BlockName(0, block_hash) for block_hash in HASHES[:5]]
     pool = pool_with(set(names[:2]) | {names[3]}, 1)
     plan = plan_load(pool, [FULL], HASHES, BLOCK, 33, lookup_in(set(names)))

@@ -219,7 +219,7 @@ def test_a_host_cache_below_one_block_is_refused():
         engine_of(executor=executor, host_blocks=1)
 
 
-def test_what_leaves_the_host_comes_back_from_the_disk():
+def test_blocks_evicted_from_the_host_are_loaded_from_the_disk():
     disk = FakeDisk(100)
     engine = engine_of(host_blocks=12, disk=disk)
     for number in range(5):
@@ -451,7 +451,7 @@ def test_blocks_are_written_as_they_come_and_the_load_is_over_once(rig: Rig) -> 
     assert rig.over == [[PLACES[0], PLACES[1], PLACES[2], PLACES[4]]]
 
 
-def test_what_did_not_come_is_not_asked_for_again(rig: Rig) -> None:
+def test_blocks_that_did_not_arrive_are_not_requested_again(rig: Rig) -> None:
     rig.load(PLACES[:4])
     rig.come(0, 2)
     rig.copier.asked[0][2].set_result(None)
@@ -461,7 +461,7 @@ def test_what_did_not_come_is_not_asked_for_again(rig: Rig) -> None:
     assert rig.loads.has(rig.request, PLACES[1].name), "of another life of the request nothing is known"
 
 
-def test_what_was_abandoned_may_be_asked_for_again(rig: Rig) -> None:
+def test_abandoned_loads_may_be_requested_again(rig: Rig) -> None:
     number = rig.load(PLACES[:4])
     rig.loads.abandon(number)
     rig.peers.ended()
@@ -475,7 +475,7 @@ def test_a_load_without_anything_is_over(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_cannot_be_written_has_not_arrived(rig: Rig, at_once: bool) -> None:
+def test_a_failed_write_stores_no_blocks(rig: Rig, at_once: bool) -> None:
     rig.copier.refuses = at_once
     rig.load()
     rig.come(0)

@@ -29,7 +29,7 @@ def test_a_load_pays_while_computing_takes_longer():
     assert not rate.pays(1.0, 100)
 
 
-def test_what_does_not_pay_is_tried_again_now_and_then():
+def test_unprofitable_loads_are_retried_now_and_then():
     rate = ComputeRate()
     rate.computed(100, 1.0)
     assert sum(rate.pays(2.0, 100) for _ in range(160)) == 10

@@ -106,7 +106,7 @@ def test_more_than_a_window_comes_as_it_is_acknowledged(engine: Make, monkeypatc
     assert len(fetched.wait()) == 30
 
 
-def test_what_the_lease_does_not_have_is_missing(engine: Make) -> None:
+def test_blocks_outside_the_lease_are_missing(engine: Make) -> None:
     source, target = engine("a"), engine("b")
     names, others = names_of("prompt", 3), names_of("another prompt", 2)
     source.fill(others)  # in the pool, and in no lease
@@ -372,7 +372,7 @@ def test_another_hosts_memory_is_not_used(tmp_path: Path) -> None:
         assert set(target.counts.num_blocks) == {("in", "grpc")}
 
 
-def test_what_does_not_fit_into_the_arena_goes_in_messages(tmp_path: Path) -> None:
+def test_blocks_that_do_not_fit_into_the_arena_are_sent_in_messages(tmp_path: Path) -> None:
     size = MESSAGE_BYTES // 3
     with (
         FakeKvEngine("a", root=tmp_path, transport="shared_memory", arena=MESSAGE_BYTES, block_bytes=size) as source,

@@ -35,7 +35,7 @@ def test_an_adapter_is_held_from_its_load_on_and_active_while_its_requests_run()
     assert held.max_loras == 3
 
 
-def test_nothing_is_told_anew_while_nothing_changes() -> None:
+def test_nothing_is_sent_while_nothing_changes() -> None:
     engine = engine_of()
     run_to_end(engine, make_request(5, lora=adapter(1)))
     before = told(engine)
@@ -45,7 +45,7 @@ def test_nothing_is_told_anew_while_nothing_changes() -> None:
     assert told(engine).version > before.version
 
 
-def test_what_was_removed_or_made_room_is_held_no_more() -> None:
+def test_removed_and_evicted_adapters_are_no_longer_advertised() -> None:
     engine = engine_of(cpu_memory=2 * 2**20)
     for number in (1, 2, 3):
         run_to_end(engine, make_request(5, lora=adapter(number)))
@@ -54,7 +54,7 @@ def test_what_was_removed_or_made_room_is_held_no_more() -> None:
     assert set(told(engine).held) == keys(2)
 
 
-def test_what_could_not_be_loaded_is_not_held() -> None:
+def test_adapters_that_failed_to_load_are_not_advertised() -> None:
     engine = engine_of()
     executor_of(engine).adapters["/a1"] = RuntimeError("a defect")
     run_to_end(engine, make_request(5, lora=adapter(1)))

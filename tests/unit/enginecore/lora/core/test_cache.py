@@ -24,7 +24,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.num_evictions == 2
 
 
-def test_what_is_used_or_pinned_stays() -> None:
+def test_used_and_pinned_adapters_stay() -> None:
     cache = LoraCache(30)
     for digest in (A, B, C):
         cache.add(digest, 10)
@@ -74,7 +74,7 @@ def test_one_that_is_wanted_again_before_it_has_left_stays() -> None:
     assert cache.num_bytes == 10
 
 
-def test_what_is_not_there_is_not_pinned() -> None:
+def test_a_missing_adapter_cannot_be_pinned() -> None:
     with pytest.raises(NotFound, match="61"):
         LoraCache(30).pin(A)
 

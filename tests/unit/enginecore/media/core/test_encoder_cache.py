@@ -22,7 +22,7 @@ def test_items_go_in_the_order_of_their_last_use_and_no_more_than_needed():
     assert cache.room_for(10, urgent=False) == ["b", "c", "a"]
 
 
-def test_what_running_requests_need_stays():
+def test_embeddings_of_running_requests_stay():
     cache = cache_of(a=4, b=4)
     cache.pin("a")
     assert cache.room_for(6, urgent=True) == ["b"]

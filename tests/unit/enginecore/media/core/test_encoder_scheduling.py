@@ -177,7 +177,7 @@ def test_equal_items_are_encoded_once_by_requests_and_within_one():
     assert (media.pending_embeds, media.encoder_cache_usage) == (0, 8 / 64)
 
 
-def test_what_a_prefix_hit_covers_is_not_encoded():
+def test_items_covered_by_a_prefix_hit_are_not_encoded():
     engine = media_engine(max_num_encoder_tokens=100)
     first = images(1, 2, length=4, behind=4, max_tokens=1)
     run_to_end(engine, first)
@@ -308,7 +308,7 @@ def test_nothing_that_came_of_an_unreadable_item_can_be_found(async_scheduling, 
     assert transcript.outputs[request.request_id][0].prefill_stats.num_cached_tokens == 0
 
 
-def test_what_is_being_encoded_for_nobody_is_dropped():
+def test_an_encoding_without_waiting_requests_is_dropped():
     engine = media_engine()
     add(engine, images(1, request_id="r"), images(1, request_id="s"))
     step(engine, Transcript())
@@ -401,7 +401,7 @@ def test_a_running_request_takes_the_room_that_a_waiting_one_was_to_start_with()
     assert engine.executor.encoder.encoded == [identifier_of(number) for number in (1, 2, 1)]
 
 
-def test_what_a_step_that_lost_its_peers_had_encoded_is_encoded_again():
+def test_items_of_a_step_that_lost_its_peers_are_encoded_again():
     engine = media_engine(max_num_batched_tokens=8, max_num_encoder_tokens=1000)
     request = images(1, max_tokens=1)
     add(engine, request)

@@ -63,7 +63,7 @@ def test_media_in_order_pass():
         ([changed(make_feature(1, 0, 4), identifier="a" * 63)], "[0].identifier", "has 63 characters"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_field(features, field, message):
+def test_invalid_values_are_refused_with_their_field(features, field, message):
     error = refused(*features)
     assert isinstance(error, InvalidArgument)
     assert error.field == f"mm_features{field}"
@@ -78,7 +78,7 @@ def test_a_prompt_has_as_many_items_as_it_may():
     assert "has 3 items of modality image; multimodal.limit_per_prompt allows 2" in error.message
 
 
-def test_what_is_not_served_with_media_is_refused_by_name():
+def test_features_unsupported_with_media_are_refused():
     feature = make_feature(1, 0, 4)
     assert isinstance(refused(feature, served=()), Unimplemented)
     scored = refused(feature, prompt_logprobs=1)

@@ -172,7 +172,7 @@ def test_a_number_of_rows_that_the_prompt_has_no_room_for_is_refused(encoder: Me
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_what_a_tower_raises_fails_its_item_alone(
+def test_an_encoders_error_fails_only_its_item(
     encoder: MediaEncoder, image: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(encoder, TowerEncoder)
@@ -188,7 +188,7 @@ def test_what_a_tower_raises_fails_its_item_alone(
     assert done.failure == ""
 
 
-def test_what_is_wrong_with_the_device_is_no_items_fault(
+def test_device_errors_are_not_blamed_on_an_item(
     encoder: MediaEncoder, image: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(encoder, TowerEncoder)

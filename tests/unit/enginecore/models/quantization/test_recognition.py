@@ -120,7 +120,7 @@ def test_a_configuration_that_is_served(config: dict[str, Any], scheme: Scheme) 
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups describes no weights"),
     ],
 )
-def test_what_is_not_served_is_refused_by_field_and_value(config: dict[str, Any], said: str) -> None:
+def test_unsupported_values_are_refused_by_field_and_value(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError, match=r"^quantization_config\.(config_groups\.)?(group_0\.)?" + said):
         recognise(config)
 

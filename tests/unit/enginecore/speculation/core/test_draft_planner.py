@@ -77,7 +77,7 @@ def test_a_request_without_drafts_says_nothing_of_them() -> None:
     assert outputs_of(engine)["r"][1].spec_decoding_stats is None
 
 
-def test_what_lies_behind_a_stop_is_dropped() -> None:
+def test_drafts_after_a_stop_are_dropped() -> None:
     expected = oracle_tokens(3, 12, VOCAB)
     engine = engine_with(right)
     add(engine, make_request(5, request_id="r", seed=3, max_tokens=12, stop_token_ids=(expected[3],)))

@@ -387,7 +387,7 @@ def test_nullable_adds_null_but_not_to_an_enum() -> None:
         {"type": "string", "if": {"minLength": 3}},
     ],
 )
-def test_what_constrains_nothing_changes_nothing(schema: Any) -> None:
+def test_keywords_without_effect_change_nothing(schema: Any) -> None:
     sources = [
         grammar_source(StructuredOutput(json_schema=json.dumps(s)), 1 << 20) for s in (schema, {"type": "string"})
     ]

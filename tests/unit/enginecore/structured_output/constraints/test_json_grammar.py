@@ -70,7 +70,7 @@ def schema(value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_json_dumps_writes_is_admitted(compiled: Compiled, seed: int):
+def test_output_of_json_dumps_is_admitted(compiled: Compiled, seed: int):
     described = random_schema(random.Random(seed))
     value = random_value(described, random.Random(seed))
     for options in LAYOUTS:

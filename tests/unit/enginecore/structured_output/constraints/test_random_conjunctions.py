@@ -73,7 +73,7 @@ def values(rng: random.Random) -> list[Any]:
 @pytest.mark.parametrize(
     "seeds", [range(400), pytest.param(range(400, 10_000), marks=pytest.mark.slow)], ids=["some", "many"]
 )
-def test_what_is_let_through_is_valid(seeds: range) -> None:
+def test_admitted_outputs_are_valid(seeds: range) -> None:
     served = let_through = 0
     for seed in seeds:
         rng = random.Random(seed)

@@ -89,7 +89,7 @@ def schema_refused(schema: Any) -> str:
         ({"type": "boolean", "required": True}, "#/required must be a list of strings"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, place: str):
+def test_unenforceable_constraints_are_refused_by_name(schema: Any, place: str):
     assert place in schema_refused(schema)
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, place: str):
         ),
     ],
 )
-def test_what_takes_long_to_find_out_is_refused_where_it_is_compiled(schema: Any, reason: str):
+def test_errors_that_are_slow_to_find_are_reported_by_the_compiler(schema: Any, reason: str):
     constraint = StructuredOutput(json_schema=json.dumps(schema))
     check_constraint(constraint, LIMIT)
     with pytest.raises(InvalidArgument) as error:
@@ -237,7 +237,7 @@ def test_a_constraint_has_a_largest_size(constraint: dict[str, Any]):
         ({"type": "token", "token": 3}, "#/format/content/type is 'token'"),
     ],
 )
-def test_what_stands_inside_a_structural_tag_is_checked_too(content: Any, reason: str):
+def test_contents_of_a_structural_tag_are_checked_too(content: Any, reason: str):
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
     assert reason in refused(structural_tag=json.dumps(tag))
 

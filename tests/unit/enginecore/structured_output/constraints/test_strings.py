@@ -36,7 +36,7 @@ def test_every_year_is_a_year_but_the_zeroth():
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_python_writes_is_allowed(seed: int):
+def test_output_of_python_is_admitted(seed: int):
     rng = random.Random(seed)
     moment = dt.datetime(
         rng.randint(1, 9999), rng.randint(1, 12), rng.randint(1, 28), rng.randint(0, 23), rng.randint(0, 59)
@@ -118,5 +118,5 @@ def test_what_is_allowed_near_an_example_its_reader_reads(name: str):
         ("uri", "example.org"),
     ],
 )
-def test_what_is_wrong_is_not_allowed(name: str, text: str):
+def test_invalid_strings_are_not_admitted(name: str, text: str):
     assert not matches(name, text)

@@ -51,7 +51,7 @@ def test_a_constraint_that_is_fulfilled_ends_the_output_also_where_eos_is_ignore
     assert transcript.reason(request.request_id) is FinishReason.STOP
 
 
-def test_a_request_whose_constraint_is_compiling_holds_nobody_up():
+def test_a_request_with_a_compiling_constraint_delays_no_other():
     grammars = FakeGrammars(VOCAB, EOS, manual=True)
     engine = engine_with(grammars, max_num_seqs=1)
     first, second = constrained("even:3"), make_request(max_tokens=3)
@@ -161,7 +161,7 @@ def slow_beside_a_neighbour(prompt, **config):
 
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("config", [{}, {"async_scheduling": True}, {"prefix_caching": False}])
-def test_a_mask_that_is_late_holds_nobody_up(prompt, config):
+def test_a_late_mask_delays_no_other_request(prompt, config):
     engine, grammar, slow, neighbour = slow_beside_a_neighbour(prompt, **config)
     transcript = Transcript()
     while neighbour.request_id not in transcript.ends:
@@ -177,7 +177,7 @@ def test_a_mask_that_is_late_holds_nobody_up(prompt, config):
     assert_nothing_left(engine)
 
 
-def test_a_late_mask_wakes_whoever_waits_for_work():
+def test_a_late_mask_wakes_the_waiting_loop():
     engine, grammar, slow, _ = slow_beside_a_neighbour(prompt=True)
     while engine.queues.get(block=False, timeout=None) is not None:
         pass

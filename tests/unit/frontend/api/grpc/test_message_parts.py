@@ -109,7 +109,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "message"), BROKEN)
-def test_what_is_wrong_is_said_of_its_field(fields: dict[str, Any], field: str, message: str) -> None:
+def test_errors_name_the_invalid_field(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(RequestFailed) as raised:
         media_part(media_pb2.Media(**fields), "messages[0].parts[1].media")
     path = f"messages[0].parts[1].media.{field}"

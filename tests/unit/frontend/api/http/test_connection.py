@@ -178,7 +178,7 @@ async def test_trailers_do_not_become_headers() -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00", 400, "bad_request"),
     ],
 )
-async def test_what_is_no_request_is_refused(request_bytes: bytes, status: int, code: str) -> None:
+async def test_bytes_that_are_no_request_are_refused(request_bytes: bytes, status: int, code: str) -> None:
     connection, transport = Listener(read_all).connect()
     connection.data_received(request_bytes)
     await until(lambda: transport.written)

@@ -124,7 +124,7 @@ def test_it_is_the_same_wherever_the_text_is_cut() -> None:
     assert size_of(*(bytes([each]) for each in TEXT)) == size_of(TEXT)
 
 
-async def test_what_is_beyond_a_limit_is_refused() -> None:
+async def test_bodies_beyond_a_limit_are_refused() -> None:
     await check_json_size(TEXT, max_values=12, max_objects=3)
     with pytest.raises(InvalidArgument, match=r"more than 11 JSON values; http.max_body_values is 11"):
         await check_json_size(TEXT, max_values=11, max_objects=3)
@@ -141,7 +141,7 @@ def test_nesting_is_that_of_the_deepest_place_wherever_the_text_is_cut() -> None
 
 
 @pytest.mark.parametrize(("begin", "end"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
-async def test_what_nests_too_deep_is_refused(begin: bytes, end: bytes) -> None:
+async def test_too_deep_nesting_is_refused(begin: bytes, end: bytes) -> None:
     repeats = MAX_NESTING // (begin.count(b"[") + begin.count(b"{"))
     limits = {"max_values": 10_000, "max_objects": 10_000}
     await check_json_size(begin * repeats + b"1" + end * repeats, **limits)

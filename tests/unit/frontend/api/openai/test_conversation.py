@@ -188,7 +188,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("part", "field", "message"), BROKEN)
-def test_what_is_wrong_with_a_part_is_said_of_its_field(part: dict[str, Any], field: str, message: str) -> None:
+def test_errors_of_a_part_name_its_field(part: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(RequestFailed) as raised:
         parsed({"type": "text", "text": "a"}, part)
     path = f"messages[1].content[1].{field}"

@@ -66,7 +66,7 @@ def test_what_asks_for_nothing_is_no_constraint(value: Any) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_enforced_is_refused_with_its_place(value: Any, field: str, message: str) -> None:
+def test_unenforceable_schemas_are_refused_with_the_place(value: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         read(value)
     assert error.value.field == f"response_format.{field}"

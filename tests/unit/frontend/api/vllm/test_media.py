@@ -228,7 +228,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "message"), BROKEN)
-def test_what_is_wrong_is_said_of_its_field(fields: dict[str, Any], field: str, message: str) -> None:
+def test_errors_name_the_invalid_field(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(RequestFailed) as raised:
         converted(**fields)
     assert isinstance(raised.value, (InvalidArgument, Unimplemented))

@@ -99,7 +99,7 @@ def test_reasoning_that_the_prompt_has_ended_is_over() -> None:
         ([], "auto", {"named": "x"}, "tool_choice names 'x'; the tools are: none"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(tools: list[Tool], choice: str, options: Any, message: str) -> None:
+def test_invalid_tool_choices_are_refused(tools: list[Tool], choice: str, options: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         tool_constraint(tools, choice, HermesToolParser, **options)
     assert (error.value.message, error.value.field) == (message, "tool_choice")

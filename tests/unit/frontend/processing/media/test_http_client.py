@@ -126,8 +126,8 @@ def test_an_answer_that_is_cut_off_is_a_lost_connection(given: bytes) -> None:
     ],
     ids=range(14),
 )
-def test_what_is_no_http_is_a_bad_answer(given: bytes) -> None:
-    with pytest.raises(BadAnswer, match="violates the HTTP protocol"):
+def test_bytes_that_are_no_http_are_a_bad_answer(given: bytes) -> None:
+    with pytest.raises(BadAnswer, match="breaks the protocol"):
         fed(given)
 
 
@@ -636,7 +636,7 @@ async def test_fetches_at_once_are_bounded_and_so_are_those_that_wait(server: Fi
     assert await asyncio.gather(*fetches) == [BODY] * 3
 
 
-async def test_what_comes_is_counted_as_it_comes(server: FileServer) -> None:
+async def test_received_bytes_are_counted_as_they_arrive(server: FileServer) -> None:
     server.answers["/a.png"] = answer(BODY)
     server.answers["/b.png"] = b"HTTP/1.1 200 OK\r\n\r\n" + BODY
     counts: dict[str, list[int]] = {"/a.png": [], "/b.png": []}

@@ -260,7 +260,7 @@ async def test_a_worker_that_ends_without_an_item_is_replaced_at_once(make: Make
     assert isinstance(await pool.process(image()), ProcessedItem)
 
 
-async def test_what_nobody_waits_for_any_more_is_not_processed(make: MakePool, tmp_path: Path) -> None:
+async def test_media_without_waiting_requests_are_not_processed(make: MakePool, tmp_path: Path) -> None:
     pool = make()
     await pool.start()
     running = asyncio.create_task(pool.process(image(fault="hang")))

@@ -31,7 +31,7 @@ async def test_deltas_that_were_not_taken_merge() -> None:
     assert (output.text, output.token_ids, output.finish) == ("ab", [1, 2, 3], None)
 
 
-async def test_what_was_taken_does_not_come_again() -> None:
+async def test_taken_output_is_not_returned_again() -> None:
     slot = collector()
     slot.put(TextDelta("a", [1]))
     await slot.get()
@@ -68,7 +68,7 @@ async def test_stream_interval_gives_the_first_every_nth_and_the_last_token() ->
     assert sizes == [1, 3, 3, 1]
 
 
-async def test_nothing_new_wakes_nobody() -> None:
+async def test_an_empty_delta_wakes_no_reader() -> None:
     slot = collector()
     slot.put(TextDelta())
     assert not await ready(slot)

@@ -141,7 +141,7 @@ async def test_salt_deadline_and_tenant_go_to_who_prepares_media(
     assert preparer.asked == [("s", 9e9, "t")]
 
 
-async def test_what_is_not_served_beside_media_is_refused_by_name(inputs: InputProcessor) -> None:
+async def test_features_unsupported_with_media_are_refused_by_name(inputs: InputProcessor) -> None:
     part = image_part(make_image(8, 8), "mixed.parts[1].media")
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         error = await refusal(inputs, "a", part, **{name: 3})

@@ -14,7 +14,7 @@ LIMITS = LimitsConfig()
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}
 
 
-def test_what_is_given_wins_over_the_model_and_the_model_over_ours() -> None:
+def test_request_values_override_the_models_defaults_and_those_override_ours() -> None:
     params = sampling_params.resolve({"temperature": 0.0}, sampling_params.model_defaults(MODEL), LIMITS)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.max_tokens) == (0.0, 0.9, 20, 0.0, 64)
 

@@ -27,7 +27,7 @@ def test_a_port_whose_service_is_down_is_no_other_processs() -> None:
     assert take(port)
 
 
-def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         used, free = listener.getsockname()[1], free_port()
         monkeypatch.setattr("tests.fakes.network.ports._untried", iter([used, free]))

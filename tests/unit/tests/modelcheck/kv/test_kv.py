@@ -31,7 +31,7 @@ def test_every_order_of_events_keeps_to_the_rules(bounds: Bounds) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_is_broken_is_found(mutation: Mutation) -> None:
+def test_deliberate_defects_are_found(mutation: Mutation) -> None:
     found = explore(mutation.bounds, mutation.machines)
     assert isinstance(found, Found)
     assert found.violation.rule.split()[0] in mutation.rules, found

@@ -202,7 +202,7 @@ def test_nothing_is_caught_where_nothing_is_broken(tmp_path: Path, monkeypatch: 
     assert not is_wrong(step, PARAMS["full"])
 
 
-def test_what_would_not_be_aligned_is_refused() -> None:
+def test_unaligned_sizes_are_refused() -> None:
     paged = Paged.of(make_step([1], [20], block_size=16))
     shape = paged.keys.shape
     numbers = torch.zeros(paged.keys.numel() + 64)

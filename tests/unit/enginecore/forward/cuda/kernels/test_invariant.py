@@ -214,7 +214,7 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", [normed, activated, summed])
-def test_what_a_program_makes_of_a_token_is_the_same_alone_and_in_a_crowd(kernel: Any) -> None:
+def test_a_programs_result_for_a_token_is_the_same_alone_and_in_a_batch(kernel: Any) -> None:
     x = numbers(9, IN)
     found = kernel(x)
     for row in (0, 8):
