@@ -94,7 +94,7 @@ def test_tokens_are_those_of_an_engine_that_waits(
 
 
 def test_no_token_is_taken_from_the_host_before_a_request_needs_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above would compare the host's own tokens with themselves."""
+    """Otherwise the test above would compare the host's tokens with themselves."""
     choose_on_device(monkeypatch, LastMoment)
     _, engine = run(path, plain_requests())
     runner = engine.executor._worker.runner

@@ -32,7 +32,7 @@ VOCAB = 1000
 
 
 class Client:
-    """One session, spoken by hand."""
+    """A session whose messages the test writes itself."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = service_pb2_grpc.EngineCoreServiceStub(channel).Session()

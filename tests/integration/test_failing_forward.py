@@ -75,7 +75,9 @@ def tokens(outputs: dict[str, list[EngineCoreOutput]], name: str) -> list[int]:
 
 
 def assert_unharmed(engine: EngineCore, bad: EngineCoreRequest, quiet: dict[str, list[EngineCoreOutput]]) -> None:
-    """Beside ``bad``, the good requests give what they gave before, and nothing is left of any."""
+    """Check that good requests in a batch with ``bad`` give the same output, and that no request leaves anything
+    behind.
+    """
     good = good_requests()
     outputs = run(engine, *good[:2], bad, *good[2:])
     for request in good:

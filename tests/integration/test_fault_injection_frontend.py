@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 POISON = "poison"
 PANIC_TOKEN = 2**31
-"""In no vocabulary: the neighbour never has it."""
+"""Token outside every vocabulary, so that the neighbour never has it."""
 NEIGHBOUR: dict[str, Any] = {"text": "hello", "seed": 11, "max_tokens": 60}
 UNDISTURBED = byte_level().decode([token_at(11, i, vocab_size=byte_level().get_vocab_size()) for i in range(60)])
 INCIDENT = re.compile(r"incident ([0-9a-f]{8})$")
@@ -59,7 +59,7 @@ class System(NamedTuple):
         return self.api.server
 
     def live(self) -> dict[str, int]:
-        """What the frontend and the engine still have of requests."""
+        """Return the requests that the frontend and the engine still hold."""
         frontend = self.frontend.frontend
         dispatch = frontend._engines._dispatch
         return {
@@ -443,7 +443,7 @@ def incidents_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def stepping(system: System, work: Awaitable[Any], *, for_all: bool = True) -> Any:
-    """What ``work`` returns, while the engine steps: always, or where it has anything beside the neighbour."""
+    """Await ``work`` while the engine steps: always, or only if it has requests other than the neighbour."""
     task = asyncio.ensure_future(work)
     while not task.done():
         labels = {request.message.external_request_id for request in system.engine.running.values()}

@@ -28,7 +28,7 @@ REFUSED = [(two, verdict.message) for two, verdict in pairs() if isinstance(verd
 
 
 def is_slow(two: Two) -> bool:
-    """All but each third of the partners of a feature."""
+    """Return whether the pair's test is slow: all but each third of a feature's partners."""
     return bool(two & SLOW or sum(map(FEATURES.index, two)) % 3)
 
 

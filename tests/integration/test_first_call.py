@@ -1,4 +1,4 @@
-"""What the chart's test hook runs: a call over gRPC and one over HTTP, whatever the model does and the frontends ask for."""
+"""The chart's test hook: a call over gRPC and one over HTTP, for every task of the model and every kind of credentials."""
 
 import array
 import asyncio

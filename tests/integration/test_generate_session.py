@@ -21,7 +21,7 @@ Output = pb.GenerateResponse | pb.SessionError
 
 
 class Client:
-    """One session. ``outputs``: what came down. Sessions that are still ``open`` at a test's end hold up the server."""
+    """One session and its ``outputs``. Sessions still ``open`` at a test's end delay the server's stop."""
 
     open: ClassVar[list[Any]] = []
 

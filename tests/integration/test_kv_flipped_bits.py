@@ -65,7 +65,7 @@ class Bad:
 
 
 def flip_messages(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the message of a block, or the first of its chunks."""
+    """Flip a bit in the message of a block, or in the first of its chunks."""
     made = transports.GrpcSender.messages
 
     def messages(*args: Any) -> Iterator[pb.PullResponse]:
@@ -82,7 +82,7 @@ def flip_messages(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flip_slots(kind: type, bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the memory that a block is read from by the other engine."""
+    """Flip a bit in the memory from which the other engine reads a block."""
     put = kind.put  # type: ignore[attr-defined]
 
     def putting(memory: Any, data: bytes) -> int | None:
@@ -122,7 +122,7 @@ WAYS: list[Way] = [by_grpc, by_grpc_in_chunks, by_shared_memory, by_nixl]
 def test_a_block_that_comes_broken_is_computed(
     way: Way, numbers: tuple[int, ...], model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind three of them nothing more is taken."""
+    """After three broken blocks the engine pulls no more."""
     bad = Bad(*numbers)
     transport = way(bad, monkeypatch)
     transfer = {"transport": transport, "arena": 1 << 20}

@@ -33,7 +33,7 @@ SCHEMA = {
     "required": ["name", "big"],
 }
 STEP_TOKENS = 16
-"""Of a prompt, in a step of the engine for prompts."""
+"""Number of prompt tokens in a step of the prefill engine."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -99,7 +99,7 @@ def params_of(**settings: Any) -> sampling_pb2.SamplingParams:
 
 
 def vectors(count: int) -> tensor_pb2.Tensor:
-    """What the model's embedding layer would give for the tokens of no text in particular."""
+    """Return embeddings that the model's embedding layer gives for arbitrary tokens."""
     with safe_open(str(DEMO_MODEL / "model.safetensors"), framework="pt") as weights:
         rows = weights.get_tensor("model.embed_tokens.weight")[100 : 100 + count].float().contiguous()
     return tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=list(rows.shape), inline=rows.numpy().tobytes())
@@ -132,7 +132,7 @@ def request_of(name: str) -> pb.GenerateRequest:
 
 
 class Answer(NamedTuple):
-    """Of one sequence."""
+    """Answer of one sequence."""
 
     token_ids: list[int]
     text: str
@@ -185,7 +185,7 @@ async def test_answers_are_those_of_one_engine(pair: Pair, kind: str, output: in
 
 
 async def test_stop_strings_that_the_legs_share_are_found(pair: Pair) -> None:
-    """One begins in the first leg's only token and ends in the second leg's."""
+    """A stop string begins in the first leg's only token and ends in the second leg's."""
     [plain] = await answers(pair.one, request_of("stop"))
     for place, stop in enumerate((plain.text[:12], plain.text[3:11], plain.text[20:30])):
         request = request_of("stop")

@@ -69,7 +69,7 @@ def test_conversations_with_images_are_answered_as_transformers_does(name: str, 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """Of frames that keep their size, so that Pillow and torchvision agree."""
+    """Uses frames that keep their size, because Pillow and torchvision resize differently."""
     save_multimodal_model(name, tmp_path)
     is_qwen = name.startswith("qwen")
     frames = [make_image(64, 48, i) if is_qwen else make_image(SIDE, SIDE, i) for i in range(4)]

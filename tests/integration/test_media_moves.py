@@ -136,7 +136,7 @@ def images(*names: str, size: int = 100_000) -> list[MultiModalFeature]:
 
 
 def make_requests(count: int) -> dict[str, EngineCoreRequest]:
-    """Of two images each, which most share with others, and some of text alone."""
+    """Return requests with two images each, most of them shared, and some with text only."""
     requests = [asked(f"r{n}", *images(f"i{n % 5}", f"i{n * 7 % 11}") if n % 4 else (), seed=n) for n in range(count)]
     return {request.request_id: request for request in requests}
 

@@ -24,7 +24,7 @@ LIMITS = SessionsConfig(max_sessions=5, max_tensor_bytes=64 * MIB)
 
 
 class Client:
-    """One session, spoken by hand."""
+    """A session whose messages the test writes itself."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = service_pb2_grpc.EngineCoreServiceStub(channel).Session()
@@ -42,7 +42,7 @@ class Client:
             await self.call.write(pb.SessionRequest(tensor_chunk=chunk))
 
     async def heard(self) -> None:
-        """Until the engine has read everything that was sent."""
+        """Wait until the engine has read everything that was sent."""
         await self.call.write(pb.SessionRequest(utility=pb.UtilityCall(call_id=1, method="nothing is called so")))
         while True:
             message = await self.call.read()

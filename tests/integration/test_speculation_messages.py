@@ -1,4 +1,4 @@
-"""What speculation adds to the session's messages survives them, from frontend to engine and back."""
+"""Fields for speculation in the session's messages arrive, from frontend to engine and back."""
 
 import pytest
 

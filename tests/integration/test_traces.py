@@ -1,4 +1,4 @@
-"""One request is one connected trace over frontend and engine, and nothing is traced that was not asked for."""
+"""One request gives one connected trace over frontend and engine. Requests that are not sampled give none."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""How much memory there is, and what asks for more."""
+"""Available memory, and refusals of settings that need more."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an engine's metrics say of its adapters, and what they leave out where it applies none."""
+"""Metrics of an engine about its adapters; an engine without adapters exports none."""
 
 from prometheus_client import CollectorRegistry
 

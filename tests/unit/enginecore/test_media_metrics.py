@@ -1,4 +1,4 @@
-"""What an engine's metrics say of media, and what they leave out where it takes none."""
+"""Metrics of an engine about media; an engine without media exports none."""
 
 from prometheus_client import CollectorRegistry
 

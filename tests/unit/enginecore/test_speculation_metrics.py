@@ -1,4 +1,4 @@
-"""What an engine's metrics say of its drafts, and what they leave out where there are none."""
+"""Metrics of an engine about its drafts; an engine without drafts exports none."""
 
 from typing import Any
 

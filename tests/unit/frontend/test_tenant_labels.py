@@ -1,4 +1,4 @@
-"""Which tenants have a series of their own."""
+"""Tenants that have a metric series of their own."""
 
 from penstock_frontend.tenants import MAX_LABELS, OTHER, TenantLabels, own_label
 from tests.fakes.engines.engine_harness import FakeClock

@@ -1,4 +1,4 @@
-"""Which files have tests that failed last."""
+"""The list of files with tests that failed last."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every service tells of itself."""
+"""Metrics that every service exports about itself."""
 
 import asyncio
 import threading

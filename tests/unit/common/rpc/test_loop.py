@@ -15,7 +15,7 @@ from penstock_common.rpc.server import LIVENESS
 
 
 class PollerCompletionQueue:
-    """As gRPC's: events in a queue, a byte in a socket for each; the reader takes one byte and all events."""
+    """A fake of gRPC's queue: events, and a byte in a socket for each; the reader takes one byte and all events."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.reading, self.writing = socket.socketpair()
@@ -26,7 +26,7 @@ class PollerCompletionQueue:
         loop.add_reader(self.reading, functools.partial(self._handle_events, loop))
 
     def put(self, event: int) -> None:
-        """What gRPC's thread does."""
+        """Add an event as gRPC's thread does."""
         self.events.append(event)
         self.writing.send(b"1")
 

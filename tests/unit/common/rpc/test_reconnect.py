@@ -214,7 +214,7 @@ async def test_a_port_refuses_connections_only_without_a_listener() -> None:
 
 
 async def test_who_accepts_nothing_refuses_nothing() -> None:
-    """As a network does that swallows everything: the queue of connections is full."""
+    """The full queue of connections drops packets, like a network without an answer."""
     with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)

@@ -1,4 +1,4 @@
-"""What a server tells of itself: by both versions, and of every symbol that tools ask for."""
+"""Server reflection: both versions, and every symbol that tools ask for."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which calls of browsers are refused, by their headers alone."""
+"""Browser calls that are refused because of their headers."""
 
 from typing import Any
 

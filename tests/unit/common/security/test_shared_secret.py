@@ -102,7 +102,7 @@ OTHERS = [SharedSecret(b"o" * 32).key("mesh"), SECRET.key("store"), NO_SECRET.ke
 
 
 class Connection:
-    """One handshake; ``key`` is that of the side that connects."""
+    """One handshake; ``key`` is the key of the connecting side."""
 
     def __init__(self, key: bytes = KEY) -> None:
         self.key = key

@@ -29,7 +29,7 @@ class Step:
     metadata: AttentionMetadata
 
     def layout(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> KVLayout:
-        """How ``backend`` keeps a layer of this kind, its numbers in ``dtype`` or as they are."""
+        """Return the layout in which ``backend`` stores this kind of layer, in ``dtype`` or the step's own dtype."""
         heads, keys, values = self.cache.num_kv_heads, self.cache.keys, self.cache.values
         spec = KVCacheSpec(
             block_size=self.metadata.block_size,

@@ -17,7 +17,7 @@ BACKENDS = ["reference", "cpu"]
 
 
 def spanned(step: Step, seed: int, longest: int = 30) -> Step:
-    """With spans of up to ``longest`` tokens, here and there among the new tokens, that see each other."""
+    """Return the step with spans of up to ``longest`` new tokens that see each other."""
     generator = np.random.default_rng(seed)
     positions = step.metadata.positions()
     ends = positions + 1
@@ -36,7 +36,7 @@ def with_ends(step: Step, ends: IntArray) -> Step:
 
 
 def dense(step: Step, params: AttentionParams) -> torch.Tensor:
-    """By a mask that is written out query by query, in float64."""
+    """Compute attention in float64 with an explicit mask for each query."""
     metadata, outputs = step.metadata, []
     assert metadata.key_ends is not None
     for i, length in enumerate(map(int, metadata.seq_lens)):

@@ -134,7 +134,7 @@ def test_a_step_without_work_says_it_is_stalled():
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request_that_holds_no_block():
-    """All of its blocks have left its layers' windows."""
+    """All blocks of the request have left its layers' windows."""
     engine = make_engine(FakeExecutor(windows=(1, 1)))
     add(engine, make_request(8))
     engine.step(lambda: None)

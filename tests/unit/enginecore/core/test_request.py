@@ -1,4 +1,4 @@
-"""Where embeddings stand."""
+"""Positions of embeddings in a request."""
 
 from penstock_common.types.media import EmbedRun
 from penstock_enginecore.core.request import embeds_from, embeds_span, first_embed, span_around

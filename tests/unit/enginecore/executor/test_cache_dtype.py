@@ -1,4 +1,4 @@
-"""Where an fp8 KV cache is refused, and where it is not."""
+"""Configurations that refuse an fp8 KV cache, and those that support it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where batch invariance is refused before anything is loaded, and where it is not."""
+"""Configurations that refuse batch invariance before loading, and those that support it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where experts should be: even loads, all experts, few moves."""
+"""Computed placement of experts: even loads, all experts, few moves."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Where experts are."""
+"""Placement of experts on ranks."""
 
 import pytest
 

@@ -99,7 +99,7 @@ def embedded_of(forward: ForwardPass | Backbone, prompt: Prompt, part: slice) ->
 
 
 def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) -> torch.Tensor:
-    """Of all tokens, by transformers."""
+    """Return transformers' logits of all tokens."""
     demands = demands_of(model)
     with torch.inference_mode():
         embedded = twin.get_input_embeddings()(torch.from_numpy(prompt.token_ids)[None])
@@ -229,7 +229,7 @@ def test_after_the_last_attention_only_rows_with_requested_logits_are_computed(f
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3"])
 def test_what_media_bring_matters(family: str, name: str) -> None:
-    """Or no other test here would mean anything."""
+    """Check that media change the logits, as the other tests here assume."""
     model, _ = make(family)
     forward = build(model, name)
     prompt = prompts(demands_of(model).num_deepstack)[0]
@@ -323,7 +323,7 @@ def test_stages_refuse_rows_between_their_layers() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 @torch.inference_mode()
 def test_stages_compute_of_an_image_what_the_whole_model_does(family: str, stage: int) -> None:
-    """As it is proved when they are cut."""
+    """Compare stages as the check at their split does."""
     links: Any = SimpleNamespace(num_stages=2, stage=stage, is_first=stage == 0, is_last=stage == 1)
     left = cut(probe_model(make(family)[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
     assert distance(left.run(ModulesForward(left.probed, create_backend("cpu", CPU))), left.expected) < 1e-4

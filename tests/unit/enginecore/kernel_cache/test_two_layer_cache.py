@@ -102,7 +102,7 @@ def test_a_cache_is_opened_for_gpus_alone_and_must_be_there(tmp_path: Path) -> N
 
 
 def test_groups_are_as_triton_writes_them(tmp_path: Path) -> None:
-    """Else the tests above compare with themselves."""
+    """Check Triton's own format, which the tests above assume."""
     compiled(tmp_path / "image")
     [group] = (tmp_path / "image").rglob("__grp__k.json")
     assert set(json.loads(group.read_bytes())["child_paths"]) == {"k.json", "k.cubin"}

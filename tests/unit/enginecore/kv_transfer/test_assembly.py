@@ -1,4 +1,4 @@
-"""Whose blocks mean the same."""
+"""Engines whose blocks are interchangeable."""
 
 from typing import Any
 

@@ -55,7 +55,7 @@ def scale(tensors: dict[str, torch.Tensor], by: float) -> None:
 
 
 def later() -> ReadBefore:
-    """One that looks at files an hour after they were written."""
+    """Return a reader whose clock is one hour later than the files."""
     return ReadBefore(clock=lambda: time.time() + 3600)
 
 

@@ -1,4 +1,4 @@
-"""Which adapters have slots of a device, and when slots are written."""
+"""Adapters in the slots of a device, and the time at which slots are written."""
 
 import pytest
 from hypothesis import given

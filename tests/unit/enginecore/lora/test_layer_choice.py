@@ -1,4 +1,4 @@
-"""Which layers a configuration means, against PEFT's own answer."""
+"""Layers that a configuration selects, compared with PEFT."""
 
 import re
 from typing import Any

@@ -23,7 +23,7 @@ TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|down_proj)"
 
 
 def target_of(folder: Path) -> AdapterTarget:
-    """Of the text model that the engine makes of a checkpoint."""
+    """Return the target for the text model that the engine loads from a checkpoint."""
     return AdapterTarget.of(load_model(ModelConfig(path=str(folder)), CPU, lambda line: None).module)
 
 

@@ -52,7 +52,7 @@ def native(path: Path, isa: Any = "auto", *, threads: int = 3, rounded: bool = F
 
 
 def adapters_for(module: torch.nn.Module) -> list[LoraAdapter]:
-    """Of several ranks, in all layers, in some and of a rank in each, in float32 and in bfloat16."""
+    """Return adapters with several ranks: in all layers, in some, with a rank for each, in float32 and in bfloat16."""
 
     def ranks(name: str) -> int:
         return 1 + sum(name.encode()) % 23

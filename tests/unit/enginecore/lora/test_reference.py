@@ -56,7 +56,7 @@ def modules_forward(path: Path) -> ModulesForward:
 
 
 def peft_logits(model: Any, prompts: list[Prompt], adapters: list[LoraAdapter]) -> list[torch.Tensor]:
-    """Of each prompt on its own."""
+    """Return PEFT's logits of each prompt, computed alone."""
     models = {None: model} | {adapter.digest: with_peft(model, adapter) for adapter in adapters}
     with torch.no_grad():
         return [models[prompt.digest](torch.from_numpy(prompt.ids)[None]).logits[0] for prompt in prompts]
@@ -126,7 +126,7 @@ def test_the_head_alone_gives_the_logits_of_the_run_with_adapters(path: Path) ->
 
 @torch.inference_mode()
 def test_an_adapter_is_prepared_while_the_head_alone_is_computed(path: Path) -> None:
-    """On another thread, in a server: the layers are out of the model then."""
+    """A server prepares the adapter on another thread, while the layers are not in the model."""
     forward = modules_forward(path)
     bound(forward, 1)
     adapter = random_adapter(forward._module, 4, 1)

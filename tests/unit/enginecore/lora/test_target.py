@@ -1,4 +1,4 @@
-"""Which modules of a model take updates."""
+"""Modules of a model that support adapters."""
 
 from typing import Any
 

@@ -89,7 +89,7 @@ class Adapted:
     def expected(
         self, x: torch.Tensor, out: torch.Tensor, segments: Sequence[LoraSegment], scale: float
     ) -> torch.Tensor:
-        """In float64."""
+        """Return the result computed in float64."""
         result: torch.Tensor = out.double()
         starts = np.cumsum([0, *self.shape.features])
         for segment in segments:
@@ -107,14 +107,14 @@ def _random(size: tuple[int, int], generator: torch.Generator, dtype: torch.dtyp
 
 
 def tiles_of(segments: Sequence[LoraSegment], count: int) -> RowTiles:
-    """As they are on the device."""
+    """Return the tiles as they are laid out on the device."""
     slots, rows = np.zeros(count, dtype=np.int32), np.zeros((count, TILE_ROWS), dtype=np.int32)
     lay_out(segments, SLOTS, slots, rows)
     return RowTiles(torch.from_numpy(slots), torch.from_numpy(rows))
 
 
 def layout(name: str) -> list[LoraSegment]:
-    """By name."""
+    """Return the segments of the named layout."""
     return [LoraSegment(*each) for each in LAYOUTS[name]]
 
 

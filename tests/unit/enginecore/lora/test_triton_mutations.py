@@ -77,7 +77,7 @@ def results(module: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def differs(module: Any) -> bool:
-    """Whether the kernels of ``module`` make something else of them, or fail."""
+    """Return whether the kernels of ``module`` give other results, or fail."""
     try:
         return not all(torch.allclose(*pair, rtol=1e-4, atol=1e-4, equal_nan=True) for pair in results(module))
     except (IndexError, ValueError):

@@ -72,7 +72,7 @@ class _Layer(torch.nn.Module):
 
 
 class _Model(torch.nn.Module):
-    """As much of a model as ``layer_specs`` looks at."""
+    """The parts of a model that ``layer_specs`` reads."""
 
     def __init__(self, num_layers: int = 2, **config: Any) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_chunk_that_is_not_kept_to_is_noticed(layer_types: list[str] | None) -
 
 
 class _Projecting(torch.nn.Module):
-    """One attention layer whose queries, keys and values ``mix`` makes from the embedded tokens and their positions."""
+    """One attention layer. ``mix`` computes its queries, keys and values from the embedded tokens and their positions."""
 
     def __init__(self, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ LAYERS = {
     "window": AttentionParams(scaling=0.25, sliding_window=200),
     "chunk, softcap and sinks": AttentionParams(scaling=0.25, softcap=30.0, sinks=SINKS, attention_chunk=150),
 }
-"""By name."""
+"""Attention parameters by name."""
 
 
 @pytest.fixture(scope="module", params=[*((isa, "") for isa in runnable()), *ROUNDING], ids=" ".join)
@@ -28,7 +28,7 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 
 
 def rising(query_lens: list[int], seq_lens: list[int], by: float) -> Step:
-    """Whose keys grow with their position, so that scores that are larger than all before come again and again."""
+    """Return a step whose keys grow with their position, so that the maximum score rises again and again."""
     step = rounded(make_step(query_lens, seq_lens, block_size=16, heads=(6, 2), head_size=32, head_size_v=32))
     for i, length in enumerate(seq_lens):
         slots = torch.from_numpy(step.metadata.slots(i, 0, length))

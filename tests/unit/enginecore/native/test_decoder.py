@@ -62,7 +62,7 @@ def build(path: Path, isa: str, *, threads: int = 3, rounded: bool = False) -> F
 
 
 def step(lengths: Sequence[int], done: Sequence[int], ids: Sequence[np.ndarray]) -> ForwardBatch:
-    """Of requests with ``lengths`` tokens that come after ``done`` ones."""
+    """Return a step of requests with ``lengths`` new tokens after ``done`` computed ones."""
     table = np.arange(1, 1 + len(ids) * BLOCKS_OF_A_REQUEST, dtype=np.int32).reshape(len(ids), BLOCKS_OF_A_REQUEST)
     positions = [np.arange(before, before + count) for before, count in zip(done, lengths, strict=True)]
     slots = [
@@ -122,7 +122,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> torch.Tensor:
-    """Of the modules, whole prompts at once."""
+    """Return the modules' logits for whole prompts."""
     model = load(path)
     reference = ModulesForward(probe_model(model, CPU, BLOCK_SIZE), create_backend("reference", CPU))
     return run(reference, model.vocab_size, ())

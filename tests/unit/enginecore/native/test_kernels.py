@@ -171,7 +171,7 @@ def attend(library: NativeLibrary, step: Step, params: AttentionParams) -> torch
 def attend_part(
     backend: NativeAttention, whole: Step, cache: KVCache, part: slice, params: AttentionParams
 ) -> torch.Tensor:
-    """Of the queries ``part`` of the first request of ``whole``, a step of its whole prompt, alone."""
+    """Return the attention of a part of the first request's queries, computed alone."""
     metadata = AttentionMetadata(
         np.array([0, part.stop - part.start]),
         np.array([part.stop]),

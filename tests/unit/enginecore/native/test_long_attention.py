@@ -24,7 +24,7 @@ OTHERS = {
     "window and sinks": AttentionParams(scaling=0.25, sliding_window=1100, sinks=torch.tensor([3.0, -1.0, 2.0, 0.0])),
 }
 LAYERS = {name: PARAMS[name] for name in ("full", "window", "sinks", "chunk, softcap and sinks")} | OTHERS
-"""By name."""
+"""Attention parameters by name."""
 
 
 def step_of(lengths: tuple[list[int], list[int]]) -> Step:

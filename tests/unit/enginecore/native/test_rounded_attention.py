@@ -21,13 +21,13 @@ def rounding(request: pytest.FixtureRequest) -> NativeLibrary:
 
 
 def rounded(step: Step) -> Step:
-    """With queries, keys and values that bfloat16 holds."""
+    """Return the step with queries, keys and values rounded to bfloat16."""
     half = [each.bfloat16().float() for each in (step.query, step.key, step.value, step.cache.keys, step.cache.values)]
     return Step(half[0], half[1], half[2], replace(step.cache, keys=half[3], values=half[4]), step.metadata)
 
 
 def check(library: NativeLibrary, step: Step, params: AttentionParams) -> None:
-    """Beside rounded queries, keys and values only weights are rounded, each by a share of 2^-8 at most."""
+    """Check the error: queries, keys and values are rounded already, so only weights are rounded, each by at most 2^-8."""
     known = rounded(step)
     sizes = replace(known, value=known.value.abs(), cache=replace(known.cache, values=known.cache.values.abs()))
     error = (attend(library, step, params) - known.run("reference", params)).abs()

@@ -1,4 +1,4 @@
-"""What ranks of a group exchange: as threads, over sockets, and as processes that die and hang."""
+"""Collectives of a group: as threads, over sockets, and as processes that die and hang."""
 
 import multiprocessing
 import os

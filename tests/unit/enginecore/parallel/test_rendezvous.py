@@ -66,7 +66,7 @@ def test_another_word_is_refused(said: list[bytes]) -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_no_rank_is_over_while_one_that_has_not_confirmed_may_give_up(order: tuple[int, ...]) -> None:
-    """One rank is never ready: the others wait for it in whatever order they hear each other."""
+    """One rank is never ready: the others wait for it, in any order of their messages."""
     ranks = {rank: Confirmation(peer for peer in range(3) if peer != rank) for rank in range(3)}
     missing, *present = order
     for _ in range(3):

@@ -42,7 +42,7 @@ def config_of(**nodes: Any) -> EngineCoreConfig:
 
 
 class Events:
-    """What the engine heard."""
+    """Records the engine's events."""
 
     def __init__(self) -> None:
         self.heard: queue.Queue[tuple[Any, ...]] = queue.Queue()

@@ -20,7 +20,7 @@ from penstock_enginecore.rpc.traces import EngineTraces
 PARENT = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
 NUMBER = 5
 EPOCH = 1000.0
-"""What the wall clock shows when the engine's clock shows 0."""
+"""Wall clock time when the engine's clock is 0."""
 
 
 class Recorder:

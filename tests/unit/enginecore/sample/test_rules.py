@@ -50,7 +50,7 @@ def make_batch() -> InputBatch:
 
 
 def bitmask(*allowed: set[int]) -> np.ndarray:
-    """One row per set."""
+    """Return a bitmask with one row per set."""
     words = np.zeros((len(allowed), -(-VOCAB // 32)), dtype=np.uint32)
     for row, ids in enumerate(allowed):
         for token_id in ids:
@@ -261,7 +261,7 @@ def test_draws_follow_the_distribution_that_the_parameters_describe(case: dict[s
 
 
 def critical_value(degrees: int) -> float:
-    """What chi-square exceeds with probability 1e-4, after Wilson and Hilferty."""
+    """Return the value that chi-square exceeds with probability 1e-4, after Wilson and Hilferty."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
 

@@ -28,7 +28,7 @@ def on_all_ranks(size: int, run: Callable[[ThreadCollectives], T]) -> list[T]:
 
 
 def own_columns(logits: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """Of a rank, with zeros behind the last token, which would be the likeliest where all logits are negative."""
+    """Return a rank's columns, padded with zeros. Zero would be the maximum if all logits are negative."""
     own = logits[:, rank * width : (rank + 1) * width]
     return torch.cat([own, own.new_zeros(len(own), width - own.shape[1])], dim=1)
 

@@ -99,7 +99,7 @@ def drafter(
 
 
 def drafts(of: DraftModel, **settings: float) -> list[list[list[int]]]:
-    """What it drafts, step by step, for requests some of whose drafts hold."""
+    """Return the drafts of each step, for requests that accept some of their drafts."""
     windows = list(dict.fromkeys(spec.sliding_window for spec in of.specs.values()))
     groups = tuple(
         KVCacheGroup(layer_names=tuple(name for name, spec in of.specs.items() if spec.sliding_window == window))

@@ -106,14 +106,14 @@ def drafter(
 
 
 def states_of(request: int, first: int, end: int, width: int) -> torch.Tensor:
-    """What a target might put out for these positions."""
+    """Return possible hidden states of a target for these positions."""
     seeds = [torch.Generator().manual_seed(1000 * request + position) for position in range(first, end)]
     return torch.cat([torch.zeros(0, width), *(torch.randn(1, width, generator=seed) for seed in seeds)])
 
 
 @torch.inference_mode()
 def drafts(of: Eagle, **settings: float) -> list[list[list[int]]]:
-    """What it drafts, step by step, for requests some of whose drafts hold."""
+    """Return the drafts of each step, for requests that accept some of their drafts."""
     groups = (KVCacheGroup(layer_names=tuple(of.specs)),)
     num_blocks = 1 + len(LENGTHS) * -(-MAX_LEN // BLOCK_SIZE)
     of.allocate(KVCacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, groups=groups, max_model_len=MAX_LEN))

@@ -126,7 +126,7 @@ class Walked:
 
 
 def settle(backend: XgrammarBackend, grammars: Sequence[Grammar]) -> None:
-    """Until there are all masks, also those behind drafts."""
+    """Wait until all masks are ready, including those after drafts."""
     backend.flush()
     for grammar in grammars:
         while not (grammar.terminated or (grammar.ready and grammar.drafted)):

@@ -1,4 +1,4 @@
-"""What a constraint's token costs: the second try counts where the first took too much."""
+"""Cost of a constraint's token: if the first try takes too long, the second one counts."""
 
 import time
 

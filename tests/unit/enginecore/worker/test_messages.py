@@ -1,4 +1,4 @@
-"""What the engine and its workers say is there again on the other side, as it was."""
+"""Messages between the engine and its workers arrive unchanged."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whatever clients send as media: it is taken, or refused by the field at fault, and nothing of it is in the error."""
+"""Any media from clients is accepted or refused with the field at fault. The error quotes nothing of the media."""
 
 import json
 from typing import Any

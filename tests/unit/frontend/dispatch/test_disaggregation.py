@@ -1,4 +1,4 @@
-"""Which requests go in two legs, and to which engines each of them."""
+"""Requests that take two legs, and the engines of each leg."""
 
 from typing import Any
 

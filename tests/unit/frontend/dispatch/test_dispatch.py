@@ -276,7 +276,7 @@ class Simulated:
         self.dispatch.take(engine, engine, EngineCoreOutputs(tokens=columns))
 
     def number_of(self, request_id: str) -> int:
-        """What the last engine that got it calls it."""
+        """Return the request's number on the last engine that got it."""
         return next(r.request_number for _, r in reversed(self.sent) if r.request_id == request_id)
 
     def step(self, engine: str, count: int = 1) -> None:
@@ -348,7 +348,7 @@ class Simulated:
                 self.dispatch.accuse(engine)
 
     def finish(self) -> None:
-        """Everything up, and as many steps as it takes."""
+        """Start all engines and step until all requests have ended."""
         for engine in self.up:
             self.start(engine)
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""What silence means."""
+"""Detection of silent engines."""
 
 import pytest
 

@@ -94,7 +94,7 @@ def folder_with_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def sent(server: Server, *flags: str) -> sampling_pb2.SamplingParams:
-    """What the command asks the server for."""
+    """Return the sampling parameters that the command sends to the server."""
     assert await asyncio.to_thread(main, ["generate", "x", "--address", server.address, *flags]) == 0
     return server.inference.requests[-1].sampling_params
 

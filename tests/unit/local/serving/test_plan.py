@@ -1,4 +1,4 @@
-"""What ``penstock serve`` runs, from its options alone."""
+"""Processes that ``penstock serve`` starts, derived from its options alone."""
 
 from collections.abc import Sequence
 from pathlib import Path

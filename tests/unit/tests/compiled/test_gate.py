@@ -27,7 +27,7 @@ print(Usage(255, MAX_SHARED + 1, 8, 16, ("wgmma",)).faults)
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process in which kernels are not interpreted, unless ``variables`` say so."""
+    """Run in a process that does not interpret kernels, unless ``variables`` set it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

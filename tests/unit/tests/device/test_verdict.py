@@ -1,4 +1,4 @@
-"""What a run's last line says, and its exit status."""
+"""The last line of a run on a device, and its exit status."""
 
 import pytest
 

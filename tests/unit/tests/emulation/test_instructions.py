@@ -22,7 +22,7 @@ def instructions() -> ctypes.CDLL:
 
 
 def config(*shapes: tuple[int, int]) -> bytes:
-    """Of tiles of so many rows and bytes in a row."""
+    """Return a tile configuration with these rows and bytes per row."""
     rows = bytes(row for row, _ in shapes)
     widths = np.array([width for _, width in shapes], dtype="<u2").tobytes()
     return bytes([1, *[0] * 15]) + widths.ljust(32, b"\0") + rows.ljust(16, b"\0")

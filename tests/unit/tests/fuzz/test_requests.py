@@ -1,4 +1,4 @@
-"""What the fuzz sends: made from seed and number alone, and at every place."""
+"""Requests of the fuzzer: generated from seed and number only, with faults at every place."""
 
 from tests.fuzz.findings import Findings
 from tests.fuzz.rpc_calls import End

@@ -1,4 +1,4 @@
-"""What a service's log must say to be held against a request."""
+"""Log lines of a service that count as a defect caused by a request."""
 
 from tests.fuzz.watch import _notable
 

@@ -70,7 +70,7 @@ class Network:
         self.rank(name, "add", view.group.epoch, view.wave)
 
     def run(self, events: int = 200) -> None:
-        """Until nothing is left to happen, or something never ends."""
+        """Run events until none is left, or until the limit shows that they never end."""
         while self._next and events:
             self._next.popleft()()
             events -= 1
@@ -139,20 +139,20 @@ class Lines:
         self.path.write_bytes(self._written)
 
     def counts(self, at: int) -> bool:
-        """Whether without this line the machine cannot have gone on as it did."""
+        """Return whether the machine cannot reach its next state without this line."""
         before, line = self.lines[at - 1], self.lines[at]
         return bool(line["after"] != before.get("after", before.get("state"))) and line["event"] != SAID_BY_ALL
 
 
 @pytest.fixture
 def traces(recorded: Path, tmp_path: Path) -> list[Lines]:
-    """Of a folder of its own."""
+    """Return the traces, copied to a folder of the test."""
     folder = shutil.copytree(recorded, tmp_path / "traces")
     return [Lines(path) for path in sorted(folder.iterdir())]
 
 
 def found(changed: Lines, traces: list[Lines]) -> bool:
-    """Whether anything is wrong where one of the traces was changed."""
+    """Return whether the check finds the change in a trace."""
     try:
         trace = read(changed.path)
         check_machine(trace)

@@ -1,4 +1,4 @@
-"""What counts as wrong of the answers to random requests."""
+"""Answers to random requests that count as wrong."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ class Answers:
 
 
 async def run(client: Any, requests: int = 30, **options: Any) -> Traffic:
-    """Until so many were sent."""
+    """Send requests until the given number was sent."""
     known = [(FIRST, answer(1, 2, 3))]
     async with Traffic(client, known, streams=2, rng=random.Random(0), **options) as sent:
         while len(client.asked) < requests:

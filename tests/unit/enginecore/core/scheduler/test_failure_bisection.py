@@ -1,4 +1,4 @@
-"""Which request a step fails of: the state machine alone, with steps that the test makes up."""
+"""Search for the request that makes a step fail: the state machine alone, with simulated steps."""
 
 import math
 from collections.abc import Collection

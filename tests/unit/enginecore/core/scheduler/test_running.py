@@ -1,4 +1,4 @@
-"""Which of the running requests makes room for others."""
+"""Choice of the running request that is preempted."""
 
 from penstock_enginecore.core.request import Request, RequestStatus
 from penstock_enginecore.core.scheduler.state import RunningRequests

@@ -115,7 +115,7 @@ def test_the_largest_item_is_paused_while_a_step_is_profiled(rows: EncoderRows, 
 # Where media of requests are in the flat batch of a step.
 
 ROWS_OF_THREE = (EmbedRun(0, 3), EmbedRun(4, 3))
-"""Two rows of a picture, with a token between and one behind."""
+"""Two rows of a picture, with a token after each."""
 
 
 def feature(identifier: str, offset: int, length: int, runs: tuple[EmbedRun, ...] = ()) -> MultiModalFeature:
@@ -135,7 +135,7 @@ def new(request_id: str, num_tokens: int, *features: MultiModalFeature, computed
 
 
 def placed(**chunks: tuple[int, int]) -> Placed:
-    """By request the positions from which and up to which it is computed."""
+    """Return the placement. ``chunks`` maps a request to the first and the last position to compute."""
     starts = np.cumsum([0, *(end - first for first, end in chunks.values())])
     return Placed(list(chunks), starts, np.concatenate([np.arange(first, end) for first, end in chunks.values()]))
 

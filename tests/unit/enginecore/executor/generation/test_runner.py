@@ -176,7 +176,7 @@ class Marked:
     """A ``TokenLauncher`` whose tokens are numbers of rows that it was given, from 100 on."""
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
-        """Of as many rows as there are draws."""
+        """Return tokens for as many rows as there are draws."""
         assert len(logits) == len(draws.seeds)
         return LaunchedTokens(100 + torch.arange(2 * len(logits), dtype=torch.int32).view(2, -1), len(logits))
 
@@ -219,7 +219,7 @@ class SlowForward:
         self.passes: list[int] = []
 
     def bind(self, caches: Any) -> None:
-        """There is nothing to attend to."""
+        """Do nothing: this pass has no attention."""
 
     def run(self, batch: Any, rows: Any) -> Any:
         self.now += 60.0 if self.passes else 120.0

@@ -114,7 +114,7 @@ def run(runner: GenerationRunner, step: SchedulerOutput) -> ModelRunnerOutput:
 
 
 def tokens(runner: GenerationRunner, sizes: tuple[int, ...], **fields: Any) -> list[int]:
-    """Of the prompt in chunks, and four outputs."""
+    """Return the tokens: the prompt is computed in chunks, followed by four outputs."""
     first = SchedulerOutput(new_requests=[new()], num_scheduled_tokens={"r": sizes[0]}, **fields)
     found = run(runner, first).sampled_token_ids[0]
     computed = sizes[0]
@@ -125,7 +125,7 @@ def tokens(runner: GenerationRunner, sizes: tuple[int, ...], **fields: Any) -> l
 
 
 def expected(path: Path, rows: torch.Tensor) -> list[int]:
-    """By transformers, with these rows in place of the prompt's embeddings."""
+    """Return transformers' tokens, with these rows in place of the prompt's embeddings."""
     module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.tensor([token if token != OUT_OF_VOCABULARY else 0 for token in PROMPT])
     with torch.no_grad():

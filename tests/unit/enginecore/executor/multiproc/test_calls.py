@@ -124,7 +124,7 @@ def workers() -> Workers:
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """One that waits."""
+    """Yield a process that waits for input."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -271,7 +271,7 @@ def test_an_error_of_one_worker_is_raised_with_its_rank(when: str) -> None:
 
 
 def test_workers_that_wait_for_one_that_failed_are_not_waited_for() -> None:
-    """As in loading, where all take part in a sum."""
+    """For instance in loading, where all workers take part in a sum."""
     misdeed = Misdeed(rank=0, when="load_model", does="hang", other_raises=True)
     with executor_of(misdeed) as executor, pytest.raises(WorkerError, match="worker 1: ValueError: load_model"):
         executor.load_model(lambda line: None)
@@ -285,7 +285,7 @@ def test_a_worker_that_cannot_be_understood_ends_all() -> None:
 
 
 def test_workers_end_with_the_engine() -> None:
-    """Whatever ends it: the pipe of which it alone holds one end is closed."""
+    """The engine alone holds one end of a pipe, which is closed however the engine ends."""
     errors: list[Exception] = []
     failed = threading.Event()
     with executor_of() as executor:

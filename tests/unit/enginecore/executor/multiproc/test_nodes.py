@@ -1,4 +1,4 @@
-"""Where nodes find each other: only those that know the secret, where other hosts reach the address."""
+"""Meeting of nodes: if other hosts can reach the address, peers must know the secret."""
 
 from pathlib import Path
 

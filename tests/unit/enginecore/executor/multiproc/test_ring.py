@@ -277,7 +277,7 @@ def test_without_the_library_the_system_calls_are_made_from_python(monkeypatch: 
 
 
 def even_rhythm(reader: RingReader, *intervals: int) -> None:
-    """As if messages had come at ``intervals``, nanoseconds, the last one now."""
+    """Pretend that messages arrived at ``intervals`` (nanoseconds), the last one now."""
     assert reader._inbox is not None
     rhythm = reader._inbox._rhythm
     rhythm.last, rhythm.count = time.monotonic_ns(), len(rhythm.intervals)

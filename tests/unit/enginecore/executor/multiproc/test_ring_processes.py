@@ -26,7 +26,7 @@ def ring() -> Iterator[int]:
 
 @contextmanager
 def _told_at_the_end_of(process: "subprocess.Popen[str]", tell: Callable[[], None]) -> Iterator[None]:
-    """As the engine does, which has a pidfd of each worker."""
+    """Watch the process through its pidfd, as the engine does."""
 
     def wait() -> None:
         process.communicate(timeout=PATIENCE)

@@ -159,7 +159,7 @@ class Noted(FusedForward):
 
 @torch.inference_mode()
 def test_launches_depend_on_the_shape_only_and_equal_plain_ones_without_adapters(tmp_path: Path) -> None:
-    """On the same memory, without a read on the host, and allocating nothing."""
+    """Launches use the same memory, allocate nothing, and read nothing on the host."""
     save_varied_model("qwen2", tmp_path)
     probed = load_probed(tmp_path)
     bare = prove(probed, lambda: FusedForward(probed, RecordedKernels())).serves
@@ -197,7 +197,7 @@ def test_launches_depend_on_the_shape_only_and_equal_plain_ones_without_adapters
 
 
 class Interpreted(TorchKernels):
-    """What adapters add by the kernels of GPUs, the rest by torch."""
+    """Adds adapters with the GPU kernels, and computes the rest with torch."""
 
     def add_low_rank(self, *args: Any) -> None:
         interpreted("triton", "penstock_enginecore.lora").add_low_rank(*args)
@@ -247,7 +247,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(tmp_path
 
 
 def test_an_adapter_s_rows_have_the_same_bits_alone_in_a_crowd_and_in_pieces(tmp_path: Path) -> None:
-    """With batch-invariant kernels, of which those of adapters are some in any case."""
+    """Uses batch-invariant kernels; kernels of adapters are always batch invariant."""
     save_varied_model("llama", tmp_path)
     forward = fused(tmp_path, batch_invariant=True)
     adapters = [random_adapter(reference(tmp_path)._module, rank, rank) for rank in (3, 16)]

@@ -120,7 +120,7 @@ def test_spans_see_keys_behind_themselves(params: AttentionParams) -> None:
 
 
 def test_kernels_are_told_of_spans() -> None:
-    """Which of them they see, whatever the layer asks for, is in kernels/test_attention.py."""
+    """kernels/test_attention.py checks the visible tokens for each kind of layer."""
     step, params = spanned(make_step([1, 20, 1, 2], [130, 50, 7, 90], block_size=16), 4), PARAMS["sinks and window"]
     output = attend(TritonAttention(KERNELS), step, params)
     torch.testing.assert_close(output, dense(step, params), rtol=2e-5, atol=2e-6)

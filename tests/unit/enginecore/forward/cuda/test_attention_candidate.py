@@ -35,7 +35,7 @@ USES = KernelsConfig(isa="off")
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where kernels are interpreted does a CPU take them."""
+    """Interpret kernels, because a CPU supports them only then."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

@@ -23,7 +23,7 @@ BLOCK_SIZE, BLOCKS, VOCAB, LENGTH = 16, 2, 320, 20
 TABLE = 1 + np.random.default_rng(0).permutation(3 * BLOCKS).reshape(3, BLOCKS).astype(np.int32)
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (3, BLOCKS * BLOCK_SIZE))
 Part = tuple[int, int, int]
-"""Of a step: a sequence, and from where to where its tokens are computed."""
+"""Part of a step: a sequence, and the first and last position to compute."""
 
 WHOLE: tuple[list[Part], ...] = ([(0, 0, LENGTH)],)
 CROWD: tuple[list[Part], ...] = (
@@ -42,7 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class HalfInterpreted(TorchKernels):
-    """What works on one token per program goes by torch, token by token, which is faster than by the interpreter."""
+    """Replaces kernels that compute one token per program by torch, token by token, which is faster than the
+    interpreter.
+    """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
@@ -75,7 +77,7 @@ def decoder(name: str, path: Path, kernels: TorchKernels) -> FusedForward:
 
 @torch.inference_mode()
 def logits(forward: FusedForward, steps: Sequence[Sequence[Part]]) -> torch.Tensor:
-    """Of the tokens of sequence 0 ``[LENGTH, vocab]``, in a cache that nothing was written to before."""
+    """Return logits of sequence 0 ``[LENGTH, vocab]``, with an empty cache."""
     forward.bind(forward.memory.throwaway(BLOCK_SIZE, 1 + TABLE.size))
     found = torch.full((LENGTH, VOCAB), torch.nan)
     for parts in steps:

@@ -1,4 +1,4 @@
-"""What an engine tells of the adapters that it holds."""
+"""Adapters that an engine reports as loaded."""
 
 from penstock_common.lora_registry import MAX_HELD, LoraHeld, short
 from penstock_enginecore.core.engine_core import EngineCore

@@ -250,7 +250,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert len(queue.running_adapters) <= len(queue.slots.active) <= self.max_loras
 
     def teardown(self) -> None:
-        """Nobody is forgotten: as time passes, all come to their end."""
+        """Check that all requests end as time passes."""
         queue = getattr(self, "queue", None)
         if queue is None:
             return

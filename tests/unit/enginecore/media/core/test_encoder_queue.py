@@ -72,7 +72,7 @@ Ops = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(budget=st.integers(1, 30), ops=Ops, failing=st.sets(st.integers(0, 9)))
 def test_workers_are_never_behind(budget, ops, failing):
-    """Whatever joins, is taken out and fails: what counts as done before a forward pass is there."""
+    """Items may join, leave and fail: an item that counts as done is encoded before the forward pass."""
     queue = EncoderQueue(budget)
     failing = {start_of(number, 1).identifier for number in failing}
     worker = FakeEncoder(MEDIA, lambda identifier: 2 if identifier in failing else None)

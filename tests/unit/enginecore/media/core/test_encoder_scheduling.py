@@ -39,7 +39,7 @@ WHOLE = msgspec.structs.replace(IMAGE, attends_both_ways=True)
 
 
 def media_engine(*, size=0, media=(IMAGE,), unreadable=None, executor=None, **config):
-    """With a step that computes one block of 8 embeddings, unless ``max_num_encoder_tokens`` says otherwise."""
+    """Return an engine whose steps compute one block of 8 embeddings, unless ``max_num_encoder_tokens`` is set."""
     executor = FakeExecutor(media=media, unreadable=(unreadable or {}).get, **executor or {})
     config = {"max_num_encoder_tokens": 8, "multimodal": MultimodalConfig(encoder_cache_size=size)} | config
     engine = make_engine(executor, **config)

@@ -17,7 +17,7 @@ from tests.fakes.engines.fake_encoder import make_feature
 from tests.fakes.engines.fake_executor import oracle_token
 
 LENGTHS = {number: 1 + number % 6 for number in range(12)}
-"""By item, its positions; items 10 and 11 cannot be read."""
+"""Number of positions by item; items 10 and 11 cannot be read."""
 UNREADABLE = (10, 11)
 
 
@@ -29,7 +29,7 @@ def item(number, offset, modality):
 
 
 def drafter_of(held):
-    """One whose first tokens are right, ``held`` of them."""
+    """Return a drafter whose first ``held`` tokens are right."""
 
     def draft(seed, index, count):
         right = [oracle_token(seed, i, VOCAB) for i in range(index, index + count)]

@@ -18,7 +18,7 @@ from tests.fakes.multimodal_items import image_tensors, item
 from tests.fakes.multimodal_models import save_multimodal_model
 
 COST = 16
-"""Of a block: the embeddings of an image."""
+"""Cost of a block: the number of embeddings of an image."""
 BLOCKS = 2
 WIDTH = 64
 

@@ -30,7 +30,7 @@ SIZES = [(50, 40), (40, 90), (130, 33), (32, 32)]
 """Widths and heights of images."""
 ALL_AT_ONCE = 10**9
 BLOCKS = 2
-"""Of each tiny tower, without one of CLIP's behind the states that are used."""
+"""Number of layers of each tiny encoder, without CLIP's unused last layer."""
 UNUSED = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32
 """Number of parameters of one layer (attention, MLP and two norms), as in CLIP's unused last layer."""
 
@@ -71,7 +71,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def items(model: Model) -> Iterator[tuple[Modality, Tensors, Tensors]]:
-    """Of each modality, with tensors as they come, and normalized ones."""
+    """Return items of each modality, with raw and with normalized tensors."""
     family, directory = model.family, model.directory
     if family in IMAGE_FAMILIES:
         for size in SIZES:

@@ -21,7 +21,7 @@ SETTINGS = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 LEVELS = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16)).copy()
-"""Each value in each colour."""
+"""An image that contains each value in each colour."""
 
 
 def of_transformers(**settings: Any) -> torch.Tensor:

@@ -126,7 +126,7 @@ def test_positions_are_those_of_transformers(model: Model, items: list[tuple[Par
 
 
 def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
-    """Where transformers would take them for one."""
+    """transformers would treat them as one image."""
     apart = [Part(tokens=2), Part(height=2, width=3), Part(tokens=1), Part(height=2, width=1), Part(tokens=2)]
     together = [part for part in apart if part != Part(tokens=1)]
     tokens, features = prompt(model, together)

@@ -1,4 +1,4 @@
-"""As many drafts as are worth their time."""
+"""Number of drafts that save more time than they cost."""
 
 import itertools
 from random import Random

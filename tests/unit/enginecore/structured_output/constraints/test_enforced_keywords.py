@@ -44,7 +44,7 @@ class Written:
         return grammar.accept([*text.encode(), EOS])
 
     def allows_some(self) -> bool:
-        """Whether there is a first byte."""
+        """Return whether the grammar admits any first byte."""
         row = np.zeros(bitmask_words(VOCAB_SIZE), np.int32)
         XgrammarGrammar(self._compiled, VOCAB_SIZE).fill(row)
         return bool(row.any())
@@ -299,7 +299,7 @@ def test_conditions_on_one_property_are_many() -> None:
 
 
 def calls(work: Callable[[], object]) -> int:
-    """How many functions are called, which is the same on every machine."""
+    """Return the number of function calls, which is the same on every machine."""
     count = 0
 
     def called(_frame: Any, event: str, _argument: Any) -> None:

@@ -55,7 +55,7 @@ class Compiled:
         return XgrammarGrammar(compile_source(source.text), VOCAB_SIZE)
 
     def admits(self, text: str, **constraint: Any) -> bool:
-        """Whether ``text``, a byte at a time, is an output of the constraint."""
+        """Return whether the constraint admits ``text``, one byte at a time."""
         single = {token: i for i, token in enumerate(self.tokens) if len(token) == 1}
         return self.grammar(**constraint).accept([*(single[bytes([byte])] for byte in text.encode()), EOS])
 

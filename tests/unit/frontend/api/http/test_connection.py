@@ -1,4 +1,4 @@
-"""What a connection of the HTTP listener parses, without a network."""
+"""Parsing of a connection of the HTTP listener, without a network."""
 
 import asyncio
 import functools

@@ -91,7 +91,7 @@ class Sender:
 
 
 async def parsed_per_turn(turns: ParsingTurns, parsed: list[str]) -> list[int]:
-    """How many slices each turn of the event loop has parsed, until one parses none."""
+    """Return the number of slices parsed in each turn of the event loop, until a turn parses none."""
     counts: list[int] = []
     while not counts or counts[-1]:
         before = len(parsed)

@@ -1,4 +1,4 @@
-"""Where the texts of tokens begin, also of tokens that are parts of characters."""
+"""Offsets of tokens' texts, including tokens that are parts of characters."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From an engine's tokens to answers: whatever the steps, the stop strings and the client's speed, the answer is the same."""
+"""Answers from an engine's tokens: they do not depend on steps, stop strings or the client's speed."""
 
 import itertools
 from collections.abc import Sequence

@@ -47,7 +47,7 @@ class Renderer:
         self.renderer = ChatRenderer(load_chat_templates(config), self.tokenizer, Reread(LimitsConfig()), family=family)
 
     async def parts(self, *messages: ChatMessage, **fields: Any) -> list[str]:
-        """What it renders to: texts, and ``(modality field)`` for media."""
+        """Return the rendered parts: texts, and ``(modality field)`` for media."""
         prompt = (await self.renderer.render(ChatRequest(messages=messages, **fields))).prompt
         assert isinstance(prompt, MixedPrompt)
         return [

@@ -39,7 +39,7 @@ CONTENTS = st.lists(st.one_of(WORDS, st.builds(Shown, st.sampled_from(["image", 
 
 
 def rendered(content: Content, marks: dict[Modality, str]) -> str:
-    """As a template does it that trims texts and puts nothing between."""
+    """Render like a template that trims texts and adds no separator."""
     return "[user]" + "".join(each.strip() if isinstance(each, str) else marks[each.modality] for each in content)
 
 
@@ -51,7 +51,7 @@ def shown(parts: Sequence[str | MediaPart]) -> str:
 @example([["<ima ", "ge>", Shown("image")], ["<", "", "image>"]])
 @settings(max_examples=400, deadline=None)
 def test_media_stand_where_they_were_given(talk: list[Content]) -> None:
-    """As in the same conversation with letters for media that no text has."""
+    """Media are at the places of the letters in the same conversation with letters instead of media."""
     given_media = [part_of(each.modality) for content in talk for each in content if isinstance(each, Shown)]
     places = Places(TokenFamily(), given_media)
     guarded = [[each if isinstance(each, Shown) else places.guarded(each) for each in content] for content in talk]
@@ -88,7 +88,7 @@ STRICT = f"""
 {{%- if m.role == 'system' and not loop.first %}}{{{{ raise_exception('System message must be at the beginning.') }}}}
 {{%- elif m.role not in ('system', 'user', 'assistant', 'tool') %}}{{{{ raise_exception('Unexpected message role.') }}}}
 {{%- else %}}{TURN}{{%- endif %}}{{%- endfor %}}"""
-"""As of Qwen 3.5."""
+"""Template with the checks of Qwen 3.5."""
 SILENT = f"""
 {{%- if messages[0].role == 'system' %}}{{{{ '<system>' ~ messages[0].content }}}}{{% endif %}}
 {{%- for m in messages %}}{{%- if m.role in ('user', 'assistant') %}}{TURN}{{% endif %}}{{% endfor %}}"""

@@ -288,7 +288,7 @@ class Chat:
 
 @asynccontextmanager
 async def chats(style: Style, kind: str = "byte level") -> AsyncIterator[tuple[Chat, Chat]]:
-    """One that parses, and one that takes texts for texts."""
+    """Yield two renderers: one that parses special tokens in texts, and one that does not."""
     both = tuple(Chat(with_tokens(KINDS[kind](), style), style.template, text=text) for text in (False, True))
     try:
         yield both[0], both[1]

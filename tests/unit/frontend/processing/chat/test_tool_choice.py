@@ -1,4 +1,4 @@
-"""Which choice of a tool is which constraint, and which is refused."""
+"""Constraints for each choice of a tool, and refused choices."""
 
 import json
 from typing import Any

@@ -19,7 +19,7 @@ def collector(kind: OutputKind = OutputKind.DELTA, interval: int = 1) -> OutputC
 
 
 async def ready(collector: OutputCollector) -> bool:
-    """Whether there is something to take; takes nothing."""
+    """Return whether output is ready, without taking it."""
     return collector.ready
 
 

@@ -30,7 +30,7 @@ LIMITS = ModelLimits(max_model_len=200, vocab_size=512)
 EMBED = PoolingParams(task=PoolingTask.EMBED)
 NO_CONTEXT = RequestContext()
 ROWS = 16
-"""Of an image of this LLaVA."""
+"""Number of tokens of an image for this LLaVA."""
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def mutate(folder: Path, old: str, new: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def is_wrong(step: Step, params: AttentionParams) -> bool:
-    """Whether outputs are not the reference's, or padding is written."""
+    """Return whether outputs differ from the reference, or padding is written."""
     output = Paged.of(step).attend(params, tokens=64)
     right = expected(step, params)
     same = torch.allclose(output[: len(right)], right, rtol=2e-5, atol=2e-6)

@@ -13,7 +13,7 @@ BLOCKS, BLOCK_SIZE = 4, 5
 
 
 def caches(kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a layer, views of memory in which blocks lie apart."""
+    """Return a layer's caches: views of memory with gaps between the blocks."""
     keys, values = (
         torch.full((BLOCKS, kv_heads * BLOCK_SIZE * size + 32), torch.nan, dtype=dtype)[:, 16:-16].unflatten(
             1, (kv_heads, BLOCK_SIZE, size)
@@ -41,7 +41,7 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(
 
 
 def test_fp8_caches_hold_numbers_over_their_scales_and_end_at_the_largest() -> None:
-    """On numbers that e4m3 has, which the interpreter rounds as GPUs do."""
+    """Uses numbers that e4m3 can represent, which the interpreter rounds as GPUs do."""
     new = torch.arange(-40, 40).view(5, 1, 16) / 4.0
     new[0, 0, :4] = torch.tensor([1e4, -1e4, 0.5, 448.0])
     new[1:] = new[1:].clamp(-3.75, 3.75)

@@ -117,7 +117,7 @@ def test_the_decoder_launches_it() -> None:
 
 
 def changed_bits(make: Make) -> int:
-    """How many rows of the second of two experts have other bits in steps of fewer rows than among forty."""
+    """Return how many rows of the second of two experts have other bits in smaller steps than in one of forty rows."""
     weight, x = make(2, 24, 64), torch.randn(40, 64, generator=generator(40))
 
     def product(rows: torch.Tensor, before: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ norm, activation = interpreted("norm"), interpreted("activation")
 IN, OUT, MAX_ROWS = 160, 24, 40
 ALONE = (0, 17, 39)
 FIRST = (1, 2, 9, 16, 17, 25, 32, 36, 38, 39)
-"""Where steps of fewer rows begin: of 1 to 39, on both sides of the borders between ordinary tiles."""
+"""First rows of steps with 1 to 39 rows, on both sides of the borders between ordinary tiles."""
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ KINDS = [dense, grouped, of_8_bits, of_8_bits_by_row, of_4_bits]
 
 
 def changed_bits(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
-    """How many of the rows ``ALONE`` have other bits in some step of fewer rows, or by themselves, than among all."""
+    """Return how many of the rows ``ALONE`` have other bits in a smaller step, or alone, than in the whole one."""
     expected = product(x)
     differ = {row for row in ALONE if not torch.equal(product(x[row : row + 1])[0], expected[row])}
     for first in FIRST:

@@ -21,7 +21,7 @@ SCALING = 0.3
 
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 keys, so that few are enough for several."""
+    """Use pieces of 32 keys, so that few keys make several pieces."""
     real = latent_attention.latent_tiles
 
     def tiles(rows: int, itemsize: int, *, invariant: bool) -> Any:
@@ -33,7 +33,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_latent_step(
     query_lens: list[int], seq_lens: list[int], heads: int = 4, latent: int = 16, rotary: int = 8, **how: Any
 ) -> Step:
-    """As ``make_step``, with values that are the first numbers of the keys of one head."""
+    """Return a step like ``make_step``. Its values are the first numbers of the keys of one head."""
     sizes = {"head_size": latent + rotary, "head_size_v": latent}
     step = make_step(query_lens, seq_lens, block_size=16, heads=(heads, 1), **sizes, **how)
     cache = KVCache(step.cache.keys, step.cache.keys[:, :latent], 1)

@@ -1,4 +1,4 @@
-"""What stands around the products of latent attention, against plain torch."""
+"""Computations before and after the products of latent attention, compared with plain torch."""
 
 from typing import Any
 

@@ -109,7 +109,7 @@ def test_head_sizes_of_models(size: int, half: int) -> None:
 
 
 def test_fp8_caches_hold_numbers_over_their_scales_and_end_at_the_largest() -> None:
-    """On numbers that e4m3 has: the interpreter rounds others wrongly, where a mantissa rounds up to the next power of two."""
+    """Uses numbers that e4m3 can represent: the interpreter rounds others wrongly at the next power of two."""
     case = Case(tokens=4, heads=5, kv_heads=3, size=16, half=8)
     case.qkv = case.qkv.mul(4).round().clamp(-15, 15)
     case.qkv[:, ::7] *= 64

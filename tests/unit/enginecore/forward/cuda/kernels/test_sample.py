@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflo
 
 @dataclass
 class Settings:
-    """Of each row."""
+    """Settings of each row."""
 
     temperature: np.ndarray
     top_k: np.ndarray

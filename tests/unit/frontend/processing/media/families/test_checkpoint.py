@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of, and which are not served."""
+"""The media family of a checkpoint, and unsupported families."""
 
 import json
 import subprocess

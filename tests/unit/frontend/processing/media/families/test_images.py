@@ -152,7 +152,9 @@ def test_tensors_are_those_of_the_pillow_backend(model: Model) -> None:
 
 
 async def test_tensors_of_several_images_are_those_of_each(model: Model, inputs: InputProcessor) -> None:
-    """As the processor gives them for a prompt of several images, without what it pads behind the normalization."""
+    """The processor gives the same tensors for a prompt with several images, apart from padding after the
+    normalization.
+    """
     images = [picture(90, 60), picture(40, 120), picture(64, 64)]
     request = await ours(inputs, ["a", "b", "c", "d"], images)
     kwargs = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
