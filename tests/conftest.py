@@ -19,7 +19,7 @@ _QUICK = "QUICK_TESTS"
 """The variable with which slow tests do not run."""
 
 _MAY_BE_SLOW = re.compile("slow|each_value|quick", re.IGNORECASE)
-"""What the text of a file has whose tests, or some of whose cases, are slow."""
+"""Pattern in the text of test files that have slow tests or slow cases."""
 
 # How long an example of a property test takes depends on the machine.
 settings.register_profile("untimed", deadline=None)
@@ -31,7 +31,7 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests alone are run, files without any are not imported, which takes longer than many tests."""
+    """Do not import files without slow tests if only slow tests run: importing takes longer than many tests."""
     if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
         return None
     return None if _MAY_BE_SLOW.search(collection_path.read_text(encoding="utf-8")) else True

@@ -17,7 +17,7 @@ _PREFIX = "Skipped: "
 
 
 def reasons(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> Counter[str]:
-    """How many of the skipped tests have which reason."""
+    """Return the number of skipped tests by reason."""
     told = [report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr) for report in reports]
     return Counter(reason.removeprefix(_PREFIX) for reason in told)
 

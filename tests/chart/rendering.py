@@ -23,7 +23,7 @@ FETCHED = "fetched"
 MULTINODE = "multinode"
 GROUPS = "groups"
 WORKER = "/worker"
-"""Behind a pool's name: the pods of an engine that are none themselves."""
+"""Suffix of a pool's name: the additional pods of an engine with several pods."""
 POD_IP = "10.0.0.7"
 IN_CLUSTER = {
     "LWS_LEADER_ADDRESS": "engine-0.engine.serving",
@@ -31,7 +31,8 @@ IN_CLUSTER = {
     "POD_IP": POD_IP,
     "POD_NAME": "pod-3",
 }
-"""What the environment of a pod has from the cluster; the first two from the controller of LeaderWorkerSets, of a second pod."""
+"""Environment variables that the cluster sets. The LeaderWorkerSet controller sets the first two, as for a second pod.
+"""
 VALUE_SETS = {path.name.removesuffix("-values.yaml"): path for path in lint.value_sets()}
 SERVICES = ("frontend", "enginecore", "coordinator")
 
@@ -52,8 +53,10 @@ class Release:
         return found[0]
 
     def components(self) -> list[str]:
-        """By the ends of the workloads' names: the services, and the pools of engines as ``enginecore-NAME``. Where
-        an engine is several pods, the others are one more, ``enginecore-NAME/worker``.
+        """Return the components by the ends of their workloads' names.
+
+        They are the services, and the pools of engines as ``enginecore-NAME``. If an engine has several pods, the
+        additional pods are another component, ``enginecore-NAME/worker``.
         """
         found = []
         for workload in (*self.all("Deployment"), *self.all("LeaderWorkerSet"), *self.all("StatefulSet")):
@@ -116,8 +119,9 @@ def release(name: str = HUB, *settings: str, kube_version: str = "") -> Release:
 
 
 def load(rendered: Release, component: str, folder: Path, rank: int = 0) -> msgspec.Struct:
-    """What the service, or a pool of engines, makes of its config file and its environment. ``rank``: which of several in a
-    pod.
+    """Return the configuration that a service or a pool of engines reads from its file and environment.
+
+    ``rank`` selects one of several engines in a pod.
     """
     file = folder / "config.yaml"
     file.write_text(rendered.config_text(component), encoding="utf-8")

@@ -21,7 +21,7 @@ INSTALL = "pip --python /opt/penstock/venv/bin/python install"
 
 
 class Stage:
-    """One stage: what it begins from, and its instructions."""
+    """One stage: its base and its instructions."""
 
     def __init__(self, base: str) -> None:
         self.base = base
@@ -51,7 +51,7 @@ def in_image(service: str) -> list[str]:
 
 
 def behind(service: str) -> list[str]:
-    """All stages that an image needs, those included that it is only copied from."""
+    """Return all stages that an image needs, including stages from which it only copies."""
     names: list[str] = []
 
     def add(name: str) -> None:
@@ -69,7 +69,7 @@ def behind(service: str) -> list[str]:
 
 
 def instructions(service: str) -> list[tuple[str, str]]:
-    """All instructions that make the image, in the order in which they are needed."""
+    """Return all instructions that build the image, in the order of execution."""
     return [instruction for name in behind(service) for instruction in stages()[name].instructions]
 
 
@@ -80,7 +80,7 @@ def copied(service: str) -> list[str]:
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore keeps ``path`` out of the build; the last pattern that matches decides."""
+    """Return whether .dockerignore excludes ``path`` from the build; the last matching pattern decides."""
     verdict = False
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):

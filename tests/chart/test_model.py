@@ -1,4 +1,4 @@
-"""Where the model comes from."""
+"""Sources of the model."""
 
 import pytest
 

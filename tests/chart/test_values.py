@@ -82,7 +82,7 @@ def test_every_object_is_closed_or_is_one_of_kubernetes():
 
 
 def places(schema: dict, part: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where the schema has an object of its own keys, with a pool called ``a``."""
+    """Yield the places of the schema that have an object with its own keys, with a pool called ``a``."""
     part = values_table.resolve(schema, part)
     if part.get("properties"):
         yield path

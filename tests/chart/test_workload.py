@@ -67,7 +67,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 class ApiServer(BaseHTTPRequestHandler):
-    """As much of one as helm asks before it renders."""
+    """The part of an API server that helm calls before it renders."""
 
     def do_GET(self) -> None:
         answer = ANSWERS.get(self.path.partition("?")[0])

@@ -8,7 +8,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class Ended(NamedTuple):
-    """What a client left behind."""
+    """Result of a client process."""
 
     code: int | None
     out: str

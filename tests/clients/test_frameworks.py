@@ -45,7 +45,7 @@ async def api(tmp_path: Path) -> AsyncIterator[OpenAIServer]:
 
 
 async def run(framework: str, api: OpenAIServer) -> dict[str, Any]:
-    """What the framework's program prints. Skips the test where there is no environment for it."""
+    """Return the output of the framework's program. Skips the test if its environment is missing."""
     python = BUILD / framework / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no {framework} (make framework-clients)")

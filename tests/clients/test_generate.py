@@ -16,7 +16,7 @@ from tests.fakes.patience import PATIENCE, deadlines
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-"""Of a fake engine until there is text: a token may be a part of a character, without one."""
+"""Maximum number of steps until there is text: a token may be only a part of a character."""
 SEED = 2**60 + 1
 """More than a double can tell from its neighbours."""
 

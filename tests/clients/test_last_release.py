@@ -26,7 +26,7 @@ def commit() -> str:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a frontend of the last release, with its own sources and its own stubs."""
+    """Yield the address of a frontend of the last release, with its own sources and stubs."""
     if not (found := commit()):
         pytest.skip("the history of the repository is not here (git fetch --unshallow)")
     tree = tmp_path_factory.mktemp("release")

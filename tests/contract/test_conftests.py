@@ -1,4 +1,4 @@
-"""What a folder's conftest.py does to tests, it does to its own."""
+"""A folder's conftest.py affects only the folder's own tests."""
 
 import importlib
 from pathlib import Path

@@ -59,7 +59,7 @@ def with_torch() -> list[str]:
 
 
 def test_prompts_are_processed_where_torch_cannot_be_imported() -> None:
-    """By libraries, which might import it; that the rest of the frontend does not is read off its code, in test_imports."""
+    """Libraries might import torch. test_imports checks from the code that the rest of the frontend does not."""
     left_out = [f"--ignore={path}" for path in with_torch()]
     blocker = (
         "import sys, pytest\n"

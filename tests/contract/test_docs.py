@@ -101,7 +101,7 @@ def tracked() -> frozenset[str]:
 
 @cache
 def sources() -> str:
-    """All code of the repository, pages left out: where a name stands that is not only told of."""
+    """Return all code of the repository without the pages, to find names that are really used."""
     kinds = (".py", ".mjs", ".go", ".java", ".rs", ".proto", ".yaml", ".yml", ".tpl", ".toml", ".sh", ".html", ".json")
     own = Path(__file__).resolve()
     return "\n".join(
@@ -372,7 +372,7 @@ def chart_values() -> set[str]:
 
 
 def fits(keys: list[str], known: set[str]) -> bool:
-    """Whether each is a key, or in a mapping that is the value of one."""
+    """Return whether each key is known, or lies in a mapping that is the value of a known key."""
     return all(any(key == each or key.startswith(f"{each}.") for each in known) for key in keys)
 
 

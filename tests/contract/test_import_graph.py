@@ -23,7 +23,7 @@ def files() -> dict[str, Path]:
 
 
 def imports(source: str, modules: Set[str]) -> Iterator[str]:
-    """Which of ``modules`` are imported, wherever in the file."""
+    """Return the names in ``modules`` that the file imports anywhere."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -34,7 +34,7 @@ def imports(source: str, modules: Set[str]) -> Iterator[str]:
 
 
 def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """What each module imports, itself aside."""
+    """Return the imports of each module, without itself."""
     return {name: set(imports(source, sources.keys())) - {name} for name, source in sources.items()}
 
 
@@ -49,7 +49,7 @@ def of_rooms(graph: Mapping[str, Set[str]]) -> dict[str, set[str]]:
 
 
 def circle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """One of its circles, empty without any."""
+    """Return one cycle of the graph, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as e:

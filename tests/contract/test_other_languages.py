@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 OPTIONS = {"csharp": ["--csharp_opt=base_namespace="]}
-"""Of C#: a folder for each namespace, since files of several packages have the same name."""
+"""Options by language. C# gets a folder for each namespace, since files of several packages have the same name."""
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 NAMES = {
     "csharp": b"namespace Penstock.Inference.V1 {",

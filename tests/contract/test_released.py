@@ -33,7 +33,7 @@ def replaced(file: str, pattern: str, by: str) -> Change:
 
 
 def moved(protos: Path) -> None:
-    """Another version of the package, in its folder, for all that import it."""
+    """Move the package to another version and folder, and update all imports."""
     (protos / "penstock/common/v1").rename(protos / "penstock/common/v2")
     for path in protos.rglob("*.proto"):
         path.write_text(

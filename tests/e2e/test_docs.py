@@ -36,7 +36,7 @@ SERVER_OF_PAGE = {
 }
 """Commands that start the server of a page. Other pages use the server of the README."""
 SERVES = "penstock serve examples/demo_model/penstock-tiny "
-"""How the commands begin that start a server of their own."""
+"""Prefix of the commands that start their own server."""
 TLS = "docs/guides/tls.md"
 
 PROGRAMS_NOT_RUN = {
@@ -103,7 +103,7 @@ BLOCKS_NOT_RUN = {
     "register_scheduler": "is a part of a package",
     "register_kv_connector": "is a part of a package",
 }
-"""What a program of a page contains that cannot be run."""
+"""Text that marks a program in a page as not runnable."""
 
 
 class Defaults:

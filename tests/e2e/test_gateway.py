@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the gateway writes."""
+    """Return the path of the gateway's log."""
     return tmp_path_factory.mktemp("gateway") / "log"
 
 

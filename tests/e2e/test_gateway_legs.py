@@ -75,7 +75,7 @@ class Server:
 
     @property
     def num_brought(self) -> int:
-        """Of these that it need not compute, those that came from elsewhere."""
+        """Return the number of these cached tokens that came from other engines."""
         return round(metric(self.engine, "vllm:external_prefix_cache_hits_total"))
 
 
@@ -104,7 +104,7 @@ class Servers:
     async def assert_one_servers(
         self, path: str, body: dict[str, Any], answer: dict[str, Any], client: httpx.AsyncClient | None = None
     ) -> None:
-        """One server alone says the same. ``client``: of a gateway in front of it."""
+        """Check that one server alone gives the same answer. ``client`` is a client of a gateway in front of it."""
         alone = await post(client or self.first.http, path, body)
         assert said(alone) == said(answer)
         self.count()
@@ -137,7 +137,7 @@ async def servers() -> AsyncIterator[Servers]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where SMG writes."""
+    """Return the path of SMG's log."""
     return tmp_path_factory.mktemp("gateway") / "log"
 
 
@@ -195,7 +195,7 @@ SEEDED = {"temperature": 1.0, "seed": 11}
     ids=["completion", "completion, seeded", "chat", "chat, seeded", "response"],
 )
 async def test_llm_ds_two_requests(servers: Servers, path: str, body: dict[str, Any]) -> None:
-    """As pkg/sidecar/proxy/connector_nixlv2.go of llm-d-inference-scheduler sends them."""
+    """Sends the requests of pkg/sidecar/proxy/connector_nixlv2.go in llm-d-inference-scheduler."""
     servers.count()
     params = (await post(servers.first.http, path, first_of(path, body)))["kv_transfer_params"]
     answer = await post(servers.second.http, path, {**body, "kv_transfer_params": params})

@@ -83,7 +83,7 @@ def answered(answer: dict[str, Any]) -> tuple[str, int]:
 
 
 async def assert_the_same(served: Served, client: httpx.AsyncClient, *sizes: tuple[int, int]) -> None:
-    """With the gateway as without, and one answer is not another's."""
+    """Check that answers are the same with and without the gateway, and that answers to other images differ."""
     body = chat(served.name, *sizes)
     got, wanted = [answered(await post(each, "/v1/chat/completions", body)) for each in (client, served.client)]
     assert got == wanted

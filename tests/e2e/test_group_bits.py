@@ -25,7 +25,7 @@ pytestmark = [
 ]
 COUNT = 60
 EXPERTS_OF_A_TOKEN = 4
-"""Two could be added in one order alone."""
+"""Experts per token. The sum of only two results would not depend on their order."""
 PROMPTS = [[1 + i, *((7 * i + 3 * j) % 300 + 1 for j in range(size))] for i, size in enumerate((1, 4, 17, 30, 64, 90))]
 FLAGS = SHARED | {"scheduler__max_num_batched_tokens": 48}
 """Prompts are computed in chunks, in batches with other requests."""
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["allgather", "alltoall"])
 async def group(request: pytest.FixtureRequest, model: Model) -> AsyncIterator[RankGroup]:
-    """Two ranks, and two engines that wait for the group to grow."""
+    """Yield two ranks, and two spare engines that wait for the group to grow."""
     flags = FLAGS | {"expert_parallel__dispatch": request.param}
     async with RankGroup(model[0], size=FEWEST, spares=2, **flags) as running:
         yield running

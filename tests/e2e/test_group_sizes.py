@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
     scope="module", loop_scope="module", params=[{}, SHARED], ids=["whole models", "shared experts"]
 )
 async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
-    """Two ranks, and two engines that wait for the group to grow."""
+    """Yield two ranks, and two spare engines that wait for the group to grow."""
     async with RankGroup(model[0], size=2, spares=2, **request.param) as running:
         yield running
 

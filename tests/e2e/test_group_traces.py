@@ -1,4 +1,4 @@
-"""What the ranks and coordinators of a real group did, replayed through the machines that the model check explores."""
+"""Recorded events of a real group's ranks and coordinators, replayed through the machines of the model check."""
 
 import asyncio
 from pathlib import Path

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def prompts() -> list[str]:
-    """Of different beginnings, so that none has another's blocks."""
+    """Return prompts with different beginnings, so that they share no blocks."""
     return [f"{TEXT[number:]} " + f"{TEXT} " * 4 + str(number) for number in range(STREAMS)]
 
 

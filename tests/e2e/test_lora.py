@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Server:
-    """One that looks in ``folder`` for adapters."""
+    """A server that looks for adapters in ``folder``."""
 
     def __init__(self, folder: Path, ports: list[int]) -> None:
         self.folder = folder

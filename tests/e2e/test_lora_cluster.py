@@ -49,7 +49,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cluster_of(adapters: Path, *, engines: int) -> Cluster:
-    """Two frontends that know ``json`` by their configuration and ``pirate`` by the folder."""
+    """Return a cluster with two frontends. They know ``json`` from their configuration and ``pirate`` from the folder."""
     return Cluster(
         DEMO / "penstock-tiny",
         engines=engines,
@@ -149,7 +149,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def stubs_of(cluster: Cluster) -> AsyncIterator[list["rpc.InferenceServiceAsyncStub"]]:
-    """One for each frontend."""
+    """Yield a stub for each frontend."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_channel(each.address)) for each in cluster.frontends]
         yield [rpc.InferenceServiceStub(channel) for channel in channels]

@@ -69,7 +69,7 @@ def test_the_folder_has_all_files_and_their_checksums(tree: Path) -> None:
 
 
 def test_the_wheels_serve_a_model(tree: Path, tmp_path: Path) -> None:
-    """In an environment that has the packages of others from this one, and ours only from the wheels."""
+    """Uses an environment with this one's third-party packages, and ours only from the wheels."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin" / "python"

@@ -79,7 +79,7 @@ async def ranks(
 
 
 class Sizes:
-    """How many ranks a group has, one after the other, as its frontend sees it while the block runs."""
+    """Records the sizes of a group in order, as its frontend sees them while the block runs."""
 
     def __init__(self, ranks: FaultyRanks) -> None:
         self._ranks = ranks

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class Server:
-    """One that serves the model."""
+    """A server with the model."""
 
     def __init__(self, ports: Sequence[int]) -> None:
         self.openai = OpenAI(base_url=f"http://127.0.0.1:{ports[1]}/v1", api_key="none", max_retries=0)

@@ -33,7 +33,7 @@ ADAPTERS = ("pirate", "json")
 
 
 class Workers:
-    """Two engines of two workers each. Faults are those of the second."""
+    """Two engines with two workers each. Faults hit the second engine."""
 
     def __init__(self, cluster: Cluster, armed_at: Path, expected: list[Answer]) -> None:
         self.cluster, self.armed_at, self.expected = cluster, armed_at, expected
@@ -43,11 +43,11 @@ class Workers:
         return self.cluster.engines[1]
 
     def begin(self) -> list[Any]:
-        """All streams."""
+        """Start all streams."""
         return streams(self.cluster, ADAPTERS)
 
     def pids(self) -> list[int]:
-        """Of the workers, by rank."""
+        """Return the workers' pids by rank."""
         found = []
         for task in Path(f"/proc/{self.engine.pid}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):

@@ -36,7 +36,7 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:
-    """What ends with the test."""
+    """Yield an exit stack that is closed at the end of the test."""
     with ExitStack() as stack:
         yield stack
 

@@ -126,7 +126,7 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
 
 
 async def sequences(stub: service_pb2_grpc.InferenceServiceStub, n: int) -> str:
-    """How a request for ``n`` sequences ends."""
+    """Return the result of a request for ``n`` sequences."""
     try:
         async for _ in stub.Generate(make_request(max_tokens=2, n=n), timeout=PATIENCE):
             pass

@@ -64,7 +64,7 @@ class Rank:
 
 @contextlib.asynccontextmanager
 async def a_group(**config: Any) -> AsyncIterator[tuple[Any, list[Rank], pb.Reconfigure]]:
-    """Two ranks that are in their group."""
+    """Yield two ranks that are members of their group."""
     async with running(**config) as coordinator, connected(address_of(coordinator)) as stub:
         ranks = [await Rank(stub, name).join() for name in ("a", "b")]
         for rank in ranks:

@@ -80,7 +80,7 @@ def test_tokens_are_those_without(models: dict[str, Path], method: str, setting:
 
 
 def expect_the_same_behind_sleep(engine: EngineCore) -> None:
-    """At either level, with weights and cache brought back."""
+    """Check that tokens are the same after sleep at either level, once weights and cache are restored."""
     expected = generate(engine, requests(0.0)).tokens
     for level in (1, 2):
         engine.finish_steps()

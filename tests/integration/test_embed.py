@@ -63,7 +63,7 @@ def texts(*values: str) -> list[pb.PoolingInput]:
 
 
 async def post(server: FrontendServer, path: str, body: Any) -> Any:
-    """What the HTTP API answers."""
+    """Return the answer of the HTTP API."""
     url = f"http://127.0.0.1:{server.frontend.http_port}"
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, verify=False) as client:
         response = await client.post(path, json=body)

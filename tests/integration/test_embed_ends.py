@@ -1,4 +1,4 @@
-"""How Embed ends before its time, through real gRPC: cancelled, too late, without its engine."""
+"""Early ends of Embed through real gRPC: cancelled, too late, without its engine."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

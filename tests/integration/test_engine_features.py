@@ -1,4 +1,4 @@
-"""What the complete engine offers, through the real session, over a real model with random weights."""
+"""Features of the complete engine, through the real session, over a real model with random weights."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

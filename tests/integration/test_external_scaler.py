@@ -23,7 +23,7 @@ from tests.fakes.systems.cluster_members import (
 
 
 class Scaler:
-    """What KEDA asks for one ScaledObject."""
+    """Makes the calls of KEDA for one ScaledObject."""
 
     def __init__(self, address: str, **metadata: str) -> None:
         self.channel = grpc.aio.insecure_channel(address)

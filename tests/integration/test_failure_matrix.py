@@ -26,7 +26,7 @@ VARIANTS = list(itertools.product(KINDS, (1, 3)))
 PATIENT = DetectionConfig(silence=0.2, probe_timeout=PATIENCE)
 """Takes no engine for lost that has only got no processor time."""
 IMPATIENT = DetectionConfig(silence=0.2, probe_timeout=2.0)
-"""For the failures that only silence tells of."""
+"""Detection for failures that only the engine's silence shows."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,7 +40,7 @@ def report() -> Iterator[Report]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def rigs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[bool, Rig]]:
-    """By whether a failure is silent."""
+    """Yield the rigs; the key tells whether a failure is silent."""
     model = save_model(tmp_path_factory.mktemp("matrix") / "model")
     async with Rig(model, detection=PATIENT) as patient, Rig(model, detection=IMPATIENT, engines=3) as impatient:
         yield {False: patient, True: impatient}

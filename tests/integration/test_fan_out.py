@@ -17,7 +17,7 @@ from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 
 
 class SentPerTurn:
-    """How many sequences go to engines in each turn of the event loop."""
+    """Counts the sequences sent to engines in each turn of the event loop."""
 
     def __init__(self, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""How calls end that come while a frontend closes its port, of clients that try nothing again."""
+"""Calls that arrive while a frontend closes its port, from clients without retries."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 async def call(address: str, ended: Counter[str], over: asyncio.Event) -> None:
-    """One call after the other; ``ended`` counts how."""
+    """Make one call after the other; ``ended`` counts the results."""
     async with grpc.aio.insecure_channel(address, options=NO_RETRIES) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         while not over.is_set():

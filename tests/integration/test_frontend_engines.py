@@ -37,7 +37,7 @@ VOCAB = byte_level().get_vocab_size()
 
 @pytest.fixture
 async def engines() -> AsyncIterator[tuple[FakeEngine, FakeEngine]]:
-    """Two engines that step when told to."""
+    """Yield two engines that step on command."""
     async with FakeEngine("a", vocab_size=VOCAB, manual=True) as a, FakeEngine("b", vocab_size=VOCAB, manual=True) as b:
         yield a, b
 

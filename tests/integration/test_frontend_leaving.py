@@ -105,7 +105,7 @@ async def plain_channel(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def published_channel(edge: Edge) -> AsyncIterator[Ask]:
-    """In turn to all addresses of a name, with the Python client."""
+    """Call all addresses of a name in turn, with the Python client."""
     addresses = ",".join(f"127.0.0.1:{proxy.port}" for proxy in edge.own)
     async with AsyncClient(f"ipv4:{addresses}", timeout=PATIENCE) as client:
 
@@ -192,7 +192,7 @@ async def over_openai(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def over_requests(edge: Edge) -> AsyncIterator[Ask]:
-    """Another HTTP library, whose connections stay open for as long as it lives."""
+    """Call with another HTTP library, whose connections stay open as long as its session."""
     url = f"http://127.0.0.1:{edge.http.port}/v1/completions"
     with requests.Session() as session:
         session.trust_env = False
@@ -209,7 +209,7 @@ CLIENTS: Sequence[Client] = [plain_channel, published_channel, sessions, over_ht
 
 
 class Load:
-    """Two of each kind of client, each with one call after the other until ``end``."""
+    """Two clients of each kind. Each makes one call after the other until ``end``."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -234,7 +234,7 @@ class Load:
                 self.done[number] += 1
 
     async def next_calls(self, count: int) -> None:
-        """Until each client has ended so many more calls."""
+        """Wait until each client has ended ``count`` more calls."""
         before = list(self.done)
         await eventually(lambda: all(now - then >= count for now, then in zip(self.done, before, strict=True)))
 

@@ -159,15 +159,16 @@ CALLS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/
 
 
 class Servers:
-    """Two servers of a gateway, each with an engine of its own: one for prompts, one for outputs."""
+    """Two servers for a gateway, each with its own engine: one for prefill, one for decode."""
 
     def __init__(self, first: OpenAIServer, second: OpenAIServer) -> None:
         self.first = first
         self.second = second
 
     async def two_requests(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """What llm-d's sidecar sends (pkg/sidecar/proxy/connector_nixlv2.go). Returns the second answer, or the events of its
-        stream.
+        """Send the requests of llm-d's sidecar (pkg/sidecar/proxy/connector_nixlv2.go).
+
+        Returns the second answer, or the events of its stream.
         """
         limits = ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
         first = {name: value for name, value in body.items() if name != "stream_options"}
@@ -184,7 +185,7 @@ class Servers:
 
 
 def events(streamed: httpx.Response) -> list[dict[str, Any]]:
-    """What a stream said."""
+    """Return the events of a stream."""
     lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
     if lines[-1] == "[DONE]":  # not in events of responses
         lines.pop()

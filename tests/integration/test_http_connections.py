@@ -1,4 +1,4 @@
-"""How long connections of the HTTP listener last, and how they end."""
+"""Lifetime of the HTTP listener's connections, and how they end."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ async def serving(model: Path, engine: FakeEngine, *, age: float) -> AsyncIterat
 
 
 class Connection:
-    """One connection, which is opened once and never again."""
+    """A connection that is opened only once."""
 
     def __init__(self, port: int) -> None:
         self._client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)

@@ -36,7 +36,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def tokens(engine: EngineCore, name: str) -> dict[str, list[int]]:
-    """Of a greedy request and a drawn one."""
+    """Return the tokens of a greedy request and of a sampled one."""
     settings = {"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 40}
     wanted = [SamplingParams(max_tokens=8, ignore_eos=True, **of) for of in settings]
     run = generate(engine, [(f"{name}{i}", list(range(5 + i, 25)), each) for i, each in enumerate(wanted)])

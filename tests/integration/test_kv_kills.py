@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def cells() -> list[Cell]:
-    """All, or for some rows and points one after the other of the variants."""
+    """Return all cells, or one variant for each of some rows and points."""
     if FULL:
         return [
             Cell(victim, how, point, kind, n)

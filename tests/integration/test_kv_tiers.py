@@ -96,7 +96,7 @@ def assert_all_free(engine: EngineCore) -> None:
 
 
 def conversation(engine: EngineCore, model: Model) -> list[Any]:
-    """Two turns of each of four clients, one after the other."""
+    """Run two turns of each of four clients, one after the other."""
     said = []
     histories = [list(prompt) for prompt in model.prompts]
     for turn in range(2):

@@ -93,7 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "deepseek_v2": {},
 }
-"""Two have windows that the prompt is longer than."""
+"""Models to test. Two have windows shorter than the prompt."""
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},

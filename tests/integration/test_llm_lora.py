@@ -34,7 +34,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[list[int]]]:
-    """By adapter, "" for none, what PEFT's model says to each question: token ids, the end among them."""
+    """Return PEFT's token ids for each question by adapter ("" is the base model), including the end token."""
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
     prompts = [
         tokenizer.apply_chat_template(

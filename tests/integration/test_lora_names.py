@@ -52,7 +52,7 @@ class Rig:
 
     @property
     def held(self) -> list[set[str]]:
-        """By engine, the content that it holds."""
+        """Return the contents that each engine holds."""
         content = {digest_of(content): content for content in ["ahoy", "odes", "news", "news 2"]}
         return [{content[digest] for digest in engine.held} for engine in self.engines]
 

@@ -103,7 +103,7 @@ def save(family: str, folder: Path, **changes: Any) -> Saved:
 
 @dataclass
 class Found:
-    """Of one request: ``tokens``, and log-probabilities of them and of the prompt's."""
+    """One request's ``tokens``, with log-probabilities of them and of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=Logprobs)

@@ -76,7 +76,7 @@ def received(server: EngineServer, request_id: str) -> list[MultiModalFeature]:
 
 
 async def run(pair: Pair, server: EngineServer, request: EngineCoreRequest) -> None:
-    """To its end; its media have come as they were sent, and its tokens are those it should have."""
+    """Run the request to its end. Checks that its media arrived unchanged, and that its tokens are right."""
     pair.add(request)
     (end,) = await pair.until_ended(request.request_id)
     assert end.finish_reason is FinishReason.LENGTH, end.error

@@ -28,7 +28,7 @@ COUNT = 8
 AFTER = 3
 """Tokens behind which a request is handed over."""
 FAMILIES = ("llava", "qwen2_vl", "gemma3", "qwen2_audio")
-"""One more has positions of three dimensions, one sees whole images and has windows, one hears."""
+"""Beside the plain one: positions with three dimensions, whole images with windows, and audio."""
 HIDDEN = 48
 
 
@@ -65,7 +65,7 @@ def encoded(core: EngineCore) -> int:
 
 
 def num_embeds(prompt: MediaPrompt, start: int = 0) -> int:
-    """Of the items that do not end before position ``start``."""
+    """Return the number of embeddings of the items that end after position ``start``."""
     return sum(feature.num_embeds for feature in prompt.features if feature.end > start)
 
 
@@ -159,14 +159,14 @@ def test_media_come_back_from_the_host_and_the_disk(case: Case, disk: bool, tmp_
 
 
 def filler(number: int, length: int) -> EngineCoreRequest:
-    """One that takes the place of others in the pool."""
+    """Return a request that evicts other requests' blocks from the pool."""
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0)
     ids = [3 + (position * 7 + number * 5) % 190 for position in range(length)]
     return EngineCoreRequest(request_id="filler", prompt_token_ids=ids, sampling_params=params)
 
 
 def settle(engine: EngineCore) -> None:
-    """Until nothing is copied any more."""
+    """Step until no copy is pending."""
     while engine.has_work:
         engine.step(lambda: None)
 

@@ -56,7 +56,7 @@ def problems(named: dict[str, str], there: dict[str, set[str]]) -> list[str]:
 
 
 async def used(system: System) -> None:
-    """Everything that is counted only once it happens: requests that end, one that fails, one that is not accepted."""
+    """Cause each event that is counted only once it happens: finished, failed and refused requests."""
     await collect(system.generate())
     await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))

@@ -96,7 +96,7 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
 @pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
-    """In steps of seven tokens, by the modules and by the kernels' decoder, and again on prefixes that are cached."""
+    """Runs in steps of seven tokens, with the modules and with the native decoder, and again with cached prefixes."""
     for block_size in (4, 16):
         engine = case.engine(
             cache={"block_size": block_size}, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1}

@@ -58,7 +58,7 @@ SECTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[EngineCore]:
-    """One for all: a worker takes seconds to start."""
+    """Yield one engine for all tests, because a worker takes seconds to start."""
     with engine_of(path, **SECTIONS) as engine:
         yield engine
 

@@ -342,7 +342,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the decoder, and in linear layers."""
+    """Checks the decoder and linear layers."""
     torch.set_num_threads(1)
     pretend(monkeypatch, "amx")
     expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=64))
@@ -428,7 +428,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
 def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     architecture: str, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit, which no greedy token would show."""
+    """Checks all bits: greedy tokens would not show small differences."""
     torch.set_num_threads(1)
     save = save_tiny_model if isa == "floats" else save_narrow_model
     save(architecture, tmp_path, hidden_size=64)
@@ -462,7 +462,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
 def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts in chunks beside decoding requests."""
+    """Uses prompts in chunks, in batches with decoding requests."""
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64))
     wanted_of: list[tuple[int, int]] = []

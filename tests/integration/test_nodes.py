@@ -51,7 +51,7 @@ def at_node(config: EngineCoreConfig, index: int = 1) -> EngineCoreConfig:
 
 @contextlib.contextmanager
 def nodes_of(tmp_path: Path, misdeed: Misdeed = QUIET, *, step_timeout: float = PATIENCE) -> Iterator[Nodes]:
-    """Two, with a worker each that has no model."""
+    """Yield two nodes with a worker each that has no model."""
     config = EngineCoreConfig(
         model=ModelConfig(path=misdeed.path),
         executor=ExecutorConfig(

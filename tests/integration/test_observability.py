@@ -1,4 +1,4 @@
-"""What operators see of requests and calls: counters, the lines of log.requests, and the engines' load."""
+"""Data for operators about requests and calls: counters, the lines of log.requests, and the engines' load."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is an answer or the client's own error, never a defect of ours."""
+"""Every body gets an answer or a client error, never an internal error."""
 
 import asyncio
 import json

@@ -144,7 +144,7 @@ async def test_metrics_stand_beside_the_api(api: OpenAIServer) -> None:
 
 
 class Turns:
-    """How often something happens in each turn of the event loop."""
+    """Counts events in each turn of the event loop."""
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()

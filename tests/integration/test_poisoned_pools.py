@@ -1,4 +1,4 @@
-"""What one request left in the KV cache, or has there, reaches no other: whole models under the real scheduler."""
+"""Contents of a request's KV cache blocks never reach another request: whole models under the real scheduler."""
 
 from pathlib import Path
 from typing import Any

@@ -147,7 +147,7 @@ async def test_the_client_runs_tools_until_the_answer(clients: Clients, stream: 
 
     @beta_async_tool
     async def weather(city: str) -> str:
-        """How the weather is."""
+        """Return the weather."""
         asked.append(city)
         return "rain"
 

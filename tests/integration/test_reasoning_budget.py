@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def requests(predicted: dict[str, list[int]], temperature: float) -> list[EngineCoreRequest]:
-    """One for each budget, all together in a batch."""
+    """Return one request for each budget, to run in a batch."""
     prompt = TOKENIZER.encode("<|user|>Tell me a story about a fox.<|end|><|assistant|>", add_special_tokens=False).ids
     return [
         EngineCoreRequest(

@@ -53,8 +53,9 @@ class Site:
         self.write("penstock-frontend")
 
     async def rotate(self, number: int) -> tuple[Identity, bytes, str]:
-        """As operators do: trust the new authority as well, then use it, then trust it alone; the same with the key. Returns a
-        client's identity, its authority and its key, all from before.
+        """Rotate the authority and the key as operators do: trust both, use the new one, then trust only the new one.
+
+        Returns a client's identity, its authority and its key from before the rotation.
         """
         before = self.authority.issue("client"), self.authority.ca, self.key
         new, old_key = Authority(f"of round {number}"), self.key

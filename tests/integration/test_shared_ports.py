@@ -19,7 +19,7 @@ from tests.fakes.network.ports import free_port
 from tests.integration.test_frontend_lifecycle import get
 
 CONNECTIONS = 48
-"""With two frontends, all go to one of them in one of 2 ** 47 times."""
+"""Number of connections. With two frontends, the chance that one gets all of them is 1 in 2 ** 47."""
 
 
 class Pair:

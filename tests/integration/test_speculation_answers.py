@@ -1,4 +1,4 @@
-"""What clients get over HTTP, whole and streamed, is the same whether the engine behind the frontend drafts or not."""
+"""HTTP answers, whole and streamed, are the same with and without speculation."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -160,7 +160,7 @@ async def whole(server: OpenAIServer, path: str, body: dict[str, Any]) -> dict[s
 
 
 async def streamed(server: OpenAIServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What a stream's chunks join to, by choice: how many tokens come in a chunk is not the same with drafts."""
+    """Join a stream's chunks by choice: with drafts, chunks have other numbers of tokens."""
     choices: dict[int, dict[str, Any]] = {}
     usage: dict[str, Any] | None = None
     body = body | {"stream": True, "stream_options": {"include_usage": True}}

@@ -65,7 +65,7 @@ def mostly(tokens: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, EngineCore]]:
-    """By method, and without drafts under "". The policy has no part in it: as much as possible is drafted."""
+    """Yield engines by method; "" has no drafts. They always draft the maximum number of tokens."""
     made: dict[str, EngineCore] = {}
     try:
         for name, speculative in ({"": {}} | METHODS).items():

@@ -33,7 +33,7 @@ TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 EOS = 1
 MAX_TOKENS = 1500
 CLOSING = {'"': 18.0, "]": 12.0, "}": 12.0, ".": 12.0}
-"""What ends strings, arrays and objects, and what a pattern of the schemas asks for before the end of a string."""
+"""Bias of characters that end strings, arrays and objects, and of one that a schema's pattern requires at the end."""
 
 
 @pytest.fixture(scope="module")

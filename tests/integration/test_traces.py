@@ -1,4 +1,4 @@
-"""One request gives one connected trace over frontend and engine. Requests that are not sampled give none."""
+"""One request gives one connected trace over frontend and engine, and nothing is traced unless requested."""
 
 import asyncio
 from collections.abc import AsyncIterator

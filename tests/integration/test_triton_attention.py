@@ -48,7 +48,7 @@ def greedy(engine: EngineCore, prefix: str, given: list[list[int]], count: int) 
 def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernels' twins in plain torch, which take hundredths of the time."""
+    """Uses torch versions of the kernels, which take hundredths of the time."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention, "_kernels", TorchKernels)
     model = save_tiny_model(family, tmp_path)

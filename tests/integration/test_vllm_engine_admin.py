@@ -1,4 +1,4 @@
-"""What gateways ask of a ``vllm.grpc.engine.VllmEngine`` beside generating."""
+"""Calls of gateways to ``vllm.grpc.engine.VllmEngine`` other than generation."""
 
 import hashlib
 import io

@@ -48,7 +48,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def run(**sections: Any) -> Run:
-    """All requests at once: rows of several requests, with different numbers of drafts, are in one step."""
+    """Run all requests at once, so that steps contain rows of several requests with different numbers of drafts."""
     prompt = TOKENIZER.encode("Once upon a time there was a little dog", add_special_tokens=False).ids
     requests = [
         EngineCoreRequest(

@@ -112,7 +112,7 @@ def report() -> Iterator[list[str]]:
 
 @pytest.fixture
 def armed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a fault is armed for the workers that start from here on."""
+    """Return the file with the fault for workers that start from now on."""
     for name, value in installed(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
         monkeypatch.syspath_prepend(str(tmp_path / "plugin"))

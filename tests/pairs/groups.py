@@ -37,7 +37,7 @@ class GroupPair(Pair):
         self.requests = [lengthened(request) for request in self.requests]
 
     async def check_group(self) -> None:
-        """Two rounds undisturbed, and one in whose middle a rank is killed."""
+        """Check two rounds without faults, and one during which a rank is killed."""
         expected = await self.expected_of_frontend() if self.has(Feature.MEDIA) else self.of_plain_engine()
         frontend = {"lora__adapters": json.dumps(self.adapters)} if self.has(Feature.LORA) else {}
         flags = flags_of({name: each for name, each in self.sections().items() if name not in NOT_OF_ENGINES})
@@ -69,18 +69,18 @@ class GroupPair(Pair):
         assert found == expected, "a rank was lost"
 
     def of_plain_engine(self) -> list[list[int]]:
-        """By request."""
+        """Return the plain engine's tokens by request."""
         found = self.expected()
         return [found[request.request_id] for request in self.requests]
 
     async def expected_of_frontend(self) -> list[list[int]]:
-        """Of a plain engine behind a frontend, which makes prompts of images itself."""
+        """Return the tokens of a plain engine with a frontend, which builds prompts from images itself."""
         flags = flags_of(plain(self.features, self.checkpoint))
         async with Cluster(self.checkpoint.path, engines=1, **flags) as alone:
             return await self.answers(alone)
 
     async def answers(self, cluster: Cluster) -> list[list[int]]:
-        """Of all requests at once, dealt out to the ranks of a group."""
+        """Run all requests at once, distributed to the ranks of a group."""
         ranks = [number for _, number in await cluster.members()] if isinstance(cluster, RankGroup) else [None]
         calls = [
             cluster.stub.Generate(self.message(number, ranks[number % len(ranks)]))

@@ -30,7 +30,7 @@ NEW_TOKENS = 14
 REGEX = "[a-f]{2,4}-[0-9]{5}"
 EOS = 1
 FORM = "fp8-blocks"
-"""Of quantized checkpoints."""
+"""Format of quantized checkpoints."""
 ADAPTERS = {"small": 2, "large": 12}
 _SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -39,7 +39,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 _LAYERS = ["sliding_attention", "full_attention"]
-"""Of a model with windows: two groups of layers, which share the blocks."""
+"""Layer types of a model with windows: two groups of layers, which share the blocks."""
 
 
 class Checkpoint:
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @cached_property
     def adapters(self) -> dict[str, LoraAdapter]:
-        """By name."""
+        """Return the adapters by name."""
         return self._make_adapters()
 
     @cached_property

@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 PLENTY = 400
 """Blocks for all requests."""
 MOST_TOKENS = 64
-"""Of any answer."""
+"""Maximum number of tokens of any answer."""
 HANDED_OVER_AFTER = 3
 
 
@@ -90,7 +90,7 @@ class Pair:
         self.requests = self.checkpoint.requests(features)
 
     def has(self, *features: Feature) -> bool:
-        """Whether it is of any of these."""
+        """Return whether the pair has one of these features."""
         return bool(self.features & {*features})
 
     def expected(self) -> Tokens:
@@ -157,7 +157,7 @@ class Pair:
             assert engine.scheduler.kv_cache.external_stats.hits > 0, "nothing came back"
 
     def naps(self, engine: EngineCore) -> Callable[[int], None]:
-        """What happens behind each turn."""
+        """Return the function to run after each turn."""
         control = EngineControl(engine)
 
         def nap(turn: int) -> None:
@@ -283,7 +283,7 @@ class Pair:
         self.go_on(found, expected, plain(self.features, self.checkpoint))
 
     def has_all_begun(self, found: Tokens) -> bool:
-        """Whether each request has a token."""
+        """Return whether each request has a token."""
         return all(found.values())
 
     def begun(self, engine: EngineCore, until: Callable[[Tokens], bool], found: Tokens | None = None) -> Tokens:
@@ -315,7 +315,7 @@ class Pair:
 
 
 class Events:
-    """What KV cache events tell of an engine."""
+    """State of an engine's cache according to its KV cache events."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -343,7 +343,7 @@ class Events:
 
 
 def renamed(requests: Sequence[EngineCoreRequest], turn: int) -> list[EngineCoreRequest]:
-    """With ids of a turn."""
+    """Return the requests with the turn appended to their ids."""
     return [msgspec.structs.replace(request, request_id=f"{request.request_id}/{turn}") for request in requests]
 
 
@@ -353,7 +353,7 @@ def unnamed_id(request_id: str) -> str:
 
 
 def unnamed(tokens: Tokens) -> Tokens:
-    """By the ids that they had in no turn."""
+    """Return the tokens by the original request ids."""
     return {unnamed_id(name): found for name, found in tokens.items()}
 
 

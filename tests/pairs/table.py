@@ -17,7 +17,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class SameAs(msgspec.Struct, frozen=True):
-    """There is nothing to test beside another pair, or one of the features alone."""
+    """A pair without a test of its own, because it equals another pair or one feature alone."""
 
     why: str
 
@@ -94,5 +94,5 @@ def _killed(two: Two) -> str:
 
 
 def name_of(two: Two) -> str:
-    """Of a pair, in tests."""
+    """Return the pair's name in tests."""
     return "-".join(feature.value for feature in Feature if feature in two)

@@ -83,7 +83,7 @@ def test_pods_of_groups_follow_their_ranks():
 
 
 def test_what_engines_of_several_pods_cost_to_remove_is_nothing_to_anybody():
-    """Of a LeaderWorkerSet the last groups go first."""
+    """A LeaderWorkerSet always removes its last groups first."""
     autoscaled = release(MULTINODE)
     assert autoscaled.config("coordinator")["kubernetes"]["deletion_costs"] is False
     assert autoscaled.all("Role") == autoscaled.all("ValidatingAdmissionPolicy") == []
