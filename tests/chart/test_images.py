@@ -29,7 +29,9 @@ class Stage:
 
 
 def stages() -> dict[str, Stage]:
-    """The stages by name, with continuation lines joined and comments dropped; "" is what stands before the first."""
+    """Return the stages by name, with continuation lines joined and comments dropped; "" is the text before the first
+    stage.
+    """
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
     found = {"": Stage("")}
     name = ""

@@ -16,7 +16,7 @@ def read_schema() -> dict:
 
 
 def objects(part: dict, path: str = "values") -> Iterator[tuple[str, dict]]:
-    """Every part of the schema that stands for a value."""
+    """Yield every part of the schema that describes a value."""
     for key, child in part.get("properties", {}).items():
         yield f"{path}.{key}", child
         yield from objects(child, f"{path}.{key}")

@@ -93,7 +93,7 @@ def python(stubs: Path, out: Path) -> list[str]:
 
 
 def node(stubs: Path, out: Path) -> list[str]:
-    """Compiled by tsc, beside the package that was built."""
+    """Compile the client with tsc, next to the built package."""
     shutil.copytree(EXAMPLES / "node", out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("node_modules", "build"))
     (package,) = (stubs / "node").glob("penstock-protos-*.tgz")
     npm = shutil.which("npm") or "npm"
@@ -157,7 +157,7 @@ def rust(stubs: Path, out: Path) -> list[str]:
 
 
 def jvm(language: str, stubs: Path, out: Path) -> list[str]:
-    """A jar beside the jars that it needs. The flags let it start sooner."""
+    """Package a jar next to the jars that it needs. The flags make it start faster."""
     folders = [f"-Dpenstock.repository={(stubs / language).as_uri()}", f"-Dtarget={out}"]
     run(["mvn", "-B", "-q", "-ntp", "package", *folders], EXAMPLES / language)
     return ["java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-jar", str(out / "penstock-client.jar")]

@@ -41,7 +41,7 @@ def snippets() -> list[Snippet]:
 
 
 def blocks(source: str, length: int) -> set[str]:
-    """Every run of so many lines, without the indentation that it has in common."""
+    """Yield every run of that many lines, without their common indentation."""
     lines = source.splitlines()
     return {textwrap.dedent("\n".join(lines[i : i + length])) for i in range(len(lines) - length + 1)}
 

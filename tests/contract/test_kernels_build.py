@@ -1,4 +1,4 @@
-"""The build hook of the kernels: what happens with a compiler, with a broken one, and without."""
+"""The build hook of the kernels: with a compiler, with a broken one, and without."""
 
 import importlib.util
 from pathlib import Path

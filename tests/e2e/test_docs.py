@@ -103,7 +103,7 @@ BLOCKS_NOT_RUN = {
     "register_scheduler": "is a part of a package",
     "register_kv_connector": "is a part of a package",
 }
-"""Text that marks a program in a page as not runnable."""
+"""Text in a page's program that is not run, with the reason."""
 
 
 class Defaults:

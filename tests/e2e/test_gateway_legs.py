@@ -1,5 +1,7 @@
-"""Gateways that have one server compute a prompt and another one the output, over real processes: SMG's mode for that, and what
-llm-d's sidecar sends. Answers are those of one server, and the second one computes at most a block of the prompt.
+"""Gateways that use one server for prefill and another one for decode, over real processes.
+
+The requests are those of SMG's mode for it, and of llm-d's sidecar. Answers equal those of one server, and the second
+server computes at most a block of the prompt.
 """
 
 import asyncio

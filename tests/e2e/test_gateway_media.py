@@ -28,7 +28,7 @@ FITS = {"llava": [(32, 32), (32, 32)], "qwen3_vl": [(64, 48), (32, 96)]}
 
 
 class Served(NamedTuple):
-    """A model behind a frontend that has an HTTP server, too."""
+    """A model with a frontend that also has an HTTP server."""
 
     family: str
     name: str

@@ -127,7 +127,7 @@ class Load:
             self.num_requests += 1
 
     async def more(self, count: int) -> None:
-        """Wait for so many more requests to have ended well, or the first that has not."""
+        """Wait until ``count`` more requests have succeeded, or raise the error of the first failed one."""
         target = self.num_requests + count
         async with asyncio.timeout(2 * PATIENCE):
             while self.num_requests < target:

@@ -30,7 +30,7 @@ def start(*args):
 
 @contextlib.contextmanager
 def kept_open(*messages):
-    """A request stream that stays open behind its messages."""
+    """Return a request stream that stays open after its messages."""
     requests = queue.SimpleQueue()
     for message in messages:
         requests.put(message)

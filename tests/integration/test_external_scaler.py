@@ -1,4 +1,4 @@
-"""The coordinator as KEDA sees it: what a client of externalscaler.proto reads while engines come, work and go."""
+"""The coordinator as KEDA sees it: answers of externalscaler.proto while engines join, work and leave."""
 
 import asyncio
 import contextlib

@@ -138,7 +138,7 @@ def vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails behind the forward pass, when the request has three tokens."""
+    """Fail after the forward pass, when the request has three tokens."""
     rules = InputBatch.sampling_inputs
 
     def raising(self: InputBatch, request_ids: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Raises at every boundary of the engine, beside a neighbour that must not notice: one request ends, and nothing else."""
+"""Errors at every boundary of the engine: one request ends, and a neighbouring request is unaffected."""
 
 import logging
 import re

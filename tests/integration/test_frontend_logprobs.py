@@ -1,4 +1,4 @@
-"""Log-probabilities through a real frontend: the engine's numbers, with texts, beside the tokens they belong to."""
+"""Log-probabilities through a real frontend: the engine's numbers with texts, at the tokens they belong to."""
 
 from typing import Any
 

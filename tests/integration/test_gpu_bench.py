@@ -1,4 +1,4 @@
-"""``make bench-gpu ARGS=--tiny``: every phase runs and brings figures, beside rows that fail, hang and print."""
+"""``make bench-gpu ARGS=--tiny``: every phase runs and gives figures, although some rows fail, hang or print."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""However requests end, an idle system tells afterwards what it told before: no gauge of any service is left changed."""
+"""Once all requests have ended, in any way, every gauge of every service has its earlier value."""
 
 import asyncio
 import contextlib

@@ -45,7 +45,7 @@ def engine_of(model: Path, **kv_transfer: Any) -> EngineCore:
 
 
 def run(engine: EngineCore, params: str = "", max_tokens: int = 9) -> tuple[list[int], list[EngineCoreOutput]]:
-    """The tokens of a request with these parameters, and its outputs. Behind it nothing is under way."""
+    """Run a request with these parameters. Returns its tokens and outputs once no transfer is in flight."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     request = EngineCoreRequest(
         request_id="r",

@@ -30,7 +30,7 @@ VOCAB = byte_level().get_vocab_size()
 
 
 def stored(number: int, parent: int = 0, lora: str = "") -> events_pb2.KvCacheEvent:
-    """Block ``number``, of two tokens, behind block ``parent``."""
+    """Return the event for block ``number``, of two tokens, after block ``parent``."""
     block = events_pb2.BlockStored(
         block_hashes=[name(number)],
         parent_block_hash=name(parent) if parent else b"",
@@ -82,7 +82,7 @@ async def watched(telling: FakeEngine, model: Path) -> AsyncIterator[FrontendSer
 
 
 async def subscribe(frontend: FrontendServer) -> Any:
-    """A subscription that is sure to see what happens from now on."""
+    """Open a subscription that receives all later events."""
     call = VllmClient(frontend).stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=PATIENCE)
     await call.initial_metadata()
     return call

@@ -1,4 +1,4 @@
-"""``LLM``: the engine inside this program, with the demo model and MiniLM, against what a server answers."""
+"""``LLM``: the engine inside this program, with the demo model and MiniLM, compared with a server's answers."""
 
 import asyncio
 import json

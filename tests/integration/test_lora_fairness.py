@@ -43,7 +43,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Running:
-    """An engine, and the tokens of its requests. ``each_step`` is called behind every step."""
+    """An engine, and the tokens of its requests. ``each_step`` is called after every step."""
 
     def __init__(self, lora: LoraConfig) -> None:
         torch.set_num_threads(1)

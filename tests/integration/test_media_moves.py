@@ -36,7 +36,7 @@ LENGTH = 30
 
 
 class Outputs:
-    """The OutputHandler of a client, and what came of each request."""
+    """The OutputHandler of a client. Records the outputs of each request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)

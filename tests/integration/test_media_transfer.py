@@ -26,9 +26,9 @@ from tests.fakes.multimodal_prompts import MediaPrompt, PromptMaker
 BLOCK = 4
 COUNT = 8
 AFTER = 3
-"""Tokens behind which a request is handed over."""
+"""Number of tokens before a request is handed over."""
 FAMILIES = ("llava", "qwen2_vl", "gemma3", "qwen2_audio")
-"""Beside the plain one: positions with three dimensions, whole images with windows, and audio."""
+"""Families: a plain one, one with three-dimensional positions, one with whole images and windows, and one for audio."""
 HIDDEN = 48
 
 

@@ -86,7 +86,7 @@ async def stepped(manual: FakeEngine, chatml: Path) -> AsyncIterator[Api]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(chatml: Path) -> AsyncIterator[Api]:
-    """A server for tests that leave nothing behind."""
+    """Yield a server for tests that do not change its state."""
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
     await engine.start()
     async with serving(chatml, engine) as server:

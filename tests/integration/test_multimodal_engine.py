@@ -1,4 +1,6 @@
-"""Engines of models with towers against transformers' ``generate``, in float32: images among texts, computed in every way."""
+"""Multimodal engines compared with transformers' ``generate``, in float32: images among texts, with all
+implementations.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

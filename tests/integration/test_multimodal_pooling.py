@@ -1,4 +1,4 @@
-"""Embeddings of prompts with images, by checkpoints with towers: what transformers' own model puts out."""
+"""Embeddings of prompts with images by multimodal checkpoints equal those of transformers' own model."""
 
 from pathlib import Path
 from typing import Any

@@ -20,7 +20,7 @@ SOON = ("qwen2_vl", "draft_model")
     ],
 )
 def test_drafts_change_no_token_behind_images(family: str, method: str, tmp_path: Path) -> None:
-    """The draft model is the same checkpoint, without its towers: it guesses from placeholders, at positions of text."""
+    """The draft model is the same checkpoint without its encoders: it drafts from placeholders, at positions of text."""
     torch.set_num_threads(1)
     case = Case(family, tmp_path)
     model = {"model": str(tmp_path)} if method == "draft_model" else {}

@@ -45,7 +45,7 @@ async def api(engine: FakeEngine, chatml: Path) -> AsyncIterator[OpenAIServer]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(chatml: Path) -> AsyncIterator[OpenAIServer]:
-    """A server for tests that leave nothing behind."""
+    """Yield a server for tests that do not change its state."""
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
     await engine.start()
     async with openai_server(chatml, engines=[engine.address]) as server:

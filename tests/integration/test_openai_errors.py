@@ -24,7 +24,7 @@ VOCAB = TOKENIZER.get_vocab_size()
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path) -> AsyncIterator[OpenAIServer]:
-    """A server for tests that leave nothing behind."""
+    """Yield a server for tests that do not change its state."""
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
     await engine.start()
     async with openai_server(model, engines=[engine.address], limits=LimitsConfig(max_prompts=4)) as server:

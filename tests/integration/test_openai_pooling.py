@@ -198,7 +198,7 @@ async def test_the_client_reaches_routes_that_are_not_openais(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path) -> AsyncIterator[OpenAIServer]:
-    """A server for tests that leave nothing behind."""
+    """Yield a server for tests that do not change its state."""
     async with serving(model, "embed", vectors=lambda r: [1.0]) as (api, _):
         yield api
 

@@ -52,7 +52,7 @@ def embedded(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
 
 
 def expected(model: torch.nn.Module, rows: torch.Tensor, count: int = 8) -> list[int]:
-    """Greedy tokens behind a prompt of vectors, one whole forward pass each."""
+    """Return greedy tokens after a prompt of embeddings, with one whole forward pass for each."""
     tokens: list[int] = []
     with torch.inference_mode():
         for _ in range(count):

@@ -13,7 +13,7 @@ from tests.fakes.engines.in_process import Run, answer, build_engine
 DEMO = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 BEGIN, END = TOKENIZER.token_to_id("<|user|>"), TOKENIZER.token_to_id("<|end|>")
-"""Stand for the tags of reasoning: the demo model has none, and does not write these of its own accord so early."""
+"""Tokens used as the tags of reasoning. The demo model has no such tags, and does not write these tokens so early."""
 BUDGETS = (0, 1, 5, 6, 7, 20, None)
 WAYS: dict[str, dict[str, Any]] = {
     "prediction": {"speculative": {"method": "prediction", "num_speculative_tokens": 6, "adaptive": False}},

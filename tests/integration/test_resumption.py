@@ -57,7 +57,7 @@ def engine() -> Iterator[EngineCore]:
 def run(
     engine: EngineCore, prior: list[int], reasoning: ReasoningTokens | None = None, **params: Any
 ) -> tuple[list[int], list[Logprobs], EngineCoreOutput]:
-    """The tokens behind ``prior``, their log-probabilities, and the last output."""
+    """Return the tokens after ``prior``, their log-probabilities, and the last output."""
     request = EngineCoreRequest(
         request_id="r",
         prompt_token_ids=PROMPT,

@@ -1,4 +1,4 @@
-"""Families of models in stages: the tokens of transformers, whatever steps are cut into, and errors that say what to change."""
+"""Model families in pipeline stages: transformers' tokens for any split, and errors that name the setting to change."""
 
 import gc
 import threading

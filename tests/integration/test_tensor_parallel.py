@@ -1,4 +1,4 @@
-"""A model over several workers: the tokens of transformers, and errors that say what to change."""
+"""A model over several workers: transformers' tokens, and errors that name the setting to change."""
 
 import time
 from collections.abc import Iterator

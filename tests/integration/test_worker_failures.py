@@ -1,8 +1,7 @@
-"""A worker killed or stopped at every point of its life: the engine says so, ends, and leaves nothing behind.
+"""A worker killed or stopped at every point of its life: the engine reports it, ends, and leaves nothing behind.
 
-With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) every point, each of two ranks, killed and stopped,
-and it must
-be soon. Else a few of them.
+With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) all points run, with each of two ranks killed and
+stopped, and the end must come soon. Otherwise a few of them run.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ STEP_TIMEOUT = 3.0
 ENDING = 10.0
 """Seconds that workers have to end by themselves."""
 SOON = 1.0
-"""Seconds, behind a kill or behind the timeout. Looked at where nothing else runs."""
+"""Seconds after a kill or after the timeout. Checked only if no other tests run."""
 ALL = [Fault(rank, point, does) for point, rank, does in itertools.product(POINTS, (0, 1), ("kill", "stop"))]
 SOME = [Fault(1, "collective", "kill")]
 TOLD = {"kill": r"worker {rank} \(pid {pid}\) was killed by SIGKILL", "stop": r"executor.step_timeout \(3 s\)"}

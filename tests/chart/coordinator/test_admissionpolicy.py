@@ -1,4 +1,4 @@
-"""coordinator/admissionpolicy.yaml: what a right to patch pods comes down to."""
+"""coordinator/admissionpolicy.yaml: the limits of the coordinator's right to patch pods."""
 
 from tests.chart.rendering import AUTOSCALED, HUB, release
 

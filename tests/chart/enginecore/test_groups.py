@@ -1,4 +1,4 @@
-"""enginecore/_groups.tpl: what the pods of an engine know of each other, and which sizes there cannot be."""
+"""enginecore/_groups.tpl: settings of an engine's pods about each other, and refused sizes."""
 
 from pathlib import Path
 

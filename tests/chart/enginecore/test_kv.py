@@ -1,4 +1,4 @@
-"""enginecore/_kv.tpl: engines with roles, blocks from engine to engine, and the memory and the volumes beside the KV cache."""
+"""enginecore/_kv.tpl: engines with roles, KV transfer between engines, and memory and volumes for offloaded blocks."""
 
 from pathlib import Path
 

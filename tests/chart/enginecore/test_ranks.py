@@ -1,4 +1,4 @@
-"""enginecore/_ranks.tpl: what ranks know of their group and of themselves, and which groups there cannot be."""
+"""enginecore/_ranks.tpl: settings of ranks about their group and themselves, and refused groups."""
 
 from pathlib import Path
 

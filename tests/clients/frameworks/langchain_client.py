@@ -22,7 +22,7 @@ class Person(BaseModel):
 
 
 def main(url: str) -> None:
-    """Print what came of each call."""
+    """Print the result of each call."""
     chat = ChatOpenAI(base_url=url, api_key="none", model="model", temperature=0, max_tokens=200)
     answer = chat.invoke("hello")
     called = chat.bind_tools([weather]).invoke("the weather?")

@@ -14,7 +14,7 @@ def weather(city: str) -> str:
 
 
 def main(url: str) -> None:
-    """Print what came of each call."""
+    """Print the result of each call."""
     options = {"api_base": url, "api_key": "none", "model": "model", "temperature": 0.0, "max_tokens": 200}
     llm = OpenAILike(**options, context_window=2048, is_chat_model=True, is_function_calling_model=True)
     plain = OpenAILike(**options, context_window=2048)

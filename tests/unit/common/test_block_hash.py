@@ -1,4 +1,4 @@
-"""Block hashes: what they cover, and that they are the same everywhere."""
+"""Block hashes: the fields that they cover, and that all processes compute the same hash."""
 
 import os
 import subprocess

@@ -115,7 +115,7 @@ MEMORY = 10.0
 
 
 def observed(*events: tuple[float, float]) -> DrainRate:
-    """A place that was filled at time 0, and what left it when: (time, units)."""
+    """Return a queue that was filled at time 0, with departures as (time, units)."""
     rate = DrainRate()
     rate.begin(0.0)
     for now, units in events:

@@ -1,4 +1,4 @@
-"""A coordinator and its frontends as ends of streams, over which messages come late, not at all or behind a restart."""
+"""A coordinator and its frontends as ends of streams, where messages come late, not at all, or after a restart."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""`/metrics` of a service without HTTP of its own, beside clients that misbehave."""
+"""`/metrics` of a service without an HTTP API of its own, while other clients misbehave."""
 
 import errno
 import socket

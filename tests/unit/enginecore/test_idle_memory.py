@@ -1,4 +1,4 @@
-"""When an engine's freed memory is given back."""
+"""Times at which an engine returns freed memory to the system."""
 
 from penstock_enginecore.idle_memory import IdleMemory
 

@@ -1,4 +1,4 @@
-"""Memory that comes and goes behind addresses that stay."""
+"""Memory that is mapped and unmapped at fixed addresses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Segments of shared memory: made, read, refused, and never left behind."""
+"""Segments of shared memory: created, read, refused, and always removed."""
 
 import errno
 import os

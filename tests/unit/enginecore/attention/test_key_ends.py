@@ -1,4 +1,4 @@
-"""Queries that see keys behind themselves, against attention with a dense mask in torch."""
+"""Queries that see later keys, compared with attention with a dense mask in torch."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The step as a whole, and what happens when it fails."""
+"""Whole steps of the engine, and steps that fail."""
 
 import logging
 import re

@@ -97,7 +97,7 @@ def join(epoch: int, ranks: Sequence[Rank], links: list[Any]) -> None:
 
 
 def check_outputs(ranks: Sequence[Rank]) -> None:
-    """Every rank gets what all experts in one place would make of its tokens."""
+    """Check that every rank's output equals that of all experts in one place."""
 
     def work(number: int) -> list[torch.Tensor]:
         step = tokens(9, number)

@@ -1,4 +1,4 @@
-"""Hidden states beside the logits of a step: of every build, those that transformers counts so."""
+"""Hidden states that a step returns with its logits: every build gives those with transformers' numbering."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -175,7 +175,7 @@ STEPS: list[list[tuple[int, int, int]]] = [
     [(0, 26, 50), (2, 9, 17), (1, 32, 33)],
     *[[(0, 50 + i, 51 + i), (1, 33 + i, 34 + i), (2, 17 + i, 18 + i)] for i in range(4)],
 ]
-"""Requests, and tokens of each: chunks cut between images, images beside text and decodes, decodes alone."""
+"""Numbers of tokens by request: chunks inside images, images in batches with text and decodes, and decodes alone."""
 
 
 @pytest.mark.each_value

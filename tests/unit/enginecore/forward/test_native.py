@@ -1,4 +1,4 @@
-"""Towers whose linear layers are the kernels'."""
+"""Encoders whose linear layers run on the native kernels."""
 
 from pathlib import Path
 from typing import Any

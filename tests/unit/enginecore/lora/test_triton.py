@@ -1,4 +1,4 @@
-"""Shrink and expand in Triton's interpreter against plain torch, and the bits of rows alone, in a crowd and without adapters."""
+"""Shrink and expand kernels in Triton's interpreter, compared with plain torch; bits of rows alone and in a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

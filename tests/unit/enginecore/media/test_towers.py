@@ -1,4 +1,4 @@
-"""Towers beside the model: their weights, and where they are not served."""
+"""Vision and audio encoders of a model: their weights, and configurations that do not support them."""
 
 import msgspec
 import pytest

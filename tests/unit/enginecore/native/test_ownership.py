@@ -1,4 +1,4 @@
-"""Objects of the kernels go before what they stand on, however they come to be garbage."""
+"""Native objects are freed before the objects that they use, in any order of garbage collection."""
 
 import gc
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Queries that see keys behind themselves, in the kernels: against a dense mask, and their bits against each other's."""
+"""Queries that see later keys, in the native kernels: compared with a dense mask, and bit by bit between batches."""
 
 from dataclasses import replace
 

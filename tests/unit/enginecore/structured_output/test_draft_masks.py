@@ -1,4 +1,4 @@
-"""Masks behind drafts are those of a matcher of its own that has taken the same tokens in, whatever the drafts are."""
+"""Masks after drafts equal those of a separate matcher that has accepted the same tokens."""
 
 import json
 import random

@@ -212,7 +212,7 @@ def test_measuring(demo: SimpleNamespace, model: LlamaForCausalLM, head: torch.n
 
 
 def test_tokens_of_steps(demo: SimpleNamespace) -> None:
-    """A text of six tokens behind a prompt of three: the first comes from the prompt's step."""
+    """A text of six tokens after a prompt of three: the first comes from the prompt's step."""
     held = torch.tensor([[0, 0, 4, 4, 4, 4, 4, 4], [0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 9, 2, 9, 9, 9]])
     walked = [demo.eagle3_training.tokens_per_step(row[None], 3, [9]) for row in held]
     assert walked == [(5, 1), (5, 5), (5, 2)]

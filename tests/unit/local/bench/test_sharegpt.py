@@ -37,7 +37,7 @@ def written(folder: Path, content: Any) -> Path:
 
 
 async def asked(file: Path, count: int, **options: Any) -> list[Prompt]:
-    """The first prompts of a load of so many requests."""
+    """Return the first prompts of a load with this number of requests."""
     given = BenchOptions(address="x", dataset="sharegpt", dataset_path=str(file), requests=count, warmup=0, **options)
     dataset = await sharegpt(given, MODEL, count_words)
     return list(itertools.islice(dataset.prompts, count))

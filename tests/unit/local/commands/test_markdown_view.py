@@ -44,7 +44,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(pieces: list[str]) -> list[str]:
-    """The lines on the screen at the end: a file that is no terminal gets what stays alone."""
+    """Return the lines on the screen at the end. A file that is no terminal gets only the finished lines."""
     stream = io.StringIO()
     view = MarkdownView(stream)
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The persistent batch: what a step's inputs look like as requests come, grow, leave and return."""
+"""The persistent batch: a step's inputs as requests join, grow, leave and return."""
 
 import numpy as np
 import pytest

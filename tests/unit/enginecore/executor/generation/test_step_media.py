@@ -74,7 +74,7 @@ def loaded(path: Path, encoder: FakeMediaEncoder | None) -> LoadedModel:
 
 
 def make_runner(path: Path, **options: Any) -> tuple[GenerationRunner, Watched]:
-    """``options``: of the towers, with rows as wide as the model."""
+    """Return a runner with encoders whose rows are as wide as the model. ``options`` belong to the encoders."""
     plain = loaded(path, None)
     built: BuiltForward = build_forward(plain, ForwardConfig(CPU, "auto", KernelsConfig(isa="off"), 1, block_size=4))
     model = replace(plain, encoder=FakeMediaEncoder(plain.hidden_size, **options))

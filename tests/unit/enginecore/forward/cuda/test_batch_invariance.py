@@ -1,4 +1,4 @@
-"""A whole decoder with batch-invariant kernels, interpreted: a sequence has the same logits, bit by bit, alone and in a crowd."""
+"""A whole decoder with interpreted batch-invariant kernels: a sequence has the same logits bits alone and in a batch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ CROWD: tuple[list[Part], ...] = (
     [(1, 19, 20), (0, 5, 19), (2, 0, 9)],
     [(1, 20, 21), (2, 9, 10), (0, 19, 20)],
 )
-"""Pieces of a prompt beside prompts and decodes of others, and a decode among others."""
+"""Chunks of a prompt in batches with prompts and decodes of others, and a decode among others."""
 ONE_LAYER = {"num_hidden_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ONE_LAYER,

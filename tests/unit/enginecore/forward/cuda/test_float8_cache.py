@@ -33,7 +33,7 @@ SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False
 
 
 def save_scaled(directory: Path, scales: Scales = SCALES, layer: str = "model.layers.{}.self_attn") -> PreTrainedModel:
-    """An fp8 checkpoint with scales of its KV cache; returns what its weights mean."""
+    """Save an fp8 checkpoint with scales of its KV cache. Returns the dequantized weights."""
     model = save_quantized_model("llama", "compressed-fp8-tensor", directory)
     tensors = load_file(directory / "model.safetensors")
     for i, (key, value) in enumerate(scales):

@@ -1,4 +1,4 @@
-"""Whole steps of transformers' modules, captured and replayed: what they launch depends on the step's shape alone."""
+"""Whole steps of transformers' modules, captured and replayed: their launches depend only on the step's shape."""
 
 import dataclasses
 import logging

@@ -152,7 +152,7 @@ IDENTITY = KvSource(
 
 
 def cached(num_tokens: int, groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheManager, Request]:
-    """A request whose tokens are all computed but the last, and whose blocks were given back."""
+    """Return a request whose tokens are computed except the last, and whose blocks are freed but cached."""
     config = KVCacheConfig(num_blocks=41, block_size=4, groups=groups, max_model_len=64)
     manager = KVCacheManager(config, enable_prefix_caching=True)
     sent = EngineCoreRequest(request_id="r", prompt_token_ids=list(range(1, num_tokens + 1)))

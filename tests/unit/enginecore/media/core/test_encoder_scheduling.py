@@ -63,7 +63,7 @@ class StopsAtTheEnd:
 
 
 def images(*numbers, before=2, length=8, behind=3, **fields):
-    """A request whose items have so many tokens before each, and others behind."""
+    """Return a request with the given numbers of tokens before each item, and ``behind`` tokens after the last one."""
     features, prompt = [], []
     for number in numbers:
         prompt += range(100, 100 + before)

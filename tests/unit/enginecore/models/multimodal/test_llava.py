@@ -1,4 +1,4 @@
-"""LLaVA takes the states of any of its tower's blocks, and computes no more of them than it takes."""
+"""LLaVA can use the hidden states of any of its encoder's layers, and computes no later layers."""
 
 from pathlib import Path
 

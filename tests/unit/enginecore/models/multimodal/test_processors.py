@@ -1,4 +1,4 @@
-"""Pixels are what the checkpoint's processor in transformers makes of them, to the bit."""
+"""Pixel values equal those of the checkpoint's processor in transformers, bit by bit."""
 
 import json
 from pathlib import Path

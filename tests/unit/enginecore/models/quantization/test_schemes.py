@@ -17,7 +17,7 @@ LINEAR = [form for form in FORMATS if form != "mxfp4"]
 
 
 def parts_of(form: str, weight: torch.Tensor) -> tuple[Scheme, dict[str, torch.Tensor], torch.Tensor]:
-    """The scheme that a configuration names, parts by their suffixes, and what they mean."""
+    """Return the configured scheme, its tensors by suffix, and the dequantized weight."""
     scheme = recognise(FORMATS[form].config)
     tensors, dense = FORMATS[form].pack("x.weight", weight)
     base = "x" if scheme.dense else "x.weight"

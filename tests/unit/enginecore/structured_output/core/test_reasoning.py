@@ -1,4 +1,4 @@
-"""Constraints of models that reason: they hold behind the reasoning, wherever it ends."""
+"""Constraints of models that reason: they apply after the reasoning, wherever it ends."""
 
 from itertools import pairwise
 

@@ -52,7 +52,7 @@ def joined(outputs: Sequence[ChatOutput]) -> Answer:
 
 
 async def read(tokens: list[int], steps: Sequence[int], reads: Sequence[bool], kind: OutputKind) -> list[ChatOutput]:
-    """The answer to a client that reads after some of the steps; a step is so many tokens."""
+    """Return the answer of a client that reads only after some steps. Each step is a number of tokens."""
     text = OutputText(IncrementalDetokenizer(TOKENIZER, [], skip_special_tokens=True), stops=["STOP"])
     collector = OutputCollector(kind, 1)
     outputs = ChatOutputs(kind, parser)

@@ -331,7 +331,7 @@ async def test_an_ordinary_prompt_is_the_plain_text_that_it_was() -> None:
 
 
 async def test_a_forged_turn_is_tokenized_as_its_characters_are() -> None:
-    """Between the template's tokens stands what a tokenizer without these tokens makes of the text."""
+    """The client's text is tokenized as by a tokenizer without special tokens, between the template's tokens."""
     style = STYLES["chatml"]
     plain = small_tokenizers.byte_level()
     async with chats(style) as (_, text):

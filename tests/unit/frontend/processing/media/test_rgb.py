@@ -1,4 +1,4 @@
-"""Pixels by mode: what each mode shows on white, exactly."""
+"""Pixels by mode: the exact colour of each mode on white."""
 
 from typing import Any
 

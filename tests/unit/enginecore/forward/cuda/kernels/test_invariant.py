@@ -166,7 +166,7 @@ def test_tiles_of_usual_quantized_products_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def attended(query_lens: list[int], params: AttentionParams, *, invariant: bool = True) -> torch.Tensor:
-    """Attention of the last of 530 tokens, the last ones of which are new, behind requests of 50 tokens."""
+    """Return the attention of the last of 530 tokens, after requests of 50 tokens. Its last tokens are new."""
     count = len(query_lens)
     step = make_step([50] * count, [*[50] * (count - 1), 530], block_size=16)
     paged = Paged.of(step)
