@@ -117,7 +117,7 @@ async def test_results_are_in_the_order_of_the_inputs_whatever_ends_first(rig: R
 
 
 def of_tokens(count: int) -> PoolingRequest:
-    """Return a request for the embeddings of ``n`` tokens, each of which takes half of SMALL."""
+    """Return a request for the embeddings of ``count`` tokens, each of which takes half of SMALL."""
     params = PoolingParams(task=PoolingTask.TOKEN_EMBED)
     return PoolingRequest(inputs=[[7] * count], fields=["inputs[0].text"], params=params)
 
