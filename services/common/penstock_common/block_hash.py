@@ -1,8 +1,8 @@
-"""Content hashes of KV cache blocks, the same in engines, which cache by them, and in frontends, which route by them.
+"""Content hashes of KV cache blocks. Engines use them for caching and frontends for routing, with equal results.
 
-A block's hash covers its parent's hash, its token ids and its extra keys, so that equal hashes mean equal prefixes. The
-hash is BLAKE2b with 128 bits: the same in every process, and strong enough that nobody can craft a prompt that
-reads another tenant's blocks. (On 64-byte blocks of token ids it costs 0.6 us, half of what BLAKE3 costs there.)
+A block's hash covers its parent's hash, its token IDs and its extra keys, so equal hashes mean equal prefixes. The hash
+is BLAKE2b with 128 bits. It is the same in every process, and strong enough that no client can craft a prompt that
+reads another tenant's blocks. (For 64-byte blocks of token IDs it takes 0.6 us, half as long as BLAKE3.)
 """
 
 import hashlib
@@ -19,29 +19,31 @@ from penstock_common.types.request import RequestContext
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
 _NO_TEXT = b"\xff"
-"""In no UTF-8: what is before it is the salt, and no salt looks like salt and adapter."""
+"""A byte that UTF-8 never contains. It separates the salt from the adapter, so that no salt looks like salt and
+adapter.
+"""
 
 
 _MEDIUM = b"\xfe"
-"""Neither in UTF-8 nor before an adapter."""
+"""A byte that UTF-8 never contains, and that never precedes an adapter."""
 _PAIR = struct.Struct("<qq").pack
 _END = attrgetter("end")
 
 
 class Hashed(Protocol):
-    """What blocks are hashed of: the tokens of a sequence, and what else decides what their blocks hold."""
+    """A sequence whose blocks are hashed: its tokens, and everything else that determines the content of its blocks."""
 
     context: RequestContext
     all_token_ids: list[int]
     prompt_embeds: PromptEmbeds | None
     mm_features: list[MultiModalFeature]
-    """In the order of their places, which do not overlap."""
+    """In order of position, without overlaps."""
     block_hashes: list[bytes]
-    """Of the blocks hashed so far."""
+    """Hashes of the blocks hashed so far."""
 
     @property
     def lora_digest(self) -> bytes:
-        """Of the LoRA adapter that is applied; empty: none."""
+        """Digest of the applied LoRA adapter, or empty."""
 
 
 def _digest(data: bytes) -> bytes:
@@ -49,13 +51,15 @@ def _digest(data: bytes) -> bytes:
 
 
 def root_hash(block_size: int) -> bytes:
-    """The parent of every first block. Depends on the block size: equal hashes then mean equally long blocks."""
+    """Return the parent of every first block. It depends on the block size, so equal hashes mean equal block sizes."""
     return _digest(struct.pack("<I", block_size))
 
 
 def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
-    """What besides the tokens decides the content of the block with positions ``start`` to ``end``: the cache salt and the LoRA
-    adapter, on the first block (later ones inherit them), vectors that stand for tokens, and media.
+    """Return the extra keys of the block with positions ``start`` to ``end``.
+
+    These are the cache salt and the LoRA adapter for the first block, which later blocks inherit. In addition, they
+    cover vectors in place of tokens, and media.
     """
     keys = b""
     if start == 0:
@@ -72,7 +76,7 @@ def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
 
 
 def media_between(features: Sequence[MultiModalFeature], start: int, end: int) -> Sequence[MultiModalFeature]:
-    """Those of the ``features``, which are in order, that have any of the positions from ``start`` to ``end``."""
+    """Return the ``features``, which are in order, that overlap the positions from ``start`` to ``end``."""
     first = last = bisect_right(features, start, key=_END)
     while last < len(features) and features[last].offset < end:
         last += 1
@@ -80,7 +84,9 @@ def media_between(features: Sequence[MultiModalFeature], start: int, end: int) -
 
 
 def _media_key(feature: MultiModalFeature, start: int, end: int) -> bytes:
-    """What is at the positions from ``start`` to ``end``, and where in the medium that is."""
+    """Return the key of a media item: its content at the positions from ``start`` to ``end``, and their place in the
+    item.
+    """
     runs = b"".join(
         _PAIR(run.start, run.count)
         for run in feature.embed_runs
@@ -90,10 +96,12 @@ def _media_key(feature: MultiModalFeature, start: int, end: int) -> bytes:
 
 
 def _vectors_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
-    """Of the vectors at the positions from ``start`` to ``end`` and of their places. Requests that share a prompt share it."""
+    """Return the digest of the vectors at the positions from ``start`` to ``end``. Requests with the same prompt share
+    it.
+    """
     digest: bytes | None = embeds.memo.get((start, end))
     if digest is None:
-        # Blocks are hashed one after the other: where the rows of one begin, the one before has noted.
+        # Blocks are hashed in order, so the previous block has recorded the first row of this one.
         first: int | None = embeds.memo.get(("first row", start))
         if first is None:
             first = embeds.num_vectors(0, start)
@@ -113,7 +121,7 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}I").pack
 
     def extend(self, sequence: Hashed, num_tokens: int) -> None:
-        """Hash every block that the first ``num_tokens`` tokens fill and that is not hashed yet."""
+        """Hash all blocks that the first ``num_tokens`` tokens fill and that are not hashed yet."""
         hashes = sequence.block_hashes
         token_ids = sequence.all_token_ids
         for index in range(len(hashes), num_tokens // self.block_size):

@@ -1,17 +1,17 @@
-"""Bounded queues: fair shares for tenants, and when there will be room."""
+"""Bounded queues: fair shares for tenants, and estimates of the time until there is room."""
 
 import math
 
-# Fair shares of a bounded place, so that one tenant's flood does not keep the other tenants out.
+# Fair shares of a bounded queue, so that one tenant's flood does not exclude other tenants.
 
 
 def reserve_of(limit: int) -> int:
-    """The room beyond a limit that is kept for tenants below their fair share: a tenth of the limit, at least 1."""
+    """Return the reserve beyond a limit for tenants below their fair share: a tenth of the limit, at least 1."""
     return max(limit // 10, 1)
 
 
 class _Use:
-    """What one tenant has in the place."""
+    """Usage of one tenant."""
 
     __slots__ = ("count", "size", "weight")
 
@@ -22,13 +22,15 @@ class _Use:
 
 
 class TenantRoom:
-    """Counts what each tenant has in a bounded place, and decides who may still enter when the place is full.
+    """Counts the usage of each tenant in a bounded queue, and decides which tenants may still enter when it is full.
 
-    Below the limit anyone enters, so one tenant alone may use the whole place. At the limit a tenant enters only if it stays
-    within its fair share (the limit times its weight, divided by the weights of all tenants in the place) and within the
-    reserve beyond the limit. Of the reserve, a tenant can use only as much as it leaves to others. So a second flood
-    takes half of the reserve, a third one a quarter, and a tenant with few requests still enters. Nothing that has
-    entered is ever removed. Tenants without anything in the place are forgotten.
+    Below the limit, any tenant may enter, so a single tenant may use the whole queue. At the limit, a tenant may enter
+    only within its fair share and within the reserve beyond the limit. The fair share is the limit times the tenant's
+    weight, divided by the weights of all tenants in the queue.
+
+    A tenant can use only as much of the reserve as it leaves to others. So a second flood takes half of the reserve, a
+    third one a quarter, and a tenant with few requests can still enter. Requests that have entered are never removed.
+    Tenants without requests are forgotten.
     """
 
     __slots__ = ("_tenants", "_weights", "count", "size")
@@ -40,34 +42,34 @@ class TenantRoom:
         self.size = 0
 
     def __len__(self) -> int:
-        """Tenants that have something in the place."""
+        """Return the number of tenants with requests."""
         return len(self._tenants)
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._tenants
 
     def count_of(self, tenant: str) -> int:
-        """Requests of a tenant in the place."""
+        """Return the number of a tenant's requests."""
         return self._tenants[tenant].count if tenant in self._tenants else 0
 
     @property
     def named(self) -> bool:
-        """Whether a request in the place names a tenant."""
+        """Whether any request names a tenant."""
         return len(self._tenants) > ("" in self._tenants)
 
     def full(self, limit: int) -> bool:
-        """Whether ``limit`` requests are in the place, and the reserve is used up where any of them names a tenant.
+        """Return whether the limit is reached, and also the reserve if any request names a tenant.
 
-        Health checks go by this: one tenant's flood must not take a whole service away from the others.
+        Health checks use this, because one tenant's flood must not make the service unavailable to others.
         """
         return self.count >= self.most(limit)
 
     def most(self, limit: int) -> int:
-        """The limit, and the reserve beyond it where a request in the place names a tenant."""
+        """Return the limit, plus the reserve if any request names a tenant."""
         return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
-        """Count one more request. ``weight`` is the tenant's from now on."""
+        """Count one more request. ``weight`` is the tenant's weight from now on."""
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use()
@@ -79,7 +81,7 @@ class TenantRoom:
         self.size += size
 
     def leave(self, tenant: str, size: int = 0) -> None:
-        """Count one request less. ``size``: as it entered."""
+        """Count one request less. ``size`` must be the same as for ``enter``."""
         use = self._tenants[tenant]
         use.count -= 1
         use.size -= size
@@ -87,16 +89,18 @@ class TenantRoom:
         self.size -= size
         if not use.count:
             del self._tenants[tenant]
-            # Rounding errors of the sum must not add up over the life of the process.
+            # Rounding errors of the sum must not accumulate.
             self._weights = self._weights - use.weight if self._tenants else 0.0
 
     def takes_count(self, tenant: str, weight: float, added: int, limit: int) -> bool:
-        """Whether ``added`` more requests of a tenant may enter, where ``limit`` requests may be."""
+        """Return whether ``added`` more requests of a tenant may enter, with a limit of ``limit`` requests."""
         use = self._tenants.get(tenant)
         return self._takes(self.count, 0 if use is None else use.count, added, limit, self._share(use, weight))
 
     def takes_size(self, tenant: str, weight: float, added: int, limit: int) -> bool:
-        """Whether requests of a tenant of the size ``added`` may enter, where ``limit`` is the largest size of all."""
+        """Return whether requests of a tenant with size ``added`` may enter, with a limit of ``limit`` for the total
+        size.
+        """
         use = self._tenants.get(tenant)
         return self._takes(self.size, 0 if use is None else use.size, added, limit, self._share(use, weight))
 
@@ -108,26 +112,26 @@ class TenantRoom:
         if total + added <= limit:
             return True
         if (own or not total) and own + added > limit * share:
-            return False  # a tenant that has nothing in a place of others is below its share, whatever it brings
+            return False  # a tenant without requests is below its share, whatever it brings
         return own + added <= limit + reserve_of(limit) - total
 
 
-# How fast work leaves a bounded queue, and so when there will be room in it.
+# Speed at which work leaves a bounded queue, to estimate when there is room.
 
 MIN_RETRY_AFTER = 0.1
 MAX_RETRY_AFTER = 60.0
-"""Bounds of what clients are told to wait, in seconds."""
+"""Bounds of the retry delay for clients, in seconds."""
 
 _MEMORY = 10.0
-"""Seconds of work after which an observation counts a third (1/e)."""
+"""Seconds of work after which the weight of an observation has dropped to 1/e."""
 
 
 class DrainRate:
-    """Requests and units (tokens, characters) that leave a queue per second, weighted towards the latest.
+    """Requests and units (tokens, characters) that leave a queue per second, weighted towards recent ones.
 
-    Rates are averages with weights that fall exponentially with age: what has left, over the time in which there was
-    something to leave. Time with nothing there says nothing about the speed, so it neither counts nor ages what was
-    observed. All times are seconds of one monotonic clock.
+    Rates are averages with exponentially decreasing weights: the work that left, divided by the time in which the queue
+    was not empty. Idle time says nothing about the speed, so it neither counts nor ages observations. All times are
+    seconds of one monotonic clock.
     """
 
     __slots__ = ("_last", "_requests", "_seconds", "_units")
@@ -139,19 +143,19 @@ class DrainRate:
         self._units = 0.0
 
     def begin(self, now: float) -> None:
-        """Something has come into the empty queue."""
+        """Record that the empty queue got work."""
         self._last = now
 
     def left(self, now: float, units: float, requests: float = 1.0) -> None:
-        """A request, or so many, with so many units has left."""
+        """Record that ``requests`` requests with ``units`` units have left."""
         self._advance(now)
         self._requests += requests
         self._units += units
 
     def time_for(self, now: float, requests: float, units: float) -> float | None:
-        """Seconds until so many requests and so many units have left; None when nothing has been observed.
+        """Return the seconds until this much work has left, or None without observations.
 
-        A queue that nothing leaves any more gets slower with every second.
+        If no work leaves the queue any more, its estimated speed decreases every second.
         """
         self._advance(now)
         if not self._requests:
@@ -171,5 +175,5 @@ class DrainRate:
 
 
 def retry_after(seconds: float) -> float:
-    """What a client is told for a wait of so many seconds."""
+    """Return the retry delay for a client, for an estimated wait in seconds."""
     return min(max(seconds, MIN_RETRY_AFTER), MAX_RETRY_AFTER)

@@ -1,4 +1,4 @@
-"""Files that come from outside, read with care, and files that a service writes for itself alone."""
+"""Reading of untrusted files, and private files that a service writes for itself."""
 
 import errno
 import json
@@ -9,29 +9,32 @@ from typing import Any, BinaryIO
 
 from penstock_common.nesting_depth import nests_deeper
 
-# Files that come from outside, such as those of models and adapters: opened without waiting, read and decoded within limits.
+# Untrusted files, such as those of models and adapters. They are opened without blocking, and read and decoded within
+# limits.
 #
-# Links are followed, since volumes of Kubernetes and the hub's cache consist of them.
+# Links are followed, because Kubernetes volumes and the hub's cache use them.
 
 MAX_SETTINGS_BYTES = 64 << 20
-"""Size limit of a file of settings, in bytes. Those of published models have less than 1 MiB, tokenizers' less than 32 MiB."""
+"""Size limit of a settings file, in bytes. Settings of published models have less than 1 MiB, and tokenizers less than
+32 MiB.
+"""
 MAX_INDEX_BYTES = 256 << 20
-"""Size limit of a file that says which tensors are in which file, in bytes. The largest published models have 15 MiB."""
+"""Size limit of a file that maps tensors to files, in bytes. Those of the largest published models have 15 MiB."""
 MAX_HEADER_BYTES = 100_000_000
-"""Size limit of the header of a safetensors file, in bytes. It is that of the format."""
+"""Size limit of the header of a safetensors file, in bytes, as the format defines it."""
 MAX_DEPTH = 64
-"""How deeply JSON in files may nest."""
+"""Maximum nesting of JSON in files."""
 
 
 def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
-    """Return a descriptor that reads ``path``. A pipe or a device is refused, not waited for.
+    """Return a descriptor that reads ``path``. Pipes and devices are refused, because they could block.
 
     Args:
         path: The file. Links are followed.
-        dir_fd: Descriptor of the directory that a relative path begins at.
+        dir_fd: Descriptor of the directory at which a relative path begins.
 
     Raises:
-        OSError: It cannot be opened, or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
@@ -44,7 +47,7 @@ def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
 
 
 def opened_input(path: Path) -> BinaryIO:
-    """Return the file, open to be read. Raises OSError as ``open_input``."""
+    """Return the file, opened for reading. Raises OSError as ``open_input``."""
     return open(open_input(path), "rb")
 
 
@@ -53,7 +56,7 @@ def read_input(path: Path, limit: int = MAX_SETTINGS_BYTES) -> bytes:
 
     Raises:
         OSError: As ``open_input``.
-        ValueError: It has more than ``limit`` bytes.
+        ValueError: The file has more than ``limit`` bytes.
     """
     with opened_input(path) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -64,17 +67,17 @@ def read_input(path: Path, limit: int = MAX_SETTINGS_BYTES) -> bytes:
 
 
 def read_json(path: Path, limit: int = MAX_SETTINGS_BYTES) -> Any:
-    """Return the value that a file of JSON holds.
+    """Return the value in a JSON file.
 
     Raises:
         OSError: As ``open_input``.
-        ValueError: It is too large, is no JSON, or nests too deeply.
+        ValueError: The file is too large, is not JSON, or nests too deeply.
     """
     return decode_json(read_input(path, limit))
 
 
 def decode_json(text: bytes) -> Any:
-    """Return the value of ``text``. Raises ValueError if it is no JSON, or nests too deeply."""
+    """Return the value of ``text``. Raises ValueError if it is not JSON or nests too deeply."""
     try:
         value = json.loads(text)
         deep = nests_deeper(value, MAX_DEPTH)
@@ -89,11 +92,11 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
     """Return the length of a safetensors file's header, in bytes, and the header.
 
     Args:
-        opened: The file, at its start. It is left where the tensors begin.
+        opened: The file, at its start. Afterwards it is positioned at the first tensor.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The header is too large, or no JSON object, or nests too deeply. Its length is checked before it is read.
+        ValueError: The header is too large, is not a JSON object, or nests too deeply. Its length is checked before it is read.
     """
     length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:
@@ -104,23 +107,24 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
     return length, header
 
 
-# Files that a service writes for itself, which nobody else may read or redirect.
+# Private files that a service writes for itself, which no other user can read or redirect.
 
 MODE = 0o600
 
 
 def open_private(path: Path, *, new: bool = False) -> int:
-    """Return a descriptor that reads and writes ``path``, which is made if it is missing.
+    """Return a descriptor that reads and writes ``path``, which is created if it is missing.
 
-    Others may be able to write to the directory: a link, a pipe or a file of theirs is refused. A file of this user keeps its
-    content, and its mode becomes 0600.
+    Other users may be able to write to the directory, so their links, pipes and files are refused. A file of this user
+    keeps its content, and its mode becomes 0600.
 
     Args:
         path: The file. Links are followed in the names of its directories.
-        new: The file must not be there yet.
+        new: Whether the file must not exist yet.
 
     Raises:
-        OSError: It cannot be opened, or is no regular file, another user's, or known by another name as well. Text says which.
+        OSError: The file cannot be opened, is not a regular file, belongs to another user, or has several names.
+            The text says which.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_EXCL if new else 0)
     try:
@@ -138,7 +142,7 @@ def open_private(path: Path, *, new: bool = False) -> int:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file. Raises FileExistsError if there is one, and OSError as ``open_private``."""
+    """Write a new file. Raises FileExistsError if it exists, and OSError as ``open_private``."""
     with open(open_private(path, new=True), "wb") as opened:
         opened.write(content)
 

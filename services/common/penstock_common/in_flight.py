@@ -1,4 +1,4 @@
-"""How many bytes of what is large a service holds at once: messages of clients, answers to them."""
+"""Limit on the bytes of large messages and answers that a service holds at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,16 @@ from typing import Any
 from penstock_common.errors import ResourceExhausted
 
 SMALL = 64 * 1024
-"""Bytes of what is not counted."""
+"""Maximum size in bytes of messages that are not counted."""
 
 
 class BytesInFlight:
-    """Counts what calls have, from when it is there until nobody holds it. On one event loop.
+    """Counts the bytes of messages from their arrival until they are released. Belongs to one event loop.
 
-    ``limit`` tells it in bytes, as it is now, and ``setting`` names it in errors. ``what``: the plural of what is counted, as in
-    "messages".
+    Args:
+        limit: Returns the current limit in bytes.
+        setting: Name of the limit's setting, for errors.
+        what: Plural of what is counted, such as "messages".
     """
 
     def __init__(self, limit: Callable[[], int], setting: str, *, what: str = "messages") -> None:
@@ -23,7 +25,9 @@ class BytesInFlight:
         self.num_bytes = 0
 
     def refusal(self, size: int) -> ResourceExhausted | None:
-        """Why so many bytes are not taken now. They are taken, however many, where no others are held."""
+        """Return the error if ``size`` more bytes exceed the limit. A message of any size is accepted while no other is
+        held.
+        """
         total = self.num_bytes + size
         if size <= SMALL or not self.num_bytes or total <= (limit := self._limit()):
             return None
@@ -34,13 +38,14 @@ class BytesInFlight:
         )
 
     def hold(self, message: Any, size: int) -> Any:
-        """The message or, where it is counted, a Held with it."""
+        """Return the message, or a Held with the message if it is counted."""
         return message if size <= SMALL else Held(self, message, size)
 
 
 class Held:
-    """Something that is counted while this lives. Of a gRPC call that is the message: gRPC keeps what it has decoded, with the
-    bytes it is made of, until the call has ended.
+    """A counted message. It is counted while this object exists.
+
+    For a gRPC call, this is the message, because gRPC keeps the decoded message and its bytes until the call ends.
     """
 
     __slots__ = ("_size", "_where", "message")
@@ -52,7 +57,7 @@ class Held:
         where.num_bytes += size
 
     def release(self) -> None:
-        """Count it no more. Idempotent."""
+        """Stop counting the message. Idempotent."""
         self._where.num_bytes -= self._size
         self._size = 0
 

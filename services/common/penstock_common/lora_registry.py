@@ -1,4 +1,6 @@
-"""LoRA adapters by name: registrations, their merge, the messages about them, and the adapters that engines hold. Does no I/O."""
+"""LoRA adapters by name: registrations, their merge, the messages about them, and the adapters that engines hold. Does
+no I/O.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -6,39 +8,42 @@ from typing import TypeAlias
 
 import msgspec
 
-# Which LoRA adapters an engine holds, as it tells the cluster.
+# LoRA adapters that an engine holds, as it reports them to the cluster.
 
 MAX_HELD = 512
-"""Adapters of either kind that an engine tells of."""
+"""Maximum number of active adapters, and of held adapters, that an engine reports."""
 _KEY_BYTES = 8
 
 
 class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters by what is ``short`` for their digests: ``active`` have a slot, ``held`` are in host memory or on their way there,
-    the active ones among them. At most MAX_HELD each; an adapter that is not told of counts as one that is not there.
+    """Adapters by their ``short`` digests. At most MAX_HELD each; adapters that are not reported count as absent.
+
+    Attributes:
+        active: Adapters that have a slot.
+        held: Adapters that are in host memory or loading, including the active ones.
     """
 
     version: int = 0
-    """Grows with every change; of one incarnation of an engine the highest counts."""
+    """Grows with every change. Of the reports of one incarnation, the highest version is the newest."""
     active: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     max_loras: int = 0
-    """How many can be active at once."""
+    """Maximum number of active adapters."""
     requests_per_load: float = 0.0
-    """Requests with adapters that the engine ends while it loads one; 0: not known."""
+    """Requests with adapters that the engine completes in the time of one load. 0 if unknown."""
     full: bool = False
-    """Whether the next one that is loaded takes the place of others."""
+    """Whether loading another adapter evicts others."""
 
 
 def short(digest: bytes) -> int:
-    """What stands for a digest of 16 bytes: routing alone would take two adapters for each other of which it is the same."""
+    """Return a short key for a 16-byte digest. A collision of two keys affects only routing."""
     return int.from_bytes(digest[:_KEY_BYTES], "little")
 
 
-# What is said of an adapter's name at run time.
+# Registrations of adapter names at run time.
 
 _RECORD_BYTES = 512
-"""Bytes of memory that a registration and its places in a registry take beside its texts, at most."""
+"""Maximum bytes of memory that a registration takes in a registry, in addition to its texts."""
 
 Precedence: TypeAlias = "tuple[int, str, bool, str, bytes, bool]"
 
@@ -47,42 +52,49 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     """An adapter as requests name it to engines."""
 
     name: str
-    """A label; what counts is the content."""
+    """A label. The content identifies the adapter."""
     path: str
     """Directory on the engines' machines."""
     digest: bytes = b""
-    """BLAKE2b-128 of its config and tensors, as an engine computed it; empty where nobody has read it yet."""
+    """BLAKE2b-128 of its config and tensors, as an engine computed it. Empty until an engine has read it."""
 
 
 class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of what a name means. An unload is a version, too: one that comes later than an older load undoes nothing."""
+    """One version of the meaning of a name.
+
+    An unload is also a version, so a load that arrives late does not undo a newer unload.
+    """
 
     name: str
     version: int
-    """From 1; the highest that its frontend had seen of any name, plus one."""
+    """Starts at 1: one more than the highest version of any name that its frontend had seen."""
     frontend_id: str
-    """The frontend that it was said to: of two of one version that with the higher id counts."""
+    """Frontend that received the registration. Of two registrations with the same version, the one with the higher ID
+    wins.
+    """
     unloaded: bool = False
-    """Whether the name means nothing any more; then what follows means nothing either."""
+    """Whether the name was unloaded. If so, the following fields are ignored."""
     path: str = ""
     digest: bytes = b""
     pinned: bool = False
-    """Whether engines keep it in memory."""
+    """Whether engines keep the adapter in memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of memory that a registry needs for this."""
+        """Bytes of memory that a registry needs for this registration."""
         return _RECORD_BYTES + sum(map(sys.getsizeof, (self.name, self.frontend_id, self.path, self.digest)))
 
     @property
     def adapter(self) -> LoraAdapter:
-        """What requests send to engines."""
+        """The adapter that requests send to engines."""
         return LoraAdapter(self.name, self.path, self.digest)
 
     @property
     def precedence(self) -> Precedence:
-        """Of two registrations of a name that with the higher one counts. What a frontend says under an id that it had in an
-        earlier life may have a version that it gave then: the rest decides, so that everybody decides alike.
+        """Of two registrations of a name, the one with the higher precedence wins.
+
+        A restarted frontend with the same ID may reuse a version. The other fields then decide, so that all processes
+        decide alike.
         """
         return self.version, self.frontend_id, self.unloaded, self.path, self.digest, self.pinned
 
@@ -92,18 +104,19 @@ class LoraRefusal(msgspec.Struct, frozen=True):
 
     name: str
     reason: str
-    """Which limit is reached: the number, the setting, its value."""
+    """The limit that was reached: number, setting and value."""
 
 
-# One merge of registrations, for frontends and the coordinator. Does no I/O.
+# Merge of registrations, for frontends and the coordinator. Does no I/O.
 
 MAX_UNLOADED = 16_384
-"""Unloads that are remembered, the newest of them. A load that arrives later than so many unloads may undo an older one."""
+"""Maximum number of remembered unloads. A load that arrives after more unloads than that may undo an older unload."""
 
 
 class LoraRegistry:
-    """By name, the registration that counts: of all that were ever merged that with the highest precedence. So the order in which
-    they come means nothing, nor how often.
+    """The winning registration of each name: of all merged registrations, the one with the highest precedence.
+
+    So the result does not depend on the order of registrations or on repetitions.
     """
 
     def __init__(
@@ -112,29 +125,34 @@ class LoraRegistry:
         max_unloaded: int = MAX_UNLOADED,
         admit: Callable[[LoraRegistration, LoraRegistration | None], bool] = lambda _new, _old: True,
     ) -> None:
-        """``admit(new, old)``: whether there is room for a registration in place of another, None where the name has none."""
+        """Create an empty registry.
+
+        Args:
+            max_unloaded: Maximum number of remembered unloads.
+            admit: ``admit(new, old)`` returns whether there is room for a registration that replaces ``old``, or None.
+        """
         self._admit = admit
         self.num_bytes = 0
-        """Bytes of memory that the registrations take, unloads as well."""
+        """Bytes of memory that the registrations take, including unloads."""
         self._max_unloaded = max_unloaded
         self._registrations: dict[str, LoraRegistration] = {}
-        """Those that changed last stand last."""
+        """Most recently changed last."""
         self._places: dict[str, int] = {}
-        """By name, which change it was."""
+        """Number of the last change of each name."""
         self._num_changes = 0
         self._num_unloaded = 0
         self._highest = 0
 
     def __len__(self) -> int:
-        """How many names mean something."""
+        """Return the number of names that are not unloaded."""
         return len(self._registrations) - self._num_unloaded
 
     def __iter__(self) -> Iterator[LoraRegistration]:
-        """All registrations that count, unloads as well, in the order in which they came."""
+        """Iterate over the winning registrations, including unloads, in order of arrival."""
         return iter(list(self._registrations.values()))
 
     def changes_since(self, place: int) -> list[tuple[int, LoraRegistration]]:
-        """What has changed behind a place, 0 for the beginning, each with its own place; in order."""
+        """Return the changes after a place in order, each with its own place. 0 is the beginning."""
         changes: list[tuple[int, LoraRegistration]] = []
         for name, registration in reversed(self._registrations.items()):
             if self._places[name] <= place:
@@ -144,27 +162,27 @@ class LoraRegistry:
 
     @property
     def next_version(self) -> int:
-        """The version of the next registration made here: above all that were seen."""
+        """Version of the next registration made here: one more than all that were seen."""
         return self._highest + 1
 
     def get(self, name: str) -> LoraRegistration | None:
-        """What counts of a name; None where it means nothing."""
+        """Return the winning registration of a name, or None if the name is unknown or unloaded."""
         registration = self._registrations.get(name)
         return None if registration is None or registration.unloaded else registration
 
     def loaded(self) -> list[LoraRegistration]:
-        """The registrations of names that mean something, by name."""
+        """Return the registrations that are not unloads, by name."""
         return sorted((each for each in self if not each.unloaded), key=lambda each: each.name)
 
     def merge(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Take what was said here or elsewhere. Returns what counts from now on."""
+        """Merge registrations from here or elsewhere. Returns those that win now."""
         changed = [each for each in registrations if self._take(each)]
         if self._num_unloaded > self._max_unloaded:
             self._forget_unloads(self._max_unloaded)
         return changed
 
     def is_news(self, registration: LoraRegistration, place: int) -> bool:
-        """Return whether a registration counts and came behind a place."""
+        """Return whether a registration wins and arrived after a place."""
         name = registration.name
         return self._registrations.get(name) == registration and self._places[name] > place
 
@@ -198,31 +216,31 @@ class LoraRegistry:
         self._num_unloaded = min(self._num_unloaded, keep)
 
 
-# What two ends of a stream tell each other of registrations: each what the other does not know. Does no I/O.
+# Exchange of registrations between the two ends of a stream. Each sends what the other does not know. Does no I/O.
 
 MAX_REGISTRATIONS = 256
-"""In one message."""
+"""Maximum number of registrations in one message."""
 
 
 class Gossip:
-    """One end of one stream. What was heard is not told back, and what was told is not told again."""
+    """One end of one stream. It sends back nothing that it received, and sends nothing twice."""
 
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry
         self._known: dict[str, LoraRegistration] = {}
-        """By name, what the other end has told of the changes that it was not told yet."""
+        """Registrations that the other end has sent, by name, among changes that were not sent to it yet."""
         self._place = 0
-        """Of the last change that was told, or need not be."""
+        """Place of the last change that was sent, or need not be sent."""
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Take what the other end tells. Returns what counts here from now on."""
+        """Merge registrations of the other end. Returns those that win now."""
         heard = list(registrations)
         changed = self._registry.merge(heard)
         self._known.update((each.name, each) for each in heard if self._registry.is_news(each, self._place))
         return changed
 
     def tell(self) -> list[LoraRegistration]:
-        """What the other end is to be told next, at most MAX_REGISTRATIONS; empty: it knows everything."""
+        """Return the next registrations to send, at most MAX_REGISTRATIONS. Empty if the other end knows everything."""
         news: list[LoraRegistration] = []
         for place, each in self._registry.changes_since(self._place):
             if len(news) == MAX_REGISTRATIONS:

@@ -1,16 +1,14 @@
-"""How deeply values nest, found out without recursion."""
+"""Nesting depth of values, determined without recursion."""
 
 from collections.abc import Iterable
 from typing import Any
 
-# How deeply values nest, found out without recursion.
-
 MAX_ARGUMENT_DEPTH = 64
-"""How deeply arguments of methods that are called by name may nest, the array that they are in included."""
+"""Maximum nesting of the arguments of methods that are called by name, including the array that contains them."""
 
 
 def nests_deeper(value: Any, limit: int) -> bool:
-    """Whether there are more than ``limit`` dicts and lists around a part of ``value``. An empty one has no parts."""
+    """Return whether a part of ``value`` is inside more than ``limit`` dicts and lists. Empty ones have no parts."""
     level = [value]
     for _ in range(limit + 1):
         level = [part for whole in level if isinstance(whole, dict | list) for part in _parts(whole)]

@@ -1,4 +1,4 @@
-"""The sections that the configurations of several services have."""
+"""Configuration sections that several services have in common."""
 
 import re
 from typing import Annotated, Literal
@@ -11,22 +11,24 @@ from penstock_common.config.checks import check_fields, check_reuse_port
 from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
-ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Seconds between two attempts to connect, at most.")]
-"""Of the coordinator's clients, each with a default of its own."""
+ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Maximum seconds between two connection attempts.")]
+"""Setting of the coordinator's clients. Each has its own default."""
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of a listener; off while ``certificate`` is empty. PEM files are read anew when they change."""
+    """TLS of a listener; off while ``certificate`` is empty. PEM files are read again when they change."""
 
     certificate: Annotated[
-        str, Meta(description="Path of the listener's certificate (PEM), with the intermediate ones after it.")
+        str, Meta(description="Path of the listener's certificate (PEM), followed by intermediate certificates.")
     ] = ""
     key: Annotated[str, Meta(description="Path of the certificate's key (PEM).")] = ""
     ca: Annotated[
         str,
         Meta(
-            description="Path of authorities (PEM): clients must show a certificate that one of them issued; empty: clients "
-            "need none."
+            description=(
+                "Path of authorities (PEM). If set, clients must present a certificate that one of them issued; "
+                "empty: clients need no certificate."
+            )
         ),
     ] = ""
 
@@ -37,21 +39,21 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def enabled(self) -> bool:
-        """Whether the listener speaks TLS, and nothing else."""
+        """Whether the listener uses TLS exclusively."""
         return bool(self.certificate)
 
 
 class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of connections to another service; off while ``ca`` is empty. PEM files are read anew when they change."""
+    """TLS of connections to another service; off while ``ca`` is empty. PEM files are read again when they change."""
 
     ca: Annotated[
         str, Meta(description="Path of the authorities (PEM) that may have issued the server's certificate.")
     ] = ""
-    certificate: Annotated[str, Meta(description="Path of the certificate (PEM) that this service shows.")] = ""
+    certificate: Annotated[str, Meta(description="Path of the certificate (PEM) that this service presents.")] = ""
     key: Annotated[str, Meta(description="Path of the certificate's key (PEM).")] = ""
     server_name: Annotated[
         str,
-        Meta(description="Name that the server's certificate must have; empty: the host that is connected to."),
+        Meta(description="Name that the server's certificate must contain; empty: the host of the connection."),
     ] = ""
 
     def __post_init__(self) -> None:
@@ -73,8 +75,8 @@ def _check_pair(certificate: str, key: str) -> None:
 
 
 class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is who, where listeners ask for certificates: by the DNS names and URIs of their subjects (SAN). Certificates' other
-    names and their common names count for nothing.
+    """Names of peers, for listeners that require certificates: the DNS names and URIs in a certificate's subject
+    alternative names (SAN). Other names in certificates, including common names, are ignored.
     """
 
     frontends: Annotated[tuple[str, ...], Meta(description="Names in certificates of frontends.")] = (
@@ -87,7 +89,7 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "penstock-operator",
     )
     scalers: Annotated[
-        tuple[str, ...], Meta(description="Names in certificates of autoscalers, which ask the coordinator alone.")
+        tuple[str, ...], Meta(description="Names in certificates of autoscalers, which may only call the coordinator.")
     ] = ("penstock-scaler",)
 
 
@@ -95,24 +97,31 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A gRPC listener."""
 
     host: Annotated[str, Meta(min_length=1, description="Interface to listen on.")] = "0.0.0.0"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="Port to listen on; 0: one that is free.")] = 0
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port to listen on; 0: any free port.")] = 0
     max_message_bytes: Annotated[
-        ByteSize, Meta(ge=64 * 1024, le=2**31 - 1, description="Bytes of a message, either way.")
+        ByteSize, Meta(ge=64 * 1024, le=2**31 - 1, description="Maximum size of a message in either direction.")
     ] = 64 * 1024 * 1024
-    max_concurrent_streams: Annotated[int, Meta(ge=1, description="Calls of one connection at once.")] = 10_000
+    max_concurrent_streams: Annotated[
+        int, Meta(ge=1, description=("Maximum number of concurrent calls on one connection."))
+    ] = 10_000
     health_port: Annotated[
         int,
         Meta(
             ge=-1,
             le=65_535,
-            description="Another port of the host with grpc.health.v1 alone, without TLS, for probes that know none; -1: none.",
+            description=(
+                "Separate port of the host with only grpc.health.v1, without TLS, for probes without TLS support; "
+                "-1: none."
+            ),
         ),
     ] = -1
     reuse_port: Annotated[
         bool,
         Meta(
-            description="Other processes that say so too may listen on the port beside this one, and the system shares the "
-            "connections out; false: a port that is taken is refused."
+            description=(
+                "Allow other processes with the same setting to listen on this port, too; the system distributes "
+                "connections among them. false: a port in use is refused."
+            )
         ),
     ] = False
     max_connection_age: Annotated[
@@ -120,8 +129,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds, up to a tenth more or less, after which a connection's client is asked to open another one "
-            "(GOAWAY); calls that run there go on. 0: connections may last, and a frontend that stops does not wait for them.",
+            description=(
+                "Seconds, plus or minus a tenth, after which a client is asked to open a new connection (GOAWAY); "
+                "running calls complete on the old one. 0: connections have no maximum age, and a frontend that "
+                "stops does not wait for them."
+            ),
         ),
     ] = 0.0
     tls: TlsConfig = TlsConfig()
@@ -132,16 +144,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Prometheus endpoint ``/metrics``, on a port of its own."""
+    """The Prometheus endpoint ``/metrics``, on a separate port."""
 
     host: Annotated[str, Meta(description="Interface to listen on.")] = "0.0.0.0"
-    port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on; 0: one that is free; -1: none.")] = -1
+    port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on; 0: any free port; -1: none.")] = -1
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Names in the Host header under which scrapers may call, beside localhost, loopback addresses and "
-            "metrics.host: metrics.example.org, *.example.org (every name below it), 10.0.0.0/8 (a network), or * for any. "
-            "Other calls are refused with 421. Empty: any, except where metrics.host is a loopback address."
+            description=(
+                "Host header values that scrapers may use, in addition to localhost, loopback addresses and "
+                "metrics.host: metrics.example.org, *.example.org (all subdomains), 10.0.0.0/8 (a network), or * for "
+                "any. Other calls are refused with 421. Empty: any, unless metrics.host is a loopback address."
+            )
         ),
     ] = ()
     tls: TlsConfig = TlsConfig()
@@ -152,21 +166,21 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The log, on standard error. ``requests`` and ``prompts`` mean nothing to the coordinator."""
+    """The log, on standard error. The coordinator ignores ``requests`` and ``prompts``."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level that is logged.")] = (
-        "info"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Minimum level that is logged.")
+    ] = "info"
+    format: Annotated[Literal["text", "json"], Meta(description="text for terminals, json for log collectors.")] = (
+        "text"
     )
-    format: Annotated[
-        Literal["text", "json"], Meta(description="text for people at a terminal, json for collectors.")
-    ] = "text"
     requests: Annotated[
         bool,
-        Meta(description="A line for every request that ends, at level info; engines write one for those that fail."),
+        Meta(description="Log a line at level info for every request that ends; engines log only failed requests."),
     ] = False
     prompts: Annotated[
         bool,
-        Meta(description="These lines also have what users wrote and what the model answered; needs log.requests."),
+        Meta(description="Include prompts and outputs in these lines; needs log.requests."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -180,15 +194,17 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     endpoint: Annotated[
         str,
-        Meta(description="Where an OTLP collector listens for gRPC, host:port or a URL; empty: no traces."),
+        Meta(description="Address of an OTLP collector's gRPC port, host:port or a URL; empty: no traces."),
     ] = ""
     sample_ratio: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Fraction traced of the requests that come without a trace context; the others follow their caller's "
-            "decision.",
+            description=(
+                "Fraction of requests without a trace context that are traced; other requests follow their caller's "
+                "decision."
+            ),
         ),
     ] = 1.0
     service_name: Annotated[

@@ -1,4 +1,4 @@
-"""Settings as a service's structs declare them: sections, types, ranges, sizes in bytes and meaning."""
+"""Settings as declared by a service's structs: sections, types, ranges, byte sizes and descriptions."""
 
 import re
 import types
@@ -10,13 +10,13 @@ import msgspec
 
 from penstock_common.errors import ConfigError, nearest
 
-# Sizes in bytes, as people write them.
+# Sizes in bytes, in human-readable notation.
 
 ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
-"""A number of bytes. Files, flags and environment may say ``512MiB``, ``2GB`` or a plain integer."""
+"""A number of bytes. Files, flags and environment accept ``512MiB``, ``2GB`` or a plain integer."""
 
 PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGTkmgt]([Ii]?[Bb])?|[Bb])?\s*$"
-"""What ``parse_bytes`` reads, as a regular expression for a JSON schema."""
+"""Regular expression for the input of ``parse_bytes``, for a JSON schema."""
 
 _UNITS = {"": 1, "B": 1}
 
@@ -25,7 +25,9 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(text: str | int, *, key: str = "size") -> int:
-    """Bytes in ``text``. K, M, G, T and KiB.. count in 1024s, KB.. in 1000s. Raises ConfigError that names ``key``."""
+    """Return the number of bytes in ``text``. K, M, G, T and KiB, ... count in 1024s, KB, ... in 1000s. Raises
+    ConfigError naming ``key``.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or e.g. 512MiB, 4GiB")
@@ -33,25 +35,25 @@ def parse_bytes(text: str | int, *, key: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """What ``parse_bytes`` reads as ``size``, in the largest unit of which it is a whole number."""
+    """Return ``size`` in the notation of ``parse_bytes``, in the largest unit that gives a whole number."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size and size % _UNITS[unit.upper()] == 0:
             return f"{size // _UNITS[unit.upper()]}{unit}"
     return str(size)
 
 
-# What the annotation of a setting says: its type, its range, and what it means. Ranges stand there and nowhere else.
+# Content of a setting's annotation: type, range and description. Ranges are defined only there.
 
 REREAD = msgspec.Meta(extra={"reread": True})
-"""Annotates a section at the top of a service's configuration that is read anew while the service runs (``config.reread``)."""
+"""Annotates a top-level section that is read again while the service runs (``config.reread``)."""
 
 _OF_META = ("ge", "gt", "le", "lt", "min_length", "description")
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that a setting may have, and what it means.
+    """Allowed values and description of a setting.
 
-    Type, range and choices are those of the value itself, of each entry of a list, or of each value of a mapping.
+    Type, range and choices apply to the value itself, to each entry of a list, or to each value of a mapping.
     """
 
     type: type
@@ -68,16 +70,18 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def range(self) -> str:
-        """``from 1 to 10``, ``at least 1``, ``above 0 and at most 1``; empty where every number will do."""
+        """Text of the range, such as ``from 1 to 10``, ``at least 1`` or ``above 0 and at most 1``. Empty without a
+        range.
+        """
         if self.ge is not None and self.le is not None:
             return f"from {self._text(self.ge)} to {self._text(self.le)}"
         limits = (("at least", self.ge), ("above", self.gt), ("at most", self.le), ("below", self.lt))
         return " and ".join(f"{words} {self._text(limit)}" for words, limit in limits if limit is not None)
 
     def refusal(self, key: str, value: Any) -> str:
-        """Why ``value`` is outside the range or the choices, naming ``key``, value and limit; empty where it is not.
+        """Return why ``value`` is outside the range or the choices, with ``key``, value and limit. Empty if it is not.
 
-        A value of another type is not refused here. None means unset.
+        A value of a wrong type is not refused here. None means unset.
         """
         return next(filter(None, (self._refusal(where, entry) for where, entry in self._entries(key, value))), "")
 
@@ -104,7 +108,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
             number: float = msgspec.convert(value, self.type, strict=False)
         except msgspec.ValidationError:
             return True
-        return (  # nan is in no range
+        return (  # NaN is in no range
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
             and (self.le is None or number <= self.le)
@@ -116,27 +120,29 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kind_of(annotation: Any) -> Kind:
-    """What ``annotation`` says: a type, a ``Literal``, a tuple or mapping of those, each with ``msgspec.Meta`` or without."""
+    """Return the kind of ``annotation``: a type, a ``Literal``, or a tuple or mapping of these, with or without
+    ``msgspec.Meta``.
+    """
     found: dict[str, Any] = {}
     _read(annotation, found)
     return Kind(**found)
 
 
 def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct that ``annotation`` stands for, None where it stands for a value."""
+    """Return the struct in ``annotation``, or None if it describes a value."""
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
 def description_of(annotation: Any) -> str:
-    """The description that ``annotation`` has itself; empty: none."""
+    """Return the description in ``annotation`` itself, or ''."""
     metas = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is Annotated else ()
     return next((m.description for m in reversed(metas) if isinstance(m, msgspec.Meta) and m.description), "")
 
 
 def is_reread(annotation: Any) -> bool:
-    """Whether ``REREAD`` is among what annotates it."""
+    """Return whether ``annotation`` contains ``REREAD``."""
     return typing.get_origin(annotation) is Annotated and REREAD in typing.get_args(annotation)[1:]
 
 
@@ -167,11 +173,13 @@ def _read(annotation: Any, found: dict[str, Any]) -> None:
 
 ENV_PREFIX = "PENSTOCK_"
 
-_READ_ANEW = " Read anew while the service runs, when the file changes."
+_READ_ANEW = " Read again while the service runs, when the file changes."
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One value of a configuration. ``key`` is dotted: the names of its sections and its own. ``default`` None: unset."""
+    """One value of a configuration. ``key`` is dotted: the names of its sections and its own name. ``default`` None
+    means unset.
+    """
 
     key: str
     kind: Kind
@@ -180,17 +188,17 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """``--scheduler.max-num-seqs``."""
+        """Command-line flag, such as ``--scheduler.max-num-seqs``."""
         return f"--{self.key.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """The environment variable: ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``."""
+        """Environment variable, such as ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``."""
         return ENV_PREFIX + self.key.replace(".", "__").upper()
 
     @property
     def value(self) -> str:
-        """What stands for the value in a command's help: its type, or the choices."""
+        """Placeholder for the value in a command's help: its type or its choices."""
         if self.kind.choices and self.kind.shape == "one":
             return "{" + ",".join(self.kind.choices) + "}"
         name = "SIZE" if self.kind.is_size else self.kind.type.__name__.upper()
@@ -198,7 +206,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """The default as a file has it; ``required`` where there is none."""
+        """The default in the notation of a file, or ``required``."""
         if self.required:
             return "required"
         if self.default is None:
@@ -210,7 +218,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that belong together. ``key`` is empty for those at the top."""
+    """A group of settings. ``key`` is empty for top-level settings."""
 
     key: str
     description: str
@@ -218,13 +226,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(config_type: type[msgspec.Struct]) -> Iterator[Setting]:
-    """Every setting of a service, section by section."""
+    """Yield every setting of a service, section by section."""
     for section in sections_of(config_type):
         yield from section.settings
 
 
 def sections_of(config_type: type[msgspec.Struct]) -> Iterator[Section]:
-    """The sections of a service that have settings: what is at the top, then each with those within it behind it."""
+    """Yield the sections of a service that have settings: the top level first, then each section with its subsections."""
     found = _sections(config_type, key="", description=_summary(config_type), defaults=None)
     return (section for section in found if section.settings)
 
@@ -232,9 +240,10 @@ def sections_of(config_type: type[msgspec.Struct]) -> Iterator[Section]:
 def with_defaults(
     config_type: type[msgspec.Struct], values: Mapping[str, Any], defaults: msgspec.Struct | None = None
 ) -> dict[str, Any]:
-    """``values``, in which each section that is given in part has the rest as the struct around it has it by default.
+    """Complete partly given sections in ``values`` with the defaults of the enclosing struct.
 
-    A frontend's ``admin`` is a ``ServerConfig`` on the loopback interface: it stays there when only its port is given.
+    For example, a frontend's ``admin`` is a ``ServerConfig`` on the loopback interface. It stays there if only its port
+    is given.
     """
     filled = dict(values)
     for field in msgspec.structs.fields(config_type):
@@ -248,7 +257,9 @@ def with_defaults(
 
 
 def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, str]:
-    """Dotted keys that there once were, each with what is there instead: those in the class variables ``REMOVED`` of structs."""
+    """Return removed settings by dotted key, with their replacements, from the class variables ``REMOVED`` of all
+    structs.
+    """
     found = {prefix + key: instead for key, instead in removed_here(config_type).items()}
     for field in msgspec.structs.fields(config_type):
         if (nested := struct_in(field.type)) is not None:
@@ -257,7 +268,7 @@ def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, st
 
 
 def removed_here(config_type: type[msgspec.Struct]) -> Mapping[str, str]:
-    """The same of one struct, without the sections in it."""
+    """Return the removed settings of one struct, without its sections."""
     found: Mapping[str, str] = getattr(config_type, "REMOVED", {})
     return found
 
@@ -288,20 +299,20 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _summary(config_type: type[msgspec.Struct]) -> str:
-    """The first paragraph of the struct's docstring, on one line."""
+    """Return the first paragraph of the struct's docstring, on one line."""
     return " ".join((config_type.__doc__ or "").split("\n\n")[0].split())
 
 
-# Settings that are read anew while a service runs: which they are, who holds them, and what differs between two configurations.
+# Settings that are read again while a service runs, and the differences between two configurations.
 #
-# They are whole sections: those at the top of a service's configuration that are annotated with ``REREAD`` (``kinds``).
+# Only whole top-level sections can be read again, namely those annotated with ``REREAD`` (``kinds``).
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)
 
 
 class Reread(Generic[T]):
-    """A section that may be replaced while the service runs. Who needs it keeps this, and asks for ``now`` at each use."""
+    """A section that may be replaced while the service runs. Users keep this object and read ``now`` at each use."""
 
     __slots__ = ("now",)
 
@@ -310,17 +321,17 @@ class Reread(Generic[T]):
 
 
 def reread_sections(config_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The keys of the sections that a service reads anew, in the order of its configuration."""
+    """Return the keys of the sections that a service reads again, in the order of its configuration."""
     return tuple(field.name for field in msgspec.structs.fields(config_type) if is_reread(field.type))
 
 
 def with_reread(running: C, given: C) -> C:
-    """What runs once ``running`` has taken from ``given`` what is read anew."""
+    """Return ``running`` with the sections that are read again taken from ``given``."""
     return msgspec.structs.replace(running, **{name: getattr(given, name) for name in reread_sections(type(running))})
 
 
 def differences(one: msgspec.Struct, other: msgspec.Struct) -> dict[str, Any]:
-    """The settings in which two configurations of a service differ, by their dotted keys, with the values of ``other``."""
+    """Return the settings in which two configurations differ, by dotted key, with the values of ``other``."""
     values, others = msgspec.to_builtins(one), msgspec.to_builtins(other)
     keys = [setting.key for setting in settings_of(type(one))]
     return {key: value for key in keys if _at(values, key) != (value := _at(others, key))}

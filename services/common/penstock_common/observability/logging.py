@@ -1,10 +1,10 @@
 """Structured logs: one line per event, as text for people or JSON for collectors.
 
-What is bound with ``structlog.contextvars`` is on every line of the task that bound it. The standard library's loggers, ours
-and those of others, end up in the same lines; what their calls give as ``extra`` are fields.
+Values bound with ``structlog.contextvars`` are on every line of the task that bound them. Loggers of the standard
+library, in this project and in others, write to the same log; their ``extra`` values become fields.
 
-Lines for people are safe to look at: of what clients sent, characters that move the cursor, end a line or turn the direction of
-writing are escaped.
+Text lines are safe to display: characters in client data that move the cursor, end a line or change the writing
+direction are escaped.
 """
 
 import io
@@ -22,11 +22,11 @@ import structlog
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import Internal
 
-# Where a call came from, for the log.
+# Origin of a call, for the log.
 
 
 class Caller(NamedTuple):
-    """The route that a call uses (an HTTP path or a gRPC method), and the address that it came from."""
+    """The route of a call (an HTTP path or a gRPC method), and its source address."""
 
     route: str = ""
     address: str = ""
@@ -38,20 +38,20 @@ current_caller: ContextVar[Caller] = ContextVar("current_caller", default=NO_CAL
 
 
 def peer_address(peer: str) -> str:
-    """The address in what gRPC calls a peer: ``ipv6:%5B::1%5D:50051`` is ``[::1]:50051``."""
+    """Return the address of a gRPC peer: ``ipv6:%5B::1%5D:50051`` becomes ``[::1]:50051``."""
     family, _, address = unquote(peer).partition(":")
     return address if family in ("ipv4", "ipv6") else unquote(peer)
 
 
 REQUEST_LOGGER = "penstock.requests"
-"""Logger of the lines that ``log.requests`` switches on."""
+"""Logger for the lines that ``log.requests`` enables."""
 
 
 def configure(config: LogConfig, *, service: str) -> None:
-    """Send the logs of this process to standard error. ``service`` is in every line in JSON. Called again, it changes what is
-    logged and how, by loggers that are in use too.
+    """Send the logs of this process to standard error. Every JSON line contains ``service``.
 
-    Loggers of Penstock's packages follow ``config.level``; of others, warnings are shown.
+    A later call changes level and format, also for loggers that are in use. Loggers of Penstock's packages follow
+    ``config.level``. For other loggers, warnings and errors are logged.
     """
 
     def add_service(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -67,7 +67,7 @@ def configure(config: LogConfig, *, service: str) -> None:
     ]
     renderer: list[structlog.typing.Processor]
     if is_json:
-        # A context variable would be missing on the lines of other threads.
+        # A context variable would be missing on lines of other threads.
         renderer = [add_service, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         renderer = [
@@ -81,14 +81,14 @@ def configure(config: LogConfig, *, service: str) -> None:
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,  # a logger that has been used would never hear of another level
+        cache_logger_on_first_use=False,  # a cached logger would not notice a changed level
     )
     structlog.contextvars.clear_contextvars()
     _configure_standard_library(config, level, shared, renderer)
 
 
 def configure_library() -> None:
-    """Let warnings and worse alone through to standard error, unless the program has configured structlog itself."""
+    """Log only warnings and errors to standard error, unless the program has configured structlog itself."""
     if not structlog.is_configured():
         *shared, renderer = structlog.get_config()["processors"]
         structlog.configure(
@@ -99,12 +99,12 @@ def configure_library() -> None:
 
 
 def get_logger() -> structlog.typing.FilteringBoundLogger:
-    """The logger of this process."""
+    """Return the logger of this process."""
     return structlog.get_logger()  # type: ignore[no-any-return]
 
 
 class _Quoted:
-    """A text that is shown as its ``repr``, in which nothing is left that is not printable."""
+    """A text that is shown as its ``repr``, so that it contains only printable characters."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -114,7 +114,7 @@ class _Quoted:
 
 
 def printable(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A structlog processor for the place before a renderer for people: escapes what is not printable in an event's texts."""
+    """Escape unprintable characters in an event's texts. A structlog processor for use before a text renderer."""
     for key, value in event.items():
         if not isinstance(value, str) or value.isprintable():
             continue
@@ -127,14 +127,14 @@ def _escaped(text: str) -> str:
 
 
 def _write_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
-    """A plain traceback: structlog's default shows local variables, and with them the users' prompts."""
+    """Write a plain traceback. structlog's default shows local variables, which may contain users' prompts."""
     plain = io.StringIO()
     structlog.dev.plain_traceback(plain, exc_info)
     out.write("\n".join(map(_escaped, plain.getvalue().split("\n"))))
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Ours among the handlers of the root."""
+    """Penstock's own handler of the root logger."""
 
 
 def _configure_standard_library(
@@ -159,24 +159,26 @@ def _configure_standard_library(
     logging.getLogger(REQUEST_LOGGER).setLevel(level if config.requests else logging.ERROR + 1)
 
 
-# Warnings about events that a stranger can cause as often as it likes.
+# Warnings about events that an unauthenticated client can cause at any rate.
 
 
 class LimitedLog:
-    """Writes each event at most once per interval, and counts those that it leaves out. One thread at a time."""
+    """Writes each event at most once per interval, and counts the suppressed ones. Not thread-safe."""
 
     def __init__(
         self, logger: logging.Logger, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``interval_s``: least seconds between two lines of one event. ``clock`` returns seconds."""
+        """Write to ``logger``. ``interval_s`` is the minimum time between two lines of one event. ``clock`` returns
+        seconds.
+        """
         self._logger = logger
         self._interval_s = interval_s
         self._clock = clock
         self._events: dict[str, tuple[float, int]] = {}
-        """When each event was last written, and how often it was left out since then."""
+        """Time of each event's last line, and the number of suppressed events since then."""
 
     def warning(self, event: str, **fields: object) -> None:
-        """Log ``event`` with its fields. The field ``left_out`` says how many of the same event came since the last line."""
+        """Log ``event`` with its fields. The field ``left_out`` is the number of suppressed events since the last line."""
         now = self._clock()
         written, left_out = self._events.get(event, (now - self._interval_s, 0))
         if now - written < self._interval_s:
@@ -186,21 +188,22 @@ class LimitedLog:
         self._logger.warning(event, extra={**fields, "left_out": left_out} if left_out else fields)
 
 
-# Failures that should not happen, each under a number of its own: what a client is told, and where operators find the stack.
+# Unexpected failures. Each has an incident number, which the client gets and which operators can find in the log with
+# the stack trace.
 
 REASON = "INCIDENT"
-"""Reason of an error whose request would fail the same way elsewhere: it is final."""
+"""Error reason of a request that would fail in the same way on another engine. It is final."""
 STEP_FAILED = "STEP_FAILED"
-"""Reason of an error whose request alone failed its engine's step: it may be tried on one other engine."""
+"""Error reason of a request that alone caused its engine's step to fail. It may be retried on one other engine."""
 
 logger = logging.getLogger(__name__)
 
 
 def incident(error: BaseException, *, request: str, doing: str, reason: str = REASON) -> Internal:
-    """Log an unexpected ``error`` with its stack, once, and return what ends the request that caused it.
+    """Log an unexpected ``error`` with its stack trace, once, and return the error that ends its request.
 
-    ``request`` is the id to find in the log, ``doing`` what was being done to it ("validating the request"). The client is told
-    the incident's number and no text of ``error``, which may quote other requests.
+    ``request`` is the ID to find in the log. ``doing`` is the failed activity ("validating the request"). The client
+    gets the incident number but no text of ``error``, because the text may quote other requests.
     """
     number = secrets.token_hex(4)
     fields = {"incident": number, "request": request, "doing": doing, "error": type(error).__name__}

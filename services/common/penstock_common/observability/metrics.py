@@ -1,4 +1,4 @@
-"""Prometheus metrics: those that all services have, the load of engines, and histograms that cost little."""
+"""Prometheus metrics: common metrics of all services, the load of engines, and cheap histograms."""
 
 import asyncio
 import importlib.metadata
@@ -27,12 +27,14 @@ from penstock_common.types.outputs import SchedulerStats
 
 
 def service_version() -> str:
-    """The version of the installed distributions."""
+    """Return the version of the installed packages."""
     return importlib.metadata.version("penstock-common")
 
 
 def service_registry(service: str) -> CollectorRegistry:
-    """A registry with what every service tells of itself: version, threads, and its process's memory, CPU time and files."""
+    """Return a registry with the metrics of every service: version, threads, and the process's memory, CPU time and
+    files.
+    """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     labels = ("service", "version", "python")
@@ -44,23 +46,26 @@ def service_registry(service: str) -> CollectorRegistry:
 
 
 def tell_connected(registry: CollectorRegistry, connected: Callable[[], bool]) -> None:
-    """Also tell whether the coordinator is there, as ``connected`` says when it is asked, which may be on another thread."""
+    """Add a metric for the connection to the coordinator. ``connected`` may be called on another thread."""
     gauge = Gauge("penstock:coordinator_connected", "1 while the coordinator is there", registry=registry)
     gauge.set_function(connected)
 
 
 def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
-    """Also tell how many asyncio tasks of ``loop`` have not ended. It may run on another thread than the one that is asked."""
+    """Add a metric for the number of unfinished asyncio tasks of ``loop``, which may run on another thread."""
     tasks = Gauge("penstock:asyncio_tasks", "Asyncio tasks that have not ended", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
-# Prometheus histograms that cost little where one step of an engine brings hundreds of observations.
+# Prometheus histograms that are cheap enough for hundreds of observations per step of an engine.
 
 
 class BucketCounts(msgspec.Struct, frozen=True):
-    """The observations of one series at one time, as one process tells another. ``bounds``: as for ``Buckets``. ``counts``: by
-    bucket, not accumulated.
+    """Observations of one series at one time, as sent between processes.
+
+    Attributes:
+        bounds: See ``Buckets``.
+        counts: Observations per bucket, not accumulated.
     """
 
     bounds: tuple[float, ...]
@@ -75,12 +80,12 @@ class BucketCounts(msgspec.Struct, frozen=True):
 
 
 class Buckets:
-    """The observations of one series. One thread observes; others may read."""
+    """Observations of one series. One thread observes; others may read."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: upper ends of the buckets, inclusive and ascending; one more for all that is larger is implied."""
+        """Create buckets with these inclusive upper bounds, ascending. A last bucket for larger values is implied."""
         self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -95,12 +100,12 @@ class Buckets:
         self.counts().add_to(family, labels)
 
     def counts(self) -> BucketCounts:
-        """What has been observed: consistent in itself, whatever is observed meanwhile."""
+        """Return a consistent copy of the observations."""
         return BucketCounts(self._bounds, self._counts.copy(), self._sum)
 
 
 class Histogram(Collector):
-    """A histogram with labels. ``labels`` gives the series of some label values, and makes it on first use."""
+    """A histogram with labels. ``labels`` returns the series of some label values, and creates it on first use."""
 
     def __init__(
         self,
@@ -111,7 +116,9 @@ class Histogram(Collector):
         bounds: Sequence[float],
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """``bounds``: upper ends of each series' buckets, inclusive and ascending; one more for all that is larger is implied."""
+        """Create a histogram. ``bounds`` are the inclusive upper bounds of the buckets, ascending; a last bucket is
+        implied.
+        """
         self._name, self._text, self._label_names = name, text, labels
         self._bounds = bounds
         self._series: dict[tuple[str, ...], Buckets] = {}
@@ -119,26 +126,31 @@ class Histogram(Collector):
             registry.register(self)
 
     def labels(self, *values: str) -> Buckets:
-        """The series of these label values."""
+        """Return the series of these label values."""
         if (found := self._series.get(values)) is None:
             found = self._series[values] = Buckets(self._bounds)
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """One family."""
+        """Yield one family."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         for values, series in list(self._series.items()):
             series.add_to(family, values)
         yield family
 
 
-# Tables of metrics: those that a process counts as it goes, and those that it reads at each scrape.
+# Tables of metrics: metrics that a process counts as events occur, and metrics that it reads at each scrape.
 
 LABELS = ("model_name", "engine")
 
 
 class Instrument(NamedTuple):
-    """A metric that is counted as things happen. ``labels``: beside those of its whole table. ``bounds``: of a histogram."""
+    """A metric that is counted as events occur.
+
+    Attributes:
+        labels: Label names, in addition to those of the whole table.
+        bounds: Bucket bounds of a histogram.
+    """
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
     name: str
@@ -148,8 +160,13 @@ class Instrument(NamedTuple):
 
 
 class Instruments:
-    """The series of a table of metrics. ``labels``: names and values that all of them have; ``more``: names of labels that all of
-    them have, whose values are given with each series.
+    """The series of a table of metrics.
+
+    Args:
+        registry: Registry of the metrics.
+        table: The metrics.
+        more: Names of labels of all metrics whose values are passed for each series.
+        labels: Names and values of labels that all series have.
     """
 
     def __init__(
@@ -162,24 +179,25 @@ class Instruments:
             bounds: dict[str, Any] = {"bounds": row.bounds} if row.bounds else {}
             self._families[row.name] = row.kind(row.name, row.text, names, registry=registry, **bounds)
             if not (more or row.labels):
-                self.series(row.name)  # it shows as 0
+                self.series(row.name)  # shows as 0
 
     def series(self, name: str, *labels: str) -> Any:
-        """The counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
+        """Return the counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
         family, values = self._families[name], (*self._labels, *labels)
         return family.labels(*values) if values or isinstance(family, Histogram) else family
 
 
 Value = float | BucketCounts | tuple[int, float]
-"""Of a series: the third is of a summary, how many observations and their sum."""
+"""Value of a series. A tuple is the value of a summary: number of observations and their sum."""
 
 
 class Reading(NamedTuple):
-    """A metric that is read from a source at each scrape.
+    """A metric that is read from a source at each scrape. A metric that no source has is left out.
 
-    ``read``: the attribute of the source that is its value, or a function of the source that returns its value; or the values of
-    several series by the values of ``labels``, which stand beside those of the whole table; or None where the source does not
-    have it. A metric that none of the sources has is left out.
+    Attributes:
+        read: Attribute of the source with the value, or a function of the source that returns the value. A mapping has the values
+            of several series, by the values of ``labels``. None means that the source does not have the metric.
+        labels: Label names, in addition to those of the whole table.
     """
 
     kind: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | SummaryMetricFamily]
@@ -192,7 +210,9 @@ class Reading(NamedTuple):
 def families(
     table: Iterable[Reading], sources: Iterable[tuple[Sequence[str], Any]], labels: Sequence[str] = LABELS
 ) -> Iterator[Metric]:
-    """One family per row of ``table``, with the series of every source: its values of ``labels``, and what is read of it."""
+    """Yield one family per row of ``table``, with the series of every source. A source has its values of ``labels`` and
+    an object to read.
+    """
     known = list(sources)
     for row in table:
         read = attrgetter(row.read) if isinstance(row.read, str) else row.read
@@ -216,19 +236,19 @@ def _add(family: Any, labels: Sequence[str], value: Value) -> None:
 
 
 class Readings(Collector):
-    """Asks for families at each scrape: nothing is counted twice."""
+    """Reads families at each scrape, so that no value is stored twice."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """One family per metric."""
+        """Return one family per metric."""
         return self._read()
 
 
-# The load of engines as Prometheus families, under the names vLLM's dashboards and autoscalers read.
+# The load of engines as Prometheus families, under the names that vLLM's dashboards and autoscalers read.
 #
-# Engines tell it of themselves; a frontend may tell it of the engines it knows.
+# Engines report their own load; a frontend may report that of the engines it knows.
 
 _C, _G = CounterMetricFamily, GaugeMetricFamily
 _STATS = (
@@ -297,12 +317,16 @@ _PARTS = (
     ("media", _MEDIA),
     ("kv_transfer", _KV),
 )
-"""What only some engines have: where the statistics have it, and its metrics, left out where no engine has any."""
+"""Statistics that only some engines have, and their metrics, which are left out if no engine has them."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: who it is, how large its KV cache (in blocks, and tokens per block), how many requests it runs at once (0 where
-    it does not say), and its load.
+    """Identity, limits and load of one engine.
+
+    Attributes:
+        num_kv_blocks: Size of the KV cache in blocks.
+        block_size: Tokens per block.
+        max_num_seqs: Maximum number of running requests, or 0 if unknown.
     """
 
     model: str
@@ -314,7 +338,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Metric]:
-    """One family per metric, with a series per engine."""
+    """Yield one family per metric, with one series per engine."""
     known = [((load.model, load.engine), load) for load in loads]
     yield from families(_STATS, [(labels, load.stats) for labels, load in known])
     fraction = GaugeMetricFamily("penstock:load", "Requests running and waiting over max_num_seqs", labels=LABELS)

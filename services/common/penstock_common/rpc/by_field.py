@@ -1,9 +1,9 @@
-"""Messages to structs with fields of the same names, and back.
+"""Conversion between messages and structs with fields of the same names.
 
-A field that a message does not say has the struct's default, or is empty where the struct has none. Enums have the same numbers
-on both sides, but for those in ``NUMBERS``. Fields that only one side has are left alone, and callers give those that differ.
-Each pair of types is compiled once, to the function that one would write by hand: requests and views are converted as fast as
-by that.
+If a message does not set a field, the struct gets its default, or an empty value if it has no default. Enums have the
+same numbers on both sides, except those in ``NUMBERS``. Fields that only one side has are skipped, and callers pass
+fields that differ. For each pair of types, a conversion function is generated once. It is as fast as a hand-written
+one.
 """
 
 import enum
@@ -32,43 +32,45 @@ UNKNOWN: Mapping[type[enum.IntEnum], enum.IntEnum] = {
     FinishReason: FinishReason.ERROR,
     PauseMode: PauseMode.ABORT,
 }
-"""What a number means that this version does not know. Numbers of other enums are refused."""
+"""Member for unknown numbers. Unknown numbers of other enums are refused."""
 NUMBERS: Mapping[type[enum.IntEnum], Mapping[enum.IntEnum, int]] = {
     PauseMode: {PauseMode.NONE: 0, PauseMode.ABORT: 1, PauseMode.WAIT: 2, PauseMode.KEEP: 3}
 }
-"""Numbers in messages of enums that have other numbers here: modes of a pause are in the order of their strength."""
+"""Message numbers of enums that have other numbers here. Pause modes are ordered here by strength."""
 
 
 def from_message(message: Message, kind: type[S], path: str = "", /, **special: Any) -> S:
     """Return the struct of a message.
 
     Args:
-        message: It is left as it is.
+        message: The message, which is not changed.
         kind: The type of the struct.
         path: The message's own path, for errors.
-        special: Values of the struct, instead of what the message says.
+        special: Values of the struct that replace those of the message.
 
     Raises:
-        InvalidArgument: A number of an enum is unknown, and none stands for it in ``UNKNOWN``.
+        InvalidArgument: An enum number is unknown and not covered by ``UNKNOWN``.
     """
     struct: S = _reader(kind, message.DESCRIPTOR, tuple(special))(message, path and f"{path}.", special)
     return struct
 
 
 def to_message(struct: msgspec.Struct, kind: type[M], /, **special: Any) -> M:
-    """Return the message of a struct. ``special``: fields that are not as the struct has them; None leaves one unset."""
+    """Return the message of a struct. ``special`` contains fields that differ from the struct; None leaves a field
+    unset.
+    """
     message = kind(**special)
     _writer(type(struct), kind.DESCRIPTOR, tuple(special))(struct, message)
     return message
 
 
 def fill(message: Message, struct: msgspec.Struct, /, *special: str) -> None:
-    """Write a struct into a message that has none of its fields yet, but for special ones."""
+    """Write a struct into an empty message, except for the fields in ``special``."""
     _writer(type(struct), message.DESCRIPTOR, special)(struct, message)
 
 
 def member(kind: type[enum.IntEnum], number: int, path: str) -> Any:
-    """Return the member with a number. Raises InvalidArgument, unless ``UNKNOWN`` has one for others."""
+    """Return the member with a number. Raises InvalidArgument for unknown numbers, unless ``UNKNOWN`` covers the enum."""
     try:
         return kind(number)
     except ValueError:
@@ -80,7 +82,7 @@ def member(kind: type[enum.IntEnum], number: int, path: str) -> Any:
 
 @cache
 def _reader(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of a message, of what comes before the names of its fields in their paths, and of values of the struct."""
+    """Return a function of a message, the path prefix of its fields, and special values of the struct."""
     names: dict[str, Any] = {"kind": kind}
     arguments = [f"{name}=special[{name!r}]" for name in special]
     for field, descriptor in _shared(kind, message, special):
@@ -92,7 +94,7 @@ def _reader(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str,
 
 @cache
 def _writer(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str, ...]) -> Callable[..., None]:
-    """A function of a struct and of its message, which writes all fields but the special ones."""
+    """Return a function of a struct and its message, which writes all fields except the special ones."""
     names: dict[str, Any] = {}
     lines = ["pass"]
     for field, descriptor in _shared(kind, message, special):
@@ -140,7 +142,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _nested(field: FieldInfo, descriptor: FieldDescriptor) -> tuple[type[msgspec.Struct], Descriptor] | None:
-    """The types of the structs and of the messages in a field; None where it has none."""
+    """Return the struct and message types of a nested field, or None."""
     if descriptor.message_type is None or _is_map(descriptor):
         return None
     kind = _without_none(field.type)
@@ -148,7 +150,7 @@ def _nested(field: FieldInfo, descriptor: FieldDescriptor) -> tuple[type[msgspec
 
 
 def _default(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any]) -> str:
-    """What gives the struct's default where the message says nothing; empty where it is what the message gives then."""
+    """Return an expression for the struct's default, or '' if the message already gives that value."""
     if field.required or field.type in UNKNOWN:
         return ""
     made = field.default_factory is not msgspec.NODEFAULT
@@ -160,7 +162,7 @@ def _default(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any
 
 
 def _read(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any]) -> str:
-    """What gives the struct's value of a field that the message says."""
+    """Return an expression for the struct's value of a field that the message sets."""
     name, kind, value = field.name, _without_none(field.type), f"message.{field.name}"
     if nested := _nested(field, descriptor):
         names[f"read_{name}"] = _reader(*nested, ())

@@ -1,4 +1,4 @@
-"""Who may call what: interceptors that refuse calls, and the shared secret on internal ports."""
+"""Authorization of calls: interceptors that refuse calls, and the shared secret on internal ports."""
 
 import asyncio
 import contextlib
@@ -15,23 +15,23 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.status import abort
 from penstock_common.security.shared_secret import SECRET_SETTING, SharedSecret
 
-# Who may call what: interceptors that refuse calls, and the shared secret on internal ports.
+# Authorization of calls: interceptors that refuse calls, and the shared secret on internal ports.
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 INFRASTRUCTURE = "/grpc."
-"""How the methods of gRPC's own services begin: health and reflection."""
+"""Prefix of the methods of gRPC's own services: health and reflection."""
 
 _FIRST_MESSAGE_TIMEOUT = 1.0
-"""Seconds."""
+"""Timeout in seconds for a client's first message."""
 
 
 class CallerGuard(grpc.aio.ServerInterceptor):
-    """Asks ``check(method, metadata)``, which raises RequestFailed for a call that is not to be served.
+    """Calls ``check(method, metadata)``, which raises RequestFailed to refuse a call.
 
-    A refused call's messages are not read. ``check`` runs in the task of the call: what it puts into a context variable is
-    there for the handler.
+    The messages of a refused call are not read. ``check`` runs in the task of the call, so the handler sees the context
+    variables that it sets.
     """
 
     def __init__(self, check: Callable[[str, Mapping[str, str]], None]) -> None:
@@ -40,7 +40,7 @@ class CallerGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Check, then let the call through or refuse it."""
+        """Check the call, then serve or refuse it."""
         metadata = handler_call_details.invocation_metadata or ()
         texts = {str(key): value for key, value in metadata if isinstance(value, str)}
         try:
@@ -51,10 +51,13 @@ class CallerGuard(grpc.aio.ServerInterceptor):
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Lets a method's callers in by the names in their certificates (SAN), DNS names and URIs; ``PeersConfig`` says whose.
+    """Authorizes a method's callers by the names in their certificates (SAN): DNS names and URIs. ``PeersConfig`` has
+    the names.
 
-    ``allowed``: by method (``/package.Service/Method``), names of which a peer must have one; what is not there is for nobody.
-    gRPC's own services are open to every peer whose certificate the listener's authority issued.
+    gRPC's own services are open to every peer whose certificate was issued by the listener's authority.
+
+    Args:
+        allowed: Names of which a peer must have one, by method (``/package.Service/Method``). Other methods are closed to all.
     """
 
     def __init__(self, allowed: Mapping[str, Sequence[str]]) -> None:
@@ -63,7 +66,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap the handler of a method that is not open to all, if there is one."""
+        """Wrap the handler of a method that is not open to all peers, if there is one."""
         handler: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or method.startswith(INFRASTRUCTURE):
@@ -95,7 +98,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 
 
 def peer_names(context: Context) -> Sequence[str]:
-    """DNS names and URIs of the peer's certificate; nothing without one."""
+    """Return DNS names and URIs of the peer's certificate, empty without one."""
     found: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
     return [name.decode("utf-8", "replace") for key in ("peer_dns", "peer_uri") for name in found.get(key, ())]
 
@@ -112,19 +115,23 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
 
 
 async def read_first(messages: AsyncIterator[object]) -> None:
-    """Let a stream's client finish its first write: a client in Python that is refused in the midst of one sees INTERNAL."""
+    """Wait until a stream's client has finished its first write. A Python client that is refused during a write would
+    report INTERNAL.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
             await anext(messages, None)
 
 
 def _folded(name: str) -> str:
-    """DNS names do not tell upper from lower case; URIs do."""
+    """Return a comparable name. DNS names are case-insensitive; URIs are not."""
     return name if "://" in name else name.lower()
 
 
 def _refusal(error: RequestFailed) -> Handler:
-    """A handler that ends any call with this error. Its messages stay undecoded, so its kind need not be the method's."""
+    """Return a handler that ends any call with this error. Its messages stay undecoded, so it works for methods of any
+    kind.
+    """
 
     async def refuse(_: Any, context: Context) -> NoReturn:
         await abort(context, error)
@@ -132,20 +139,22 @@ def _refusal(error: RequestFailed) -> Handler:
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-# The shared secret on an internal gRPC port: callers show a token, and the server proves that it knows the secret as well.
+# The shared secret on an internal gRPC port. Callers send a token, and the server proves that it also knows the secret.
 
 TOKEN_KEY = "penstock-port-token"  # noqa: S105 - the name of a metadata entry
 NONCE_KEY = "penstock-port-nonce"
 PROOF_KEY = "penstock-port-proof"
 _NONCE_BYTES = 32
 _PROOF_TIMEOUT = 30.0
-"""Seconds that a server has to prove that it knows the secret."""
+"""Seconds in which a server must prove that it knows the secret."""
 
 Metadata: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 class PortSecret:
-    """The secret of a deployment, for one internal port. ``purpose`` names the port: its token is worth nothing on others."""
+    """The secret of a deployment, for one internal port. ``purpose`` names the port. A port's token is worthless on
+    other ports.
+    """
 
     def __init__(self, secret: SharedSecret, purpose: str) -> None:
         self._secret = secret
@@ -153,23 +162,23 @@ class PortSecret:
         self._key = secret.key(f"{purpose} proof")
 
     def accepts(self, token: str) -> bool:
-        """Return whether a token is the token of the port. The time this takes tells nothing about the right token."""
+        """Return whether ``token`` is the token of the port. The comparison takes constant time."""
         return self._secret.accepts(self._purpose, token)
 
     def proof(self, nonce: str) -> str:
-        """Return the server's answer to a nonce, which only one who knows the secret can give."""
+        """Return the server's answer to a nonce, which requires the secret."""
         return hmac.digest(self._key, nonce.encode(), hashlib.sha256).hex()
 
     def metadata(self) -> Metadata:
-        """Return what a client sends with a call: the token, and a nonce of its own."""
+        """Return the metadata of a client's call: the token, and a new nonce."""
         return ((TOKEN_KEY, self._secret.token(self._purpose)), (NONCE_KEY, secrets.token_hex(_NONCE_BYTES)))
 
     async def check_server(self, call: "grpc.aio.StreamStreamCall[Any, Any]", sent: Metadata) -> None:
         """Wait until the server has answered the nonce. Send nothing on the call before this returns.
 
         Args:
-            call: The call, which was begun with the metadata ``sent``.
-            sent: What ``metadata`` returned.
+            call: The call, which was started with the metadata ``sent``.
+            sent: The result of ``metadata``.
 
         Raises:
             Unauthenticated: The server does not know the secret.
@@ -181,7 +190,7 @@ class PortSecret:
                 if hmac.compare_digest(answered.encode(), self.proof(dict(sent)[NONCE_KEY]).encode()):
                     return
                 if not answered and await call.code() is not grpc.StatusCode.OK:
-                    await call.read()  # raises what the call failed with
+                    await call.read()  # raises the call's error
         call.cancel()
         raise Unauthenticated(
             f"the server does not know the secret of {SECRET_SETTING}; give both sides the same secret",
@@ -190,8 +199,9 @@ class PortSecret:
 
 
 class SecretGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token of the port before anything else is done for them, and proves to others that the server
-    knows the secret. gRPC's own services are open. Without a secret it refuses calls that show a token: their clients wait for a
+    """Refuses calls without the token of the port before any other work, and proves that the server knows the secret.
+
+    gRPC's own services are open. Without a secret, calls with a token are refused, because their clients wait for a
     proof.
     """
 
@@ -201,7 +211,7 @@ class SecretGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Refuse the call, or prove the secret and let the call through."""
+        """Refuse the call, or prove the secret and serve the call."""
         method = str(handler_call_details.method)
         if method.startswith(INFRASTRUCTURE):
             return await continuation(handler_call_details)
@@ -233,12 +243,12 @@ def _secret_refusal(method: str, why: str, reason: str, token: str) -> Handler:
         get_logger().warning(
             "refused a peer because of the shared secret", method=method, peer=context.peer(), reason=reason
         )
-        if not token:  # those that show one wait for the answer before they send anything
-            await read_first(requests)  # its bytes; nothing is decoded
+        if not token:  # clients with a token wait for the answer before they send anything
+            await read_first(requests)  # reads the bytes without decoding them
         message = f"{method}: {why.format(SECRET_SETTING)}; give both sides the same secret"
         await abort(context, Unauthenticated(message, reason=reason))
 
-    # Its messages stay undecoded, so its kind need not be the method's.
+    # The messages stay undecoded, so this handler works for methods of any kind.
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 

@@ -17,32 +17,33 @@ from penstock_common.observability.logging import Caller, current_caller, incide
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.rpc.status import abort
 
-# Compressed messages of clients, decompressed here: gRPC would decompress any number of bytes before it looks at its limit.
+# Decompression of clients' messages with a size limit. gRPC would decompress any number of bytes before it checks its
+# limit.
 
 MAX_DECOMPRESSED_BYTES = 4 * 1024 * 1024
-"""Bytes that a compressed message has when it is decompressed, at most."""
+"""Maximum bytes of a compressed message after decompression."""
 GZIP_ONLY = [
     ("grpc.compression_enabled_algorithms_bitset", 0b101),  # identity and gzip; calls with others end as UNIMPLEMENTED
     ("grpc.per_message_decompression", 0),
 ]
-"""Arguments of a server whose deserializers call ``decompressed``."""
+"""Options of a server whose deserializers call ``decompressed``."""
 NOT_COMPRESSED = [("grpc.compression_enabled_algorithms_bitset", 0b001)]
-"""Arguments of a server that takes no compressed messages."""
+"""Options of a server that accepts no compressed messages."""
 _GZIP = b"\x1f\x8b"
-"""The first bytes of gzip. No message of protobuf begins with them: 0x1f would be a field of a type that does not exist."""
+"""First bytes of gzip data. No protobuf message begins with them: 0x1f would be a field of a nonexistent type."""
 _WITH_GZIP_HEADER = 31
 
 
 def decompressed(data: bytes, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
-    """Return a message as its bytes were before gzip; other messages as they are.
+    """Return a gzip message decompressed, and other messages unchanged.
 
     Args:
-        data: The message as it came.
-        limit: Bytes that a compressed message may have when it is decompressed.
+        data: The message as received.
+        limit: Maximum bytes of a compressed message after decompression.
 
     Raises:
-        ResourceExhausted: It has more bytes than the limit; no more than these are decompressed.
-        zlib.error: It is broken.
+        ResourceExhausted: The message exceeds the limit. Not more than the limit is decompressed.
+        zlib.error: The message is corrupt.
     """
     if not data.startswith(_GZIP):
         return data
@@ -58,19 +59,20 @@ def decompressed(data: bytes, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
     return plain
 
 
-# Messages that cannot be taken, as errors of their calls: gRPC itself would call them UNKNOWN, with a traceback.
+# Messages that cannot be accepted, reported as errors of their calls. gRPC itself would end the calls as UNKNOWN, with
+# a traceback.
 
 REASON = "UNREADABLE_MESSAGE"
 
 
 class Unreadable(NamedTuple):
-    """Stands for a message. ``why``: what the parser says."""
+    """Placeholder for an unreadable message. ``why`` is the parser's error."""
 
     why: str
 
 
 class Refused(NamedTuple):
-    """Stands for a message that was not decoded."""
+    """Placeholder for a message that was not decoded."""
 
     why: ResourceExhausted
 
@@ -80,8 +82,10 @@ def reader(
     in_flight: BytesInFlight | None = None,
     max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
 ) -> Callable[[bytes], Any] | None:
-    """A deserializer that does not raise: it returns Unreadable or Refused instead. ``in_flight``: where large messages are
-    counted; these come as Held. ``max_decompressed_bytes``: of a message that came compressed.
+    """Return a deserializer that does not raise: it returns Unreadable or Refused instead.
+
+    ``in_flight`` counts large messages, which are returned as Held. ``max_decompressed_bytes`` limits compressed
+    messages.
     """
     if deserialize is None:
         return None
@@ -105,7 +109,7 @@ def reader(
 
 
 def checked(message: Any) -> Any:
-    """The message. Raises InvalidArgument when it is Unreadable, and why it was Refused."""
+    """Return the message. Raises InvalidArgument if it is Unreadable, and the stored error if it was Refused."""
     if isinstance(message, Unreadable):
         raise InvalidArgument(f"the message cannot be read: {message.why}", reason=REASON)
     if isinstance(message, Refused):
@@ -114,7 +118,9 @@ def checked(message: Any) -> Any:
 
 
 class CheckedMessages:
-    """A stream's messages, each counted until the next is asked for. The first that cannot be taken raises as in ``checked``."""
+    """Messages of a stream, each counted until the next one is requested. An unacceptable message raises the errors of
+    ``checked``.
+    """
 
     def __init__(self, messages: AsyncIterable[Any]) -> None:
         self._messages = messages
@@ -125,10 +131,10 @@ class CheckedMessages:
         return self
 
     async def __anext__(self) -> Any:
-        if self._iterator is None:  # gRPC complains of an iterator that was made and never asked
+        if self._iterator is None:  # gRPC logs an error if an iterator is created but never used
             self._iterator = aiter(self._messages)
         if isinstance(self._last, Held):
-            self._last.release()  # gRPC's own iterator lets go of it later
+            self._last.release()  # gRPC's own iterator would release it later
         self._last = await anext(self._iterator)
         return checked(self._last)
 
@@ -136,32 +142,35 @@ class CheckedMessages:
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 CallEnd: TypeAlias = Callable[[str], None]
-"""Told the name of the status code that a call ended with."""
+"""Called with the name of the status code with which a call ended."""
 
 
 class CallObserver(Protocol):
-    """Is told of every call of the services, those of gRPC's own aside."""
+    """Observes every call of the services, except gRPC's own."""
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """A call of ``method`` (``/package.Service/Method``) begins, in the task that serves it. ``request``: its message, or
-        the iterator over its messages. ``kind``: unary, server_stream, client_stream or bidi_stream.
+        """Observe the start of a call of ``method`` (``/package.Service/Method``), in the task that serves it.
+
+        ``request`` is the message, or the iterator over messages. ``kind`` is unary, server_stream, client_stream or
+        bidi_stream.
         """
 
 
 class Unobserved:
-    """Looks at no call."""
+    """Observes no calls."""
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """Take no notice of the call, nor of its end."""
+        """Ignore the call and its end."""
         del method, kind, request, context
         return lambda _: None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """RequestFailed becomes its status with details; anything else is an incident: logged, and INTERNAL without its text.
+    """Maps exceptions to statuses. RequestFailed becomes its status with details. Other errors are logged as incidents
+    and become INTERNAL, without their text.
 
-    A message that cannot be read is its sender's fault: INVALID_ARGUMENT. That, and the mapping, hold for gRPC's own services
-    (health, reflection) as well, whose calls no observer sees.
+    A message that cannot be read is the sender's fault: INVALID_ARGUMENT. This also applies to gRPC's own services
+    (health, reflection), whose calls are not observed.
     """
 
     def __init__(
@@ -172,9 +181,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         in_flight: BytesInFlight | None = None,
         max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
     ) -> None:
-        """``max_response_bytes``: a call with a larger message ends as RESOURCE_EXHAUSTED; None: its servicer sees to that.
-        ``in_flight``: where the messages of calls are counted; None: nowhere. ``max_decompressed_bytes``: of a message that came
-        compressed.
+        """Create the interceptor.
+
+        Args:
+            observer: Observes calls, or None.
+            max_response_bytes: A call with a larger response ends as RESOURCE_EXHAUSTED. None if the servicer checks the size.
+            in_flight: Counts the messages of calls, or None.
+            max_decompressed_bytes: Limit for compressed messages.
         """
         self._observer = observer or Unobserved()
         self._max_response_bytes = max_response_bytes
@@ -201,7 +214,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             single = self._single(handler.stream_unary, method, "client_stream")
             return grpc.stream_unary_rpc_method_handler(single, *codecs)
         if handler.unary_stream:
-            # A servicer may also be a coroutine that writes to its context, as that of gRPC's health service is.
+            # A servicer may also be a coroutine that writes to its context, as in gRPC's health service.
             wrap = self._single if inspect.iscoroutinefunction(handler.unary_stream) else self._stream
             stream = wrap(handler.unary_stream, method, "server_stream")
             return grpc.unary_stream_rpc_method_handler(stream, *codecs)
@@ -209,7 +222,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
     def _started(self, method: str, kind: str, request: Any, context: Context) -> CallEnd:
-        """Tell the observer, and return what tells it of the end. What it fails with is not the call's."""
+        """Notify the observer, and return a function that notifies it of the end. Errors of the observer do not fail
+        the call.
+        """
         observer = Unobserved() if method.startswith("/grpc.") else self._observer
         try:
             tell = observer.started(method, kind, request, context)
@@ -249,7 +264,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _observed(self, given: Any, method: str, kind: str, context: Context) -> AsyncIterator[Any]:
-        """Give what the servicer is called with. A failure ends the call with its status, and the observer is told of the end."""
+        """Yield the servicer's request. A failure ends the call with its status, and the observer is notified of the
+        end.
+        """
         request = _message(given)
         ended, code = self._started(method, kind, request, context), ""
         try:
@@ -275,17 +292,17 @@ def check_response_size(response: Message, limit: int) -> None:
 
 
 def _message(given: Any) -> Any:
-    """What was given, out of what counts it: that lives as long as the call."""
+    """Return the message without its counter. The counter lives as long as the call."""
     return given.message if isinstance(given, Held) else given
 
 
 def _readable(request: Any, kind: str) -> Any:
-    """The message, or the messages. Raises what ``checked`` does, now or later."""
+    """Return the message, or the stream of messages. Raises the errors of ``checked``, now or later."""
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 
 def _id_of(request: Any) -> str:
-    """The id that the log has of the request which the current task serves, if it is one."""
+    """Return the log ID of the request that the current task serves, or ''."""
     name: object = structlog.contextvars.get_contextvars().get("request") or getattr(request, "request_id", "")
     return name if isinstance(name, str) else ""
 
@@ -299,28 +316,29 @@ def _failed(error: Exception, method: str, request: Any) -> RequestFailed:
 
 
 def _code_of(context: Context) -> str:
-    """The code that a servicer set itself."""
+    """Return the code that a servicer set itself."""
     code: object = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
 
 
 def _cut_short(context: Context) -> str:
-    """The code of a call whose handler was cancelled: the client left, or the time was up."""
-    left: float | None = context.time_remaining()  # None without a deadline, whatever its stub says
+    """Return the code of a call whose handler was cancelled: the client left, or the deadline passed."""
+    left: float | None = context.time_remaining()  # None without a deadline, contrary to the type stub
     return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
 
 
-# What is counted and traced of gRPC calls.
+# Metrics and traces of gRPC calls.
 
 _SERVER_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
-"""Codes that OpenTelemetry's conventions take for a server's error."""
+"""Codes that OpenTelemetry's conventions classify as server errors."""
 
 
 class CallTelemetry:
-    """Counts calls under the names that gRPC's Prometheus interceptors use, and makes a span of each that is one request.
+    """Counts calls under the names of gRPC's Prometheus interceptors, and creates a span for each call with a single
+    request.
 
-    A call's parent is in the message's ``routing.trace_context``, else in its metadata. A stream of requests has no span:
-    each of them brings its own context.
+    The parent of a call's span is in the message's ``routing.trace_context``, or else in the metadata. A stream of
+    requests has no span, because each request has its own context.
     """
 
     def __init__(self, registry: CollectorRegistry, tracer: Tracer | None = None) -> None:
@@ -330,10 +348,12 @@ class CallTelemetry:
         self._tracer = tracer
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """Count a call that begins, and begin its span where it is one request. What is returned is told the status code."""
+        """Count a call that starts, and start its span if it has a single request. Returns a function to call with the
+        status code.
+        """
         _, service, name = method.split("/", 2)
         self._started.labels(kind, service, name).inc()
-        # The task belongs to the call: there is nobody to put the old value back for.
+        # The task belongs to the call, so the old value need not be restored.
         current_caller.set(Caller(method, peer_address(context.peer())))
         span = self._span(service, name, request, context) if kind in ("unary", "server_stream") else None
 

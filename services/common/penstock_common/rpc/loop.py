@@ -1,4 +1,4 @@
-"""The event loop of processes that speak gRPC: which one, and whether it and its tasks are alive."""
+"""Event loop of processes that use gRPC, and health checks of the loop and its tasks."""
 
 import asyncio
 import functools
@@ -15,16 +15,18 @@ _MOST_BYTES = 64 * 1024
 
 
 class GrpcEventLoop(uvloop.Loop):
-    """uvloop's, which gRPC wakes once for many events rather than once for each.
+    """uvloop's event loop, with one wakeup for many gRPC events instead of one for each.
 
-    A thread of gRPC's puts every event into a queue and then writes a byte to a socket. The reader that gRPC adds to the loop
-    takes one byte and empties the queue, so all but the first byte of a burst wake the loop for nothing: a turn of it for every
-    message that was sent. Here the bytes of a burst are taken together. No event is left behind: it is in the queue before its
-    byte is written, and the queue is emptied after the bytes are taken.
+    A gRPC thread puts each event into a queue and then writes one byte to a socket. The reader that gRPC adds to the
+    loop takes one byte and empties the queue. So for a burst, all bytes except the first wake the loop for nothing.
+    This loop takes all bytes of a burst together. No event is lost, because it is queued before its byte is written,
+    and the queue is emptied after the bytes are taken.
     """
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # variadic there
-        """Call ``callback`` with ``args`` when ``fd`` can be read, as asyncio does; that of gRPC's events once for a burst."""
+        """Call ``callback`` with ``args`` when ``fd`` is readable, as asyncio does. gRPC's own callback is called once
+        per burst.
+        """
         if isinstance(fd, socket.socket) and _is_of_grpc(callback):
             super().add_reader(fd, _take_burst, fd, callback, *args)
         else:
@@ -37,36 +39,40 @@ def _is_of_grpc(callback: Callable[..., Any]) -> bool:
 
 
 def _take_burst(events: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
-    """Leave one byte for the reader, which waits for it."""
+    """Take all bytes but one, which the reader expects."""
     count = len(events.recv(_MOST_BYTES, socket.MSG_PEEK))
     if count > 1:
         events.recv(count - 1)
     callback(*args)
 
 
-# Whether a service that lives on its event loop is alive: the loop's beat, and the tasks that must not end.
+# Health of a service on its event loop: a periodic beat, and tasks that must not end.
 
 INTERVAL = 1.0
 """Seconds between two beats."""
 MAX_LATE = 5.0
-"""Seconds that a beat may be late. Kubelets ask three times, ten seconds apart, before they restart anything."""
+"""Maximum delay of a beat in seconds. Kubelets probe three times, ten seconds apart, before they restart a container.
+"""
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class Health(Protocol):
-    """What is told: an ``RpcServer``."""
+    """Receiver of the status: an ``RpcServer``."""
 
     async def set_serving(self, serving: bool, *names: str) -> None:
         """Set the status of health names."""
 
 
 class Liveness:
-    """Keeps ``liveness`` true to the event loop it runs on.
+    """Keeps the health name ``liveness`` consistent with the state of its event loop.
 
-    A loop that is held answers no probe, which speaks for itself. What would go unseen is told here: a loop so far behind that
-    a beat comes more than ``MAX_LATE`` late (SERVING again with the next one in time), and an essential task that has ended,
-    for good. ``essential``: those tasks now. ``clock``: monotonic seconds.
+    A blocked loop answers no probe. Two other problems are reported here. If a beat is more than ``MAX_LATE`` late, the
+    status is NOT_SERVING until a beat is on time. If an essential task has ended, it is NOT_SERVING permanently.
+
+    Args:
+        essential: Returns the current essential tasks.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The gRPC server every service is built on, with its sockets, connections and running calls."""
+"""The gRPC server of every service, with its sockets, connections and running calls."""
 
 import asyncio
 import contextlib
@@ -29,23 +29,23 @@ from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.security.tls import Certificates
 
-# The connections of a gRPC server, which gRPC itself counts (channelz).
+# Connections of a gRPC server, as counted by gRPC itself (channelz).
 
 OPTIONS = [("grpc.enable_channelz", 1)]
-"""Of servers whose connections are looked at."""
+"""Options of servers whose connections are counted."""
 
 
 class Connections:
-    """Those of the server that this process has made last. To be made directly after it."""
+    """Connections of the most recently created server of this process. Must be created directly after the server."""
 
     def __init__(self) -> None:
         self._server_id = max(_servers())
 
     def open(self) -> frozenset[int]:
-        """A number for each open connection, which no other one ever has. Empty where the server is gone."""
+        """Return a unique number for each open connection. Empty if the server has ended."""
         try:
             return frozenset(_channelz_sockets(self._server_id))
-        except ValueError:  # what gRPC raises for a server that it does not know
+        except ValueError:  # gRPC raises this for an unknown server
             return frozenset()
 
 
@@ -62,7 +62,7 @@ def _channelz_sockets(server_id: int) -> Iterator[int]:
 
 
 def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str]) -> Iterator[int]:
-    """The numbers of what gRPC lists, from all pages. ``ask``: gives the page that begins at a number."""
+    """Yield the numbers that gRPC lists, from all pages. ``ask`` returns the page that begins at a number."""
     last = -1
     while True:
         page: dict[str, Any] = json.loads(ask(last + 1))
@@ -73,18 +73,19 @@ def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str])
             return
 
 
-# The calls that a server works on, so that a service can wait for their end before it ends itself.
+# Running calls of a server, so that a service can wait for their end before it exits.
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class RunningCalls(grpc.aio.ServerInterceptor):
-    """Remembers the task of each call from its begin until its last status is sent or its handler is cancelled.
+    """Tracks the task of each call from its start until its last status is sent or its handler is cancelled.
 
-    ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. When the event loop ends before they
-    have, they are cancelled once more, and gRPC prints a traceback for each.
+    ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. If the event loop ends before they
+    have ended, they are cancelled again, and gRPC prints a traceback for each.
 
-    ``lasting``: methods whose calls last until the server stops, beside those of gRPC's own services (health, reflection).
+    Args:
+        lasting: Methods whose calls last until the server stops. gRPC's own services (health, reflection) are always included.
     """
 
     def __init__(self, lasting: Collection[str] = ()) -> None:
@@ -96,7 +97,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Note the call; gRPC looks its handler up in the task that then runs it."""
+        """Record the call. gRPC looks up its handler in the task that then runs it."""
         if (task := asyncio.current_task()) is not None:
             self._tasks[task] = str(handler_call_details.method)
             task.add_done_callback(self._tasks.pop)
@@ -104,15 +105,16 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 
     @property
     def num_running(self) -> int:
-        """Calls that run, those aside that last until the server stops."""
+        """Number of running calls, without those that last until the server stops."""
         return sum(not self._lasts(name) for name in self._tasks.values())
 
     def _lasts(self, method: str) -> bool:
         return method.startswith("/grpc.") or method in self._lasting
 
     async def ended(self, seconds: float, *, lasting: bool = True) -> None:
-        """Wait up to ``seconds`` until no call runs, then warn of those that do. Without ``lasting``, calls that last until the
-        server stops do not count.
+        """Wait up to ``seconds`` until no call runs, then log a warning for those that do.
+
+        Without ``lasting``, calls that last until the server stops are ignored.
         """
         running = {task: name for task, name in self._tasks.items() if lasting or not self._lasts(name)}
         if not running:
@@ -123,34 +125,37 @@ class RunningCalls(grpc.aio.ServerInterceptor):
             get_logger().warning("calls still run", count=len(left), methods=methods, seconds=seconds)
 
 
-# The sockets of this process, which gRPC's server does not give away.
+# Sockets of this process, to which gRPC's server gives no access.
 
 
 def accept_no_more(port: int) -> None:
-    """Refuse connections to ``port`` from now on, without a word to who listens there, which gRPC would take for an error: in
-    the place of each listener comes one that nobody can find. On Linux; elsewhere it does nothing.
+    """Refuse connections to ``port`` from now on, without notifying the listener, because gRPC would treat that as an
+    error.
 
-    A packet filter would do it too, and is not allowed to a process without capabilities.
+    Each listening socket is replaced by one that no client can reach. Only on Linux; elsewhere this does nothing. A
+    packet filter would also work, but a process without capabilities may not use one.
     """
     if sys.platform != "linux":
         return
     for number in [number for number, _ in _sockets(port, listening=True)]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
             silent.setblocking(False)
-            silent.bind("")  # the system gives it a name of its own, on no file system
+            silent.bind("")  # the system chooses a name outside the file system
             silent.listen(0)
             os.dup2(silent.fileno(), number, inheritable=False)
 
 
 def end_output(port: int) -> None:
-    """Send nothing more on connections that were accepted on ``port``: their peers read to the end of what was sent."""
+    """Send nothing more on connections that were accepted on ``port``. Peers can still read everything that was sent."""
     for _, connection in _sockets(port, listening=False):
-        with contextlib.suppress(OSError):  # its peer has gone already
+        with contextlib.suppress(OSError):  # the peer has already closed it
             connection.shutdown(socket.SHUT_WR)
 
 
 def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
-    """Those of TCP with this port of their own, each with its number here: a duplicate, closed when the next one is asked for."""
+    """Yield this process's TCP sockets with this local port, with their descriptors. Each is a duplicate, closed on the
+    next iteration.
+    """
     for entry in Path("/dev/fd").iterdir():
         try:
             number = int(entry.name)
@@ -168,26 +173,29 @@ def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket
 
 MAX_METADATA_BYTES = 64 * 1024
 HANDSHAKE_TIMEOUT = 15.0
-"""Seconds in which a client has to end its TLS handshake and to send the preface of HTTP/2 and its settings."""
+"""Seconds in which a client must complete its TLS handshake and send the HTTP/2 preface and settings."""
 CLEANUP_TIMEOUT = 5.0
-"""Seconds that the handlers of cancelled calls have to clean up."""
+"""Seconds in which the handlers of cancelled calls must clean up."""
 _FLUSH = 0.05
-"""Seconds in which gRPC's own threads have written what calls ended with, and taken the connections that waited."""
+"""Seconds in which gRPC's own threads write the ends of calls and accept waiting connections."""
 LIVENESS = "liveness"
-"""Health name that says whether the process makes progress, whether or not it accepts requests."""
+"""Health name for whether the process makes progress, regardless of whether it accepts requests."""
 STARTUP = "startup"
-"""Health name that says whether the process has loaded what it needs."""
+"""Health name for whether the process has finished loading."""
 
 
 CLIENTS = Keepalive(30.0, 10.0)
-"""Of clients anywhere: a dead one is noticed within 40 s."""
+"""Keepalive for clients anywhere. A dead client is detected within 40 s."""
 SERVICES = Keepalive(5.0, 5.0)
-"""Of our own services: what a dead one has here is given back within 10 s, if its connection does not break at once."""
+"""Keepalive for Penstock's own services. The resources of a dead one are freed within 10 s, if its connection does not
+break at once.
+"""
 
 
 def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list[tuple[str, int]]:
-    """Limits, keepalive and age. Idle streams live on: clients may ping every 5 s. gRPC gives the age its jitter, and calls of
-    an old connection as long as they take.
+    """Return limits, keepalive and connection age. Idle streams stay open: clients may ping every 5 s.
+
+    gRPC adds jitter to the age, and lets calls on an old connection complete.
     """
     age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
@@ -207,7 +215,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
 
 
 def _of_the_gone(record: logging.LogRecord) -> bool:
-    """Not what gRPC says, with a traceback, when it cannot send an answer because its client has gone."""
+    """Drop log records with a traceback that gRPC writes when it cannot send an answer because the client has gone."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
@@ -217,11 +225,16 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_of_the_gone)
 class RpcServer:
     """A ``grpc.aio`` server with error details, ``grpc.health.v1`` and reflection.
 
-    Lifecycle: add servicers to ``server``, then ``start``, ``set_serving`` as the service's state changes, ``stop``.
-    The empty health name and those of the services say whether requests are accepted, ``liveness`` whether the process
-    is well: a draining one is. ``startup`` says whether it has loaded what it needs: at once, unless it ``loads`` while it
-    listens and sets that name itself. ``field``: what the configuration calls this listener. ``lasting``: methods whose calls
-    last for as long as the server, by their whole names; those of gRPC's own services need not be named.
+    Lifecycle: add servicers to ``server``, then call ``start``, ``set_serving`` when the service's state changes, and
+    ``stop``.
+
+    Health names: the empty name and the services' names say whether requests are accepted. ``liveness`` says whether
+    the process is healthy, which is also true while it drains. ``startup`` says whether it has finished loading. It is
+    set at once, unless the service ``loads`` while it listens and sets that name itself.
+
+    Args:
+        field: Name of this listener in the configuration.
+        lasting: Full names of methods whose calls last as long as the server. gRPC's own services need not be named.
     """
 
     def __init__(
@@ -239,8 +252,20 @@ class RpcServer:
         lasting: Collection[str] = (),
         certificates: Certificates | None = None,
     ) -> None:
-        """``check_responses``: a call whose response is too large to be sent ends with an error that says so. ``in_flight``:
-        counts the messages of calls, and refuses what is too much. ``certificates``: told when those of this listener end.
+        """Create the server without binding it.
+
+        Args:
+            config: Config of the listener.
+            service_names: Names of the services, for health and reflection.
+            interceptors: Interceptors that run after the server's own.
+            observer: Observes calls, or None.
+            field: Name of this listener in the configuration.
+            keepalive: Keepalive of its connections.
+            loads: Whether the service loads while it listens.
+            check_responses: Whether a call with a response that is too large ends with an error that says so.
+            in_flight: Counts the messages of calls and refuses them above its limit, or None.
+            lasting: Full names of methods whose calls last as long as the server.
+            certificates: Tracks the expiry of this listener's certificates, or None.
         """
         self._config = config
         self._field = field
@@ -268,7 +293,9 @@ class RpcServer:
         self.health_port = -1
 
     async def start(self) -> int:
-        """Bind and serve, NOT_SERVING at first. Returns the port. Raises ConfigError if it is taken, or for a certificate."""
+        """Bind and serve, initially NOT_SERVING. Returns the port. Raises ConfigError if the port is in use or a
+        certificate is invalid.
+        """
         credentials = self._credentials()
         self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
         if self._config.health_port >= 0:
@@ -284,27 +311,28 @@ class RpcServer:
         return self.port
 
     async def set_serving(self, serving: bool, *names: str) -> None:
-        """Set the health status of ``names``, or of the process and all its services. Watchers are told."""
+        """Set the health status of ``names``, or of the process and all its services. Watchers are notified."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in names or ("", *self._service_names):
             await self.health.set(name, status)
 
     @property
     def num_calls(self) -> int:
-        """Calls that run and will end by themselves: not those that last as long as the server."""
+        """Number of running calls, without those that last as long as the server."""
         return self._calls.num_running
 
     def connections(self) -> frozenset[int]:
-        """A number for each open connection, which no other one ever has."""
+        """Return a unique number for each open connection."""
         return self._connections.open()
 
     async def calls_ended(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the services' running calls, which the services have been told to end."""
+        """Wait up to ``seconds`` for the services' running calls, which the services were told to end."""
         await self._calls.ended(seconds, lasting=False)
 
     async def hang_up(self, seconds: float) -> None:
-        """End all connections from this side once the running calls, which were told to end, have ended, or after ``seconds``.
-        gRPC answers a call that comes while its server stops as one that was cancelled.
+        """Close all connections once the running calls have ended, or after ``seconds``.
+
+        While a server stops, gRPC answers new calls as cancelled.
         """
         await self.calls_ended(seconds)
         accept_no_more(self.port)
@@ -312,7 +340,9 @@ class RpcServer:
         end_output(self.port)
 
     async def stop(self, grace: float) -> None:
-        """Take no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have."""
+        """Accept no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have
+        ended.
+        """
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
         await self._calls.ended(CLEANUP_TIMEOUT)
@@ -341,8 +371,9 @@ class RpcServer:
 
 
 def _why_taken(host: str, port: int, *, shared: bool) -> str | None:
-    """Why the port is taken, or None: gRPC's own bind error does not say why it failed; the system's does. ``shared``: with those
-    that share it.
+    """Return why the port is in use, or None. gRPC's own bind error does not contain the reason.
+
+    ``shared`` means that other processes with the same option may use the port, too.
     """
     if port == 0:
         return None

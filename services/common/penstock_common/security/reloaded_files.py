@@ -1,4 +1,4 @@
-"""What is read from files that may be replaced while a service runs."""
+"""Values that are read from files which may be replaced while a service runs."""
 
 import threading
 import time
@@ -10,27 +10,27 @@ from penstock_common.errors import ConfigError
 from penstock_common.files import read_input
 from penstock_common.observability.logging import get_logger
 
-# What is read from files that may be replaced while a service runs.
-
 T = TypeVar("T")
 
 _UNSETTLED_NS = 100_000_000
-"""A file changed so lately may change again without a new time: clocks of file systems tick every few milliseconds."""
+"""Nanoseconds after a modification in which a file may change again without a new modification time. File system clocks
+tick every few milliseconds.
+"""
 _TRY_AGAIN_AFTER = 1.0
-"""Seconds after which files that could not be used are looked into again, changed or not."""
+"""Seconds after which files that could not be used are tried again, even if unchanged."""
 
 _Stamp = tuple[int, int, int, int] | None
 
 
 class WatchedFiles(Generic[T]):
-    """The value that ``read`` makes of files, made anew by ``current`` when one of them has changed. For any thread.
+    """Value that ``read`` creates from files. ``current`` reads it again when a file has changed. Thread-safe.
 
-    Replaced files count, symbolic links that point elsewhere (Kubernetes swaps secrets so) and files written in place. While
-    the new files cannot be used the old value stays, and the log says why, once per cause.
+    Detected changes are replaced files, symbolic links with a new target (as in Kubernetes secrets), and files that are
+    modified in place. While the new files cannot be used, the old value is kept and each cause is logged once.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T], *, what: str) -> None:
-        """Reads the files; ``what`` names them in the log. Raises ConfigError, as ``read`` does for what it cannot use."""
+        """Read the files. ``what`` names them in the log. Raises ConfigError if ``read`` does."""
         self._paths = tuple(path for path in paths if path)
         self._read = read
         self._what = what
@@ -41,10 +41,10 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def current(self) -> T:
-        """The value of the files as they are now, or as they last were usable."""
+        """Return the value of the current files, or of the last usable ones."""
         stamps = self._stamps()
         with self._lock:
-            # What could not be used may become so by itself: a certificate whose time had not begun.
+            # Unusable files may become usable without a change, such as a certificate that was not valid yet.
             again = self._problem and time.monotonic() >= self._try_again_at
             if stamps != self._seen or again or _unsettled(stamps):
                 self._seen = stamps
@@ -70,7 +70,7 @@ class WatchedFiles(Generic[T]):
 
 
 def read_bytes(path: str, *, field: str) -> bytes:
-    """What a file holds. Raises ConfigError that names the field and the path."""
+    """Return the content of a file. Raises ConfigError naming the field and the path."""
     try:
         return read_input(Path(path))
     except OSError as e:

@@ -1,4 +1,4 @@
-"""The secret that the processes of one deployment share, and by which their internal ports recognize each other."""
+"""The secret that the processes of one deployment share. Internal ports use it to authenticate each other."""
 
 import hashlib
 import hmac
@@ -18,10 +18,12 @@ _CREATE = "create one with `openssl rand -hex 32`"
 
 
 class SharedSecret:
-    """A secret, and the keys and tokens derived from it. Each purpose has its own, and none of them reveals the secret."""
+    """A secret, and keys and tokens derived from it. Each purpose has its own key and token, and none of them reveals
+    the secret.
+    """
 
     def __init__(self, value: bytes) -> None:
-        """Use ``value`` as the secret. ``load_secret`` checks what a file holds."""
+        """Use ``value`` as the secret. ``load_secret`` validates the content of a file."""
         self._value = value
 
     def key(self, purpose: str) -> bytes:
@@ -29,27 +31,27 @@ class SharedSecret:
         return hmac.digest(self._value, b"penstock key " + purpose.encode(), hashlib.sha256)
 
     def token(self, purpose: str) -> str:
-        """Return the token for ``purpose``, 64 hex digits, which a client sends to show that it knows the secret."""
+        """Return the token for ``purpose``, 64 hex digits, which a client sends to prove that it knows the secret."""
         return hmac.digest(self._value, b"penstock token " + purpose.encode(), hashlib.sha256).hex()
 
     def accepts(self, purpose: str, token: str) -> bool:
-        """Return whether ``token`` is the token for ``purpose``. The time this takes tells nothing about the right token."""
+        """Return whether ``token`` is the token for ``purpose``. The comparison takes constant time."""
         return hmac.compare_digest(self.token(purpose).encode(), token.encode("utf-8", "surrogateescape"))
 
 
 NO_SECRET = SharedSecret(b"")
-"""Used where no secret is configured: everybody knows its keys and tokens, so it protects nothing."""
+"""Used if no secret is configured. Its keys and tokens are public, so it protects nothing."""
 
 
 def load_secret(path: str, *, field: str = SECRET_SETTING) -> SharedSecret | None:
-    """Read the secret from the file ``path``, without the whitespace around it. Return None if ``path`` is empty.
+    """Read the secret from the file ``path``, without surrounding whitespace. Return None if ``path`` is empty.
 
     Args:
-        path: The file. Any bytes are a secret; the length is checked.
+        path: The file. Any bytes are allowed; only the length is checked.
         field: Name of the setting, for messages.
 
     Raises:
-        ConfigError: The file cannot be read, or holds fewer than 32 or more than 4096 bytes.
+        ConfigError: The file cannot be read, or contains fewer than 32 or more than 4096 bytes.
     """
     if not path:
         return None
@@ -66,7 +68,7 @@ def load_secret(path: str, *, field: str = SECRET_SETTING) -> SharedSecret | Non
         raise ConfigError(
             f"{field}: {path} holds {len(secret)} bytes; a secret has at least {MIN_SECRET_BYTES} bytes; {_CREATE}"
         )
-    if mode & stat.S_IROTH:  # readable by the group is how Kubernetes mounts secrets for a user that is not root
+    if mode & stat.S_IROTH:  # Kubernetes mounts secrets as readable by the group for users other than root.
         get_logger().warning(
             "every user of this machine can read the shared secret; remove the permission with chmod o-r",
             field=field,
@@ -85,14 +87,14 @@ def check_internal_port(
     tls_field: str = "",
     secret_field: str = SECRET_SETTING,
 ) -> None:
-    """Refuse an internal port that other machines can reach and that recognizes nobody. Ports on loopback addresses pass.
+    """Refuse an internal port that other machines can reach without authentication. Ports on loopback addresses pass.
 
     Args:
-        host: The address or name that the port binds to.
-        field: Name of the setting that ``host`` comes from, for messages.
+        host: The address or name to which the port binds.
+        field: Name of the setting of ``host``, for messages.
         has_secret: Whether the shared secret is configured.
         tls: Whether the port uses TLS.
-        tls_field: Name of the setting that turns TLS on, empty for a port that cannot have TLS.
+        tls_field: Name of the setting that enables TLS. Empty for a port that cannot use TLS.
         secret_field: Name of the setting of the secret, for messages.
 
     Raises:
@@ -110,14 +112,14 @@ def check_internal_port(
 
 # Mutual proof over a raw connection that both sides know the same key. Pure functions; the caller does the I/O.
 #
-# Three messages, each of a fixed length. The nonces are 32 random bytes that each side draws for this connection alone:
+# There are three messages, each of a fixed length. Each side draws a nonce of 32 random bytes for this connection.
 #
-# 1. ``hello``, from the side that connects: a mark of 8 bytes, and its nonce.
-# 2. ``reply``, from the side that listens: its nonce, and its proof.
-# 3. ``proof``, from the side that connects: its claim and its proof. What a claim says, if anything, the port defines.
+# 1. ``hello``, from the connecting side: a magic value of 8 bytes, and its nonce.
+# 2. ``reply``, from the listening side: its nonce, and its proof.
+# 3. ``proof``, from the connecting side: its claim and its proof. The port defines the content of claims, if any.
 #
-# A proof is the HMAC-SHA256, under the key, of the side's role, both nonces and the claim. So a proof is worth nothing on another
-# connection, on a port whose key has another purpose, or when it is sent back to the side that made it.
+# A proof is the HMAC-SHA256, under the key, of the side's role, both nonces and the claim. So a proof is worthless on
+# another connection, on a port whose key has another purpose, and when it is sent back to its creator.
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -128,7 +130,7 @@ _LISTENS, _CONNECTS = b"listens", b"connects"
 
 
 class ProofError(PenstockError):
-    """The other side is not a peer: it speaks another protocol, or does not know the key."""
+    """Raised when the other side is not a peer: it uses another protocol, or does not know the key."""
 
 
 def new_nonce() -> bytes:
@@ -137,19 +139,21 @@ def new_nonce() -> bytes:
 
 
 def hello(nonce: bytes) -> bytes:
-    """Return the first message of the side that connects. ``nonce``: its own."""
+    """Return the first message of the connecting side. ``nonce`` is its own."""
     return _MARK + nonce
 
 
 def reply(key: bytes, heard_hello: bytes, nonce: bytes) -> bytes:
-    """Return the answer of the side that listens. ``nonce``: its own. Raises ProofError if ``heard_hello`` is not a hello."""
+    """Return the answer of the listening side. ``nonce`` is its own. Raises ProofError if ``heard_hello`` is not a
+    hello.
+    """
     return nonce + _proof(key, _LISTENS, _nonce_in(heard_hello), nonce)
 
 
 def proof(key: bytes, nonce: bytes, heard_reply: bytes, claim: bytes = b"") -> bytes:
-    """Return the last message of the side that connects. ``nonce``: the one in its hello.
+    """Return the last message of the connecting side. ``nonce`` is the one in its hello.
 
-    Raises ProofError if the side that listens does not know the key.
+    Raises ProofError if the listening side does not know the key.
     """
     theirs = heard_reply[:NONCE_BYTES]
     if not hmac.compare_digest(heard_reply[NONCE_BYTES:], _proof(key, _LISTENS, nonce, theirs)):
@@ -158,9 +162,9 @@ def proof(key: bytes, nonce: bytes, heard_reply: bytes, claim: bytes = b"") -> b
 
 
 def checked_claim(key: bytes, heard_hello: bytes, nonce: bytes, heard_proof: bytes) -> bytes:
-    """Return the claim of the side that connects. ``nonce``: the one in the reply.
+    """Return the claim of the connecting side. ``nonce`` is the one in the reply.
 
-    Raises ProofError if the side that connects does not know the key.
+    Raises ProofError if the connecting side does not know the key.
     """
     claim, shown = heard_proof[:-PROOF_BYTES], heard_proof[-PROOF_BYTES:]
     if not hmac.compare_digest(shown, _proof(key, _CONNECTS, _nonce_in(heard_hello), nonce, claim)):

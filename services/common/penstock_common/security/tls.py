@@ -1,4 +1,4 @@
-"""TLS certificates and keys: read, checked, warned of before they end, and read anew when their files change."""
+"""TLS certificates and keys: reading, checks, expiry warnings, and reloading when their files change."""
 
 import datetime as dt
 import ssl
@@ -21,33 +21,39 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 
-# Which certificates a service warns of, and when.
+# Timing of expiry warnings.
 
 _DAY = 86_400.0
 _SOON = 14 * _DAY
-"""Seconds before its end from which on a certificate is warned of, once."""
+"""Seconds before expiry at which a first warning is logged."""
 _LAST_DAY = _DAY
-"""Seconds before its end from which on the warning is repeated."""
+"""Seconds before expiry from which warnings are repeated."""
 _REPEAT = 3600.0
-"""Seconds between two warnings in the last day, and after the end."""
+"""Seconds between two warnings on the last day and after expiry."""
 _HANDSHAKES = 60.0
-"""Seconds between two warnings of handshakes with an ended certificate."""
+"""Minimum seconds between two warnings about handshakes with an expired certificate."""
 
 
 class ExpiryWarnings:
-    """Decides which warnings are due. Times are Unix seconds, fields what the configuration calls a certificate."""
+    """Decides which warnings are due. Times are Unix seconds. ``field`` is the name of a certificate in the
+    configuration.
+    """
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, int, float]] = {}
-        """By field: the end that was told of, how urgently, and when."""
+        """Last warning of each field: the expiry time, the urgency, and the time of the warning."""
         self._handshakes: dict[str, float] = {}
 
     def due(self, ends: Mapping[str, float], now: float) -> list[str]:
-        """The fields to warn of now: once within two weeks of the end, once an hour in the last day, at the end and behind it."""
+        """Return the fields to warn about now: once within two weeks before expiry, once an hour on the last day, at
+        expiry and after it.
+        """
         return [field for field, end in ends.items() if self._is_due(field, end, now)]
 
     def handshake_is_due(self, field: str, end: float, now: float) -> bool:
-        """Whether to warn of a handshake: its certificate has ended, and there was no such warning in the last minute."""
+        """Return whether to warn about a handshake: the certificate has expired, and there was no such warning in the
+        last minute.
+        """
         if now < end or now - self._handshakes.get(field, -_HANDSHAKES) < _HANDSHAKES:
             return False
         self._handshakes[field] = now
@@ -57,7 +63,7 @@ class ExpiryWarnings:
         left = end - now
         urgency = (left <= _SOON) + (left <= _LAST_DAY) + (left <= 0)
         told_end, told_urgency, told_at = self._told.get(field, (end, 0, 0.0))
-        if told_end != end:  # it was renewed
+        if told_end != end:  # the certificate was renewed
             told_urgency = 0
         if urgency <= told_urgency and (urgency < 2 or now - told_at < _REPEAT):
             return False
@@ -65,17 +71,17 @@ class ExpiryWarnings:
         return urgency > 0
 
 
-# The certificates that a service uses, and when they end.
+# Certificates that a service uses, and their expiry.
 
 _LOOK_EVERY = 60.0
-"""Seconds between two looks at the ends of all certificates of this process."""
+"""Seconds between two expiry checks of all certificates of this process."""
 
 
 class Certificates(Collector):
-    """For a service's registry: a series for each certificate, and each file of authorities, of its listeners and connections.
+    """Metrics collector with a series for each certificate and each CA file of a service's listeners and connections.
 
-    What is told is what is used: a file that is there and cannot be used does not count, the one that was used before does.
-    The log warns of those that end soon, from when they are followed on.
+    The series show the certificates in use. If a new file cannot be used, the previous certificate stays in use.
+    Certificates that expire soon are logged, starting when they are followed.
     """
 
     def __init__(self) -> None:
@@ -84,15 +90,18 @@ class Certificates(Collector):
         self._lock = threading.Lock()
 
     def follow(self, field: str, ends: Callable[[], Mapping[str, float]]) -> None:
-        """Tell of those of a listener or a connection from now on. ``field``: what the configuration calls it (``server.tls``).
-        ``ends``: by the setting below it (``certificate``), Unix seconds, as they are when it is asked, on any thread.
+        """Follow the certificates of a listener or connection.
+
+        Args:
+            field: Its name in the configuration (``server.tls``).
+            ends: Returns the current expiry times in Unix seconds, by the setting below ``field`` (``certificate``). Thread-safe.
         """
         self._ends[field] = ends
         self.warn()
         _watch(self)
 
     def warn(self) -> None:
-        """Log those that end soon, as often as ``ExpiryWarnings`` says. Any thread."""
+        """Log certificates that expire soon, as often as ``ExpiryWarnings`` allows. Thread-safe."""
         now, ends = time.time(), self._all_ends()
         with self._lock:
             due = self._warnings.due(ends, now)
@@ -105,7 +114,7 @@ class Certificates(Collector):
                 get_logger().error("certificate has expired", field=field, ended=_utc(ends[field]))
 
     def handshake(self, field: str, ends: Mapping[str, float]) -> None:
-        """Told when a client begins a handshake with a listener. Logs that its certificate has ended, once a minute at most."""
+        """Record that a client starts a handshake with a listener. Logs an expired certificate, at most once a minute."""
         end, now = ends.get("certificate"), time.time()
         if end is None or now < end:
             return
@@ -124,7 +133,7 @@ class Certificates(Collector):
         }
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One family; it has no series where nothing speaks TLS."""
+        """Yield one metric family, which is empty without TLS."""
         family = GaugeMetricFamily(
             "penstock:certificate_expiry_timestamp_seconds",
             "When a certificate ends, or the last of some authorities, in Unix seconds",
@@ -141,7 +150,7 @@ _watcher: threading.Thread | None = None
 
 
 def _watch(certificates: Certificates) -> None:
-    """Have one thread of this process look at all of them now and then."""
+    """Add certificates to the periodic checks of this process's single watcher thread."""
     global _watcher
     with _starting:
         _followed.add(certificates)
@@ -168,10 +177,10 @@ def _hours(seconds: float) -> float:
 
 
 class TlsMaterial(msgspec.Struct, frozen=True):
-    """PEM texts; what is not set is empty. ``certificate`` is a chain, ``ca`` a bundle.
+    """PEM texts; unset ones are empty. ``certificate`` is a chain, ``ca`` a bundle.
 
-    ``ends``: Unix seconds by ``certificate`` and ``ca``, for those that are set. A chain ends with the first of its certificates,
-    a bundle with the last of its authorities.
+    ``ends`` has the expiry times in Unix seconds of ``certificate`` and ``ca``, if set. A chain expires with the first
+    of its certificates, a bundle with the last of its authorities.
     """
 
     certificate: bytes
@@ -183,8 +192,12 @@ class TlsMaterial(msgspec.Struct, frozen=True):
 def watched_material(
     config: TlsConfig | ClientTlsConfig, *, field: str, certificates: Certificates | None = None
 ) -> WatchedFiles[TlsMaterial]:
-    """The files of a hop. ``field``: what the configuration calls it (``server.tls``). ``certificates``: told when they end.
-    Raises ConfigError.
+    """Watch the files of a connection or listener. Raises ConfigError.
+
+    Args:
+        config: TLS config with the paths.
+        field: Its name in the configuration (``server.tls``).
+        certificates: Tracks the expiry, or None.
     """
     paths = (config.certificate, config.key, config.ca)
     watched = WatchedFiles(paths, lambda: read_material(config, field=field), what=f"certificates of {field}")
@@ -194,8 +207,10 @@ def watched_material(
 
 
 def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMaterial:
-    """Read and check the files. Raises ConfigError naming field and path for a file that is missing, unreadable or no PEM, a
-    certificate whose time is over or has not begun, and a key that is of another certificate.
+    """Read and check the files.
+
+    Raises ConfigError, naming field and path, if a file is missing, unreadable or not PEM. Also raises it if a
+    certificate has expired or is not valid yet, or if the key does not belong to the certificate.
     """
     certificate = key = ca = b""
     ends: dict[str, float] = {}
@@ -210,15 +225,15 @@ def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMate
     if config.ca:
         ca = read_bytes(config.ca, field=f"{field}.ca")
         authorities = _certificates(ca, f"{field}.ca: {config.ca}")
-        if len(authorities) == 1:  # of several, some may be on their way in or out
+        if len(authorities) == 1:  # with several, some may be in the process of being replaced
             _check_time(authorities[0], f"{field}.ca: {config.ca}")
         ends["ca"] = max(map(_end, authorities))
     return TlsMaterial(certificate, key, ca, ends)
 
 
 def server_context(config: TlsConfig, *, field: str, certificates: Certificates | None = None) -> ssl.SSLContext:
-    """The context of a listener; each handshake goes by the files as they are then. ``certificates``: told when they end. Raises
-    ConfigError.
+    """Return the TLS context of a listener. Each handshake uses the current files. ``certificates`` tracks the expiry.
+    Raises ConfigError.
     """
     watched = WatchedFiles(
         (config.certificate, config.key, config.ca),
@@ -230,7 +245,7 @@ def server_context(config: TlsConfig, *, field: str, certificates: Certificates 
         certificates.follow(field, lambda: watched.current().material.ends)
 
     def renew(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
-        # Called at every ClientHello, whether or not it names a server.
+        # Called for every ClientHello, whether or not it names a server.
         del server_name, context
         current = watched.current()
         if certificates is not None:
@@ -242,13 +257,13 @@ def server_context(config: TlsConfig, *, field: str, certificates: Certificates 
 
 
 class _Context:
-    """A context, and what it was made of; equal when made of the same."""
+    """A context and its source. Contexts with the same source are equal."""
 
     def __init__(self, config: TlsConfig, *, field: str) -> None:
         self.material = read_material(config, field=field)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed session would be let in by the authorities of the time when it was begun.
+        # A resumed session would be accepted according to the authorities at the time it began.
         self.context.options |= ssl.OP_NO_TICKET
         self.context.num_tickets = 0
         try:
@@ -297,9 +312,9 @@ def _check_key(pem: bytes, certificate: "x509.Certificate", where: str, *, certi
     try:
         key = load_pem_private_key(pem, password=None)
     except TypeError:
-        raise ConfigError(f"{where}: the key is encrypted; a service has nobody to ask for the password") from None
+        raise ConfigError(f"{where}: the key is encrypted; a service cannot ask for the password") from None
     except (ValueError, UnsupportedAlgorithm):
-        # Nothing of the file's content, not even of a parser's message about it, belongs into a log.
+        # No part of the file's content may get into a log, not even through a parser's message.
         raise ConfigError(f"{where}: no private key in PEM") from None
     if key.public_key() != certificate.public_key():
         raise ConfigError(f"{where}: the key is not that of the certificate in {certificate_path}")

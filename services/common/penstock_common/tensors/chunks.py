@@ -1,4 +1,4 @@
-"""Tensors in chunks on a stream: what is sent inline, the end that sends, and the end that receives."""
+"""Tensors in chunks on a stream: which tensors are sent inline, the sending end, and the receiving end."""
 
 import time
 from collections import deque
@@ -7,86 +7,92 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhausted, Unavailable
 
-# What goes inline, what in chunks, and how much at once: of both ends of a session.
+# Limits of both ends of a session: sizes of inline tensors, of chunks, and of tensors in transfer.
 
 Buffer = bytes | bytearray
 """The elements of a tensor."""
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""What an end takes that does not say what it takes."""
+"""Message limit of an end that does not announce one, in bytes."""
 MAX_TENSOR_BYTES = 256 * 1024 * 1024
-"""Of tensors in chunks that an end holds for one session at once."""
+"""Bytes of chunked tensors that an end holds for one session at a time."""
 MAX_UNANNOUNCED_BYTES = 64 * 1024 * 1024
-"""The same for a session whose frontend does not announce its tensors."""
+"""The same limit for a session whose frontend does not announce its tensors."""
 MAX_INLINE_BYTES = 64 * 1024
-"""A tensor of up to so many bytes goes inline."""
+"""Maximum size of a tensor that is sent inline, in bytes."""
 MAX_CHUNK_BYTES = 256 * 1024
-"""The bytes of a chunk, at most."""
+"""Maximum size of a chunk, in bytes."""
 STALE_AFTER = 30.0
-"""Seconds after which a tensor is dropped of which nothing more has come, and that no message has referred to."""
+"""Seconds without data after which a tensor is dropped, unless a message has referred to it."""
 
 _CHUNK_OVERHEAD = 64
-"""Bytes of a message around a chunk's data, at most."""
+"""Maximum bytes of a message around a chunk's data."""
 
 
 class Limits(NamedTuple):
-    """What both ends of a stream take: bytes of a message, and of all tensors in chunks at once, 0 where none are taken."""
+    """Limits of both ends of a stream: bytes of a message, and bytes of all chunked tensors at a time (0 if chunks are
+    not accepted).
+    """
 
     max_message_bytes: int
     max_tensor_bytes: int
 
     @classmethod
     def of(cls, own: int, max_message_bytes: int, max_tensor_bytes: int) -> "Limits":
-        """Those towards an end that says these of itself, 0 where it says nothing, on a connection that sends ``own`` bytes."""
+        """Return the limits towards an end that announces these values (0 if unknown), on a connection that sends up to
+        ``own`` bytes.
+        """
         return cls(min(own, max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES), max_tensor_bytes)
 
     @property
     def inline_bytes(self) -> int:
-        """The largest tensor that goes inline where chunks are taken."""
+        """Maximum size of an inline tensor, if chunks are accepted."""
         return min(MAX_INLINE_BYTES, self.max_message_bytes // 2)
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk."""
+        """Size of a chunk in bytes."""
         return min(MAX_CHUNK_BYTES, self.max_message_bytes - _CHUNK_OVERHEAD)
 
 
-# Tensors in chunks, put together at the end that receives them.
+# Receiving end: assembles chunked tensors.
 
-# One bound for the tensors in chunks that all sessions of an engine hold.
+# A common limit for the chunked tensors of all sessions of an engine.
 
 
 class Member(Protocol):
-    """The tensors of one session, to ``TensorPool``."""
+    """The tensors of one session, as ``TensorPool`` sees them."""
 
     @property
     def num_held_bytes(self) -> int:
-        """Return the bytes of memory that the session's tensors take."""
+        """Bytes of memory that the session's tensors take."""
 
     def drop_oldest(self) -> bool:
-        """Drop the tensor that was begun first, one that is not whole before others. Return False if there is none."""
+        """Drop the tensor that was begun first, preferring incomplete ones. Return False if there is none."""
 
 
 class TensorPool:
-    """Bounds the bytes that all sessions hold for messages that have not come yet.
+    """Limits the bytes of tensors that all sessions hold for messages that have not arrived yet.
 
-    A session that holds little is not disturbed by sessions that hold much: when the bound is reached, the session that holds
-    the most loses a tensor. The request of that tensor is refused, and its frontend sends the request to another engine.
-    Belongs to one thread.
+    A session with few bytes is not disturbed by sessions with many. When the limit is reached, the session with the
+    most bytes loses a tensor. The request of that tensor is refused, and its frontend sends the request to another
+    engine. Belongs to one thread.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_dropped = 0
-        """Tensors that were dropped because of this bound."""
+        """Number of tensors dropped because of this limit."""
         self.num_drops = 0
-        """Times that tensors were dropped, or a session ended that held some: then there is memory to give back."""
+        """Number of times that tensors were dropped or that a session with tensors ended, after which memory may be
+        freed.
+        """
         self._members: dict[Member, int] = {}
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that all members hold."""
+        """Bytes that all members hold."""
         return self._num_bytes
 
     def join(self, member: Member) -> None:
@@ -95,22 +101,22 @@ class TensorPool:
         self.held(member)
 
     def leave(self, member: Member) -> None:
-        """Count the tensors of a session no longer. Idempotent."""
+        """Stop counting the tensors of a session. Idempotent."""
         held = self._members.pop(member, 0)
         self._num_bytes -= held
         self.num_drops += held > 0
 
     def held(self, member: Member) -> None:
-        """Note that ``member.num_held_bytes`` has changed."""
+        """Record that ``member.num_held_bytes`` has changed."""
         if member in self._members:
             now = member.num_held_bytes
             self._num_bytes += now - self._members[member]
             self._members[member] = now
 
     def make_room(self, member: Member, size: int) -> bool:
-        """Drop tensors until ``member`` can hold ``size`` bytes more. Return whether it can.
+        """Drop tensors until ``member`` can hold ``size`` more bytes. Return whether it can.
 
-        The largest session may be ``member`` itself, and the dropped tensor the one that was to grow.
+        The largest session may be ``member`` itself, and the dropped tensor may be the one that was to grow.
         """
         while self._num_bytes + size > self.max_bytes:
             largest = max(self._members, key=lambda each: self._members[each] + (size if each is member else 0))
@@ -122,16 +128,20 @@ class TensorPool:
 
 
 _MAX_REMEMBERED = 128
-"""Failed transfers whose reason is kept for the message that will refer to them."""
+"""Number of failed transfers whose error is kept for the message that will refer to them."""
 _MAX_TRANSFERS = 65_536
-"""Tensors that are held at once, however small they are."""
+"""Maximum number of tensors held at a time, however small they are."""
 _TRANSFER_BYTES = 512
-"""Bytes of memory that a tensor takes beside its elements, at most."""
+"""Maximum bytes of memory that a tensor takes in addition to its elements."""
 
 
 class _IncomingTransfer:
-    """``size``: bytes that were announced, 0 if none were. ``touched``: when the last chunk came, or the last message that keeps
-    it, in monotonic seconds. ``in_use``: a message has referred to it; its bytes do not change any more.
+    """A tensor that is being received.
+
+    Attributes:
+        size: Announced bytes, or 0 if unknown.
+        touched: Monotonic time in seconds of the last chunk, or of the last message that keeps the tensor.
+        in_use: Whether a message has referred to it, so that its bytes must not change any more.
     """
 
     __slots__ = ("data", "in_use", "size", "touched")
@@ -144,11 +154,11 @@ class _IncomingTransfer:
 
 
 class IncomingTensors:
-    """The tensors of one stream whose messages have not come yet.
+    """The tensors of one stream whose messages have not arrived yet.
 
-    Chunks of a tensor come in order, those of others between them. A chunk never raises: what is wrong with a tensor is told
-    to the message that refers to it, and ends that alone. All tensors together hold ``max_bytes`` at most; one of which
-    nothing has come for ``STALE_AFTER`` seconds is dropped.
+    Chunks of one tensor arrive in order, interleaved with chunks of others. ``add`` never raises: an error is reported
+    to the message that refers to the tensor, and fails only that message. All tensors together hold at most
+    ``max_bytes``. A tensor without new data for ``STALE_AFTER`` seconds is dropped.
     """
 
     def __init__(
@@ -159,30 +169,37 @@ class IncomingTensors:
         announced: bool = False,
         pool: TensorPool | None = None,
     ) -> None:
-        """``announced``: refuse a tensor whose first chunk does not say its size. ``pool``: bounds these tensors together with
-        those of other streams; the stream's end calls ``close``.
+        """Create an empty store.
+
+        Args:
+            max_bytes: Maximum bytes of all tensors.
+            clock: Returns monotonic seconds.
+            announced: Whether to refuse a tensor whose first chunk does not announce its size.
+            pool: Common limit for the tensors of several streams. The end of the stream must call ``close``.
         """
         self._max_bytes = max_bytes
         self._clock = clock
         self._announced = announced
         self._pool = pool
-        self._transfers: dict[int, _IncomingTransfer] = {}  # what was touched longest ago first
+        self._transfers: dict[int, _IncomingTransfer] = {}  # least recently touched first
         self._failed: dict[int, RequestFailed] = {}
         self.num_bytes = 0
         if pool is not None:
             pool.join(self)
 
     def __len__(self) -> int:
-        """Tensors that are held, whole or in part."""
+        """Return the number of tensors that are held, complete or not."""
         return len(self._transfers)
 
     @property
     def num_held_bytes(self) -> int:
-        """Return the bytes of memory that the tensors take."""
+        """Bytes of memory that the tensors take."""
         return self.num_bytes + _TRANSFER_BYTES * len(self._transfers)
 
     def add(self, transfer_id: int, offset: int, data: bytes, *, size: int = 0) -> None:
-        """Take a chunk in. One behind a failure is dropped. ``size``: bytes that the first chunk announces for the tensor."""
+        """Store a chunk. Chunks after an error are dropped. ``size`` is the tensor's size, which the first chunk
+        announces.
+        """
         self.drop_stale()
         if transfer_id in self._failed:
             return
@@ -219,14 +236,15 @@ class IncomingTensors:
             self._count(len(data))
 
     def abandon(self, transfer_id: int) -> None:
-        """No message will refer to it."""
+        """Forget a tensor, because no message will refer to it."""
         self._forget(transfer_id)
         self._failed.pop(transfer_id, None)
 
     def take(self, transfer_id: int, size: int, *, keep: bool, field: str) -> Buffer:
-        """The bytes of a tensor: the same object each time. Without ``keep`` it is forgotten here.
+        """Return the bytes of a tensor, the same object each time. Without ``keep``, the tensor is forgotten here.
 
-        Raises InvalidArgument, with ``field``, unless ``size`` bytes came, in order; what else went wrong with them.
+        Raises InvalidArgument with ``field`` unless exactly ``size`` bytes arrived in order. Other errors of the
+        transfer are raised, too.
         """
         self.drop_stale()
         if (error := self._failed.get(transfer_id)) is not None:
@@ -248,9 +266,7 @@ class IncomingTensors:
         return transfer.data
 
     def drop_oldest(self) -> bool:
-        """Drop the tensor of which nothing has come for the longest time, one that is not whole before others. Return False if
-        there is none.
-        """
+        """Drop the least recently touched tensor, preferring incomplete ones. Return False if there is none."""
         partial = (
             each for each, transfer in self._transfers.items() if len(transfer.data) < (transfer.size or 1 << 63)
         )
@@ -261,7 +277,7 @@ class IncomingTensors:
         return True
 
     def close(self) -> None:
-        """Drop everything: the stream has ended."""
+        """Drop everything, because the stream has ended."""
         self._transfers.clear()
         self._failed.clear()
         self.num_bytes = 0
@@ -269,7 +285,7 @@ class IncomingTensors:
             self._pool.leave(self)
 
     def drop_stale(self) -> None:
-        """Drop what nothing more has come of for too long."""
+        """Drop tensors without new data for too long."""
         oldest = self._clock() - STALE_AFTER
         while self._transfers and self._transfers[transfer_id := next(iter(self._transfers))].touched < oldest:
             self._give_up(
@@ -280,7 +296,7 @@ class IncomingTensors:
             )
 
     def _has_room(self, transfer_id: int, size: int) -> bool:
-        """Whether the pool has room for ``size`` bytes more, and has not dropped the tensor itself to make it."""
+        """Return whether the pool has room for ``size`` more bytes, and did not drop this tensor to make room."""
         if self._pool is None:
             return True
         if not self._pool.make_room(self, size):
@@ -317,13 +333,13 @@ class IncomingTensors:
             self._count(-len(transfer.data))
 
 
-# What an end of a stream sends: messages in order, and large tensors in chunks that take turns with them.
+# Sending end: messages in order, alternating with the chunks of large tensors.
 
 M = TypeVar("M")
 
 
 class TensorRef(NamedTuple):
-    """How a message refers to a tensor in chunks. ``keep``: a later message does so too."""
+    """A message's reference to a chunked tensor. ``keep`` means that a later message refers to it, too."""
 
     transfer_id: int
     size: int
@@ -331,8 +347,11 @@ class TensorRef(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor; ``abandoned``: none, and no message will refer to what was sent. ``size``: bytes of the whole tensor,
-    which the first piece announces; 0 in later pieces.
+    """A piece of a tensor.
+
+    Attributes:
+        abandoned: True for an empty piece, which says that no message will refer to the tensor.
+        size: Bytes of the whole tensor, announced by the first piece. 0 in later pieces.
     """
 
     transfer_id: int
@@ -343,19 +362,21 @@ class Chunk(NamedTuple):
 
 
 MakeMessage: TypeAlias = Callable[[Sequence[TensorRef]], M]
-"""Makes a message when it is its turn. The references are those of its tensors, in their order."""
+"""Creates a message when it is sent. The references are those of its tensors, in order."""
 
 WhichTensors: TypeAlias = Callable[[], Sequence[Buffer]]
-"""The tensors that a message needs in chunks. Asked when it is put, and again when it is its turn: what it answers then holds."""
+"""Returns the tensors that a message sends in chunks. Called when the message is queued, and again when it is sent; the
+last result counts.
+"""
 
 
 def no_tensors() -> Sequence[Buffer]:
-    """Of a message that has none."""
+    """Return no tensors."""
     return ()
 
 
 class _OutgoingTransfer:
-    """A tensor on its way. ``num_users``: messages that hold it and are still to be sent."""
+    """A tensor that is being sent. ``num_users`` is the number of unsent messages that refer to it."""
 
     __slots__ = ("data", "num_users", "offset", "transfer_id")
 
@@ -372,8 +393,11 @@ class _OutgoingTransfer:
 
 
 class _Entry(Generic[M]):
-    """A message to come. ``key``: its request's id, ``""`` where it cannot be discarded. ``held``: its tensors on their way, by
-    their identity.
+    """A queued message.
+
+    Attributes:
+        key: Request ID, or ``""`` if the message cannot be discarded.
+        held: Its tensors in transfer, by identity.
     """
 
     __slots__ = ("held", "key", "make", "tensors")
@@ -386,30 +410,31 @@ class _Entry(Generic[M]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of its tensors are out."""
+        """Whether all of its tensors were sent."""
         return all(transfer.is_out for transfer in self.held.values())
 
 
 class Outgoing(Generic[M]):
-    """A queue of messages. One with tensors waits until all of them are out in chunks; then it goes to the end of the queue.
+    """A queue of messages. A message with tensors waits until all of them were sent in chunks, then goes to the end of
+    the queue.
 
-    Messages with the same tensor object share its chunks. Between two chunks there is a message, if one is due, and the chunks
-    of several tensors take turns. Not more than the limits' ``max_tensor_bytes`` are under way at once: a message takes its
-    place there for all of its tensors together, the rest waits, in order. So messages never wait for each other in a circle.
-    Messages are made when they are sent, not before: what is large is there once.
+    Messages with the same tensor object share its chunks. Messages and chunks alternate, and the chunks of several
+    tensors take turns. At most ``max_tensor_bytes`` are in transfer at a time. A message reserves room for all of its
+    tensors together, and other messages wait in order. So messages never wait for each other in a cycle. Messages are
+    created only when they are sent, so that large content exists once.
     """
 
     def __init__(self, chunk: Callable[[Chunk], M]) -> None:
-        """``chunk`` makes the message of a chunk."""
+        """Create an empty queue. ``chunk`` creates the message of a chunk."""
         self._chunk = chunk
         self._limits = Limits(0, 0)
         self._due: deque[_Entry[M]] = deque()
         self._line: deque[tuple[_Entry[M], Sequence[Buffer]]] = deque()
-        """Messages that wait for their place, and the tensors that they need."""
+        """Messages that wait for room, with the tensors that they need."""
         self._waiting: list[_Entry[M]] = []
-        """Messages whose tensors are on their way."""
+        """Messages whose tensors are being sent."""
         self._transfers: dict[int, _OutgoingTransfer] = {}
-        """By identity of the tensor: each is held here, so the ids stay unique."""
+        """Transfers by identity of the tensor. A transfer holds its tensor, so identities stay unique."""
         self._sending: deque[_OutgoingTransfer] = deque()
         self._abandoned: deque[Chunk] = deque()
         self._num_bytes = 0
@@ -417,11 +442,11 @@ class Outgoing(Generic[M]):
         self._was_chunk = False
 
     def limit(self, limits: Limits) -> None:
-        """What the other end takes. To be called before the first tensor."""
+        """Set the limits of the other end. Must be called before the first tensor."""
         self._limits = limits
 
     def put(self, make: MakeMessage[M], tensors: WhichTensors = no_tensors, *, key: str = "") -> None:
-        """Queue a message. Its ``tensors`` together must not have more bytes than the limit on all of them."""
+        """Queue a message. The total size of its ``tensors`` must not exceed the limit on all tensors."""
         entry = _Entry(make, tensors, key)
         if needed := tensors():
             self._take_place(entry, needed)
@@ -429,7 +454,7 @@ class Outgoing(Generic[M]):
             self._due.append(entry)
 
     def discard(self, keys: Collection[str]) -> list[str]:
-        """Drop those of the messages that have, or may come to have, tensors and were not made yet. Returns their keys."""
+        """Drop messages that have or may get tensors and were not created yet. Returns their keys."""
         gone = [entry for entry, _ in self._line if entry.key in keys]
         gone += [entry for entry in self._waiting if entry.key in keys]
         gone += [entry for entry in self._due if entry.key in keys and entry.tensors is not no_tensors]
@@ -442,17 +467,18 @@ class Outgoing(Generic[M]):
         return [entry.key for entry in gone]
 
     def is_under_way(self, tensor: Buffer) -> bool:
-        """Whether a message that is still to be sent has it go in chunks."""
+        """Return whether an unsent message sends the tensor in chunks."""
         return id(tensor) in self._transfers
 
     def __bool__(self) -> bool:
-        """Whether there is something to send."""
+        """Return whether there is something to send."""
         self._admit()
         return bool(self._due or self._sending or self._abandoned)
 
     def next(self) -> M | None:
-        """The next message; None when one that was due has to wait for tensors after all. Raises what making it raised;
-        IndexError when there is none.
+        """Return the next message, or None if a due message has to wait for tensors after all.
+
+        Raises IndexError if the queue is empty, and the errors of creating the message.
         """
         self._admit()
         if self._abandoned:
@@ -466,7 +492,7 @@ class Outgoing(Generic[M]):
     def _make(self, entry: _Entry[M]) -> M | None:
         needed = entry.tensors()
         if any(id(tensor) not in entry.held for tensor in needed):
-            self._let_go(entry)  # it takes its place anew, with nothing in its hands
+            self._let_go(entry)  # it releases all tensors before it reserves room again, which avoids a deadlock
             self._take_place(entry, needed)
             return None
         wanted = {id(tensor) for tensor in needed}
@@ -495,7 +521,7 @@ class Outgoing(Generic[M]):
             self._start(*self._line.popleft())
 
     def _num_new(self, needed: Sequence[Buffer]) -> int:
-        """Bytes of those that are not under way."""
+        """Return the bytes of the tensors that are not in transfer yet."""
         new = {id(tensor): len(tensor) for tensor in needed if id(tensor) not in self._transfers}
         return sum(new.values())
 
@@ -533,7 +559,7 @@ class Outgoing(Generic[M]):
         return Chunk(transfer.transfer_id, start, data, size=0 if start else len(transfer.data))
 
     def _refer(self, transfer: _OutgoingTransfer, *, keep: bool) -> TensorRef:
-        """The reference of a message. ``keep``: the same message refers to it again."""
+        """Return a message's reference. ``keep`` means that the same message refers to the tensor again."""
         if not keep:
             transfer.num_users -= 1
             if not transfer.num_users:
@@ -541,7 +567,7 @@ class Outgoing(Generic[M]):
         return TensorRef(transfer.transfer_id, len(transfer.data), keep=keep or transfer.num_users > 0)
 
     def _let_go(self, entry: _Entry[M], but: Collection[int] = ()) -> None:
-        """The entry wants its tensors no more, ``but`` these."""
+        """Release the tensors of an entry, except those in ``but``."""
         for tensor in [each for each in entry.held if each not in but]:
             transfer = entry.held.pop(tensor)
             transfer.num_users -= 1
@@ -549,7 +575,7 @@ class Outgoing(Generic[M]):
                 self._abandon(transfer)
 
     def _abandon(self, transfer: _OutgoingTransfer) -> None:
-        """Nobody waits for it any more."""
+        """Stop a transfer that no message needs any more."""
         if not transfer.is_out:
             self._sending.remove(transfer)
         if transfer.offset:

@@ -1,4 +1,4 @@
-"""Shared memory for tensors between processes of one host: single tensors, and an arena whose parts are used again and again."""
+"""Shared memory for tensors between processes of one host: single segments, and an arena with reusable slots."""
 
 import contextlib
 import fcntl
@@ -16,15 +16,15 @@ from penstock_common.errors import FailedPrecondition, InvalidArgument, RequestF
 from penstock_common.observability.logging import get_logger
 from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, Buffer
 
-ROOT = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
+ROOT = Path("/dev/shm")  # noqa: S108 - mount point of POSIX shared memory
 UNREADABLE = "SHARED_MEMORY_UNREADABLE"
-"""The reason for which a receiver refuses a segment that it cannot read: the tensor can be sent otherwise."""
+"""Reason with which a receiver refuses a segment that it cannot read. The sender can send the tensor in another way."""
 KEPT_FOR = 60.0
-"""Seconds after which a sender removes a segment that nobody has read."""
+"""Seconds after which a sender removes an unread segment."""
 PAUSE = 60.0
-"""Seconds in which no segment is tried behind one that could not be made."""
+"""Seconds without further attempts after a segment could not be created."""
 PROBE_BYTES = 16
-"""Of a segment by which a sender proves that the other end reads its memory."""
+"""Size of the segment with which a sender checks that the other end can read its memory."""
 _PREFIX = "penstock-"
 _SEGMENT = re.compile(r"penstock-([0-9a-f]{32})-[0-9]{1,20}")
 _LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
@@ -32,15 +32,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SegmentRef(NamedTuple):
-    """How a message refers to a tensor in shared memory."""
+    """A message's reference to a tensor in shared memory."""
 
     name: str
     size: int
 
 
 def shared_memory_id(root: Path = ROOT) -> str:
-    """Names the shared memory of this process: the same in two processes that see the same, and may read each other's. Empty
-    where there is none that can be used.
+    """Return an ID of this process's shared memory. Processes with the same ID can read each other's segments.
+
+    Returns '' if there is no usable shared memory.
     """
     try:
         boot_id = _BOOT_ID.read_text().strip()
@@ -53,14 +54,14 @@ def shared_memory_id(root: Path = ROOT) -> str:
 
 
 def owner_of(incarnation: str) -> str:
-    """What names of segments say of the process that makes them: 32 hexadecimal digits."""
+    """Return the part of segment names that identifies the process: 32 hexadecimal digits."""
     return hashlib.blake2b(incarnation.encode(), digest_size=16, person=b"penstock-owner").hexdigest()
 
 
 class SegmentWriter:
-    """Makes the segments of one process. All of them together have ``max_bytes`` at most.
+    """Creates the segments of one process, with a total of at most ``max_bytes``.
 
-    Holds the lock that says that the process lives. Nothing is made before the first segment is. Belongs to one thread.
+    Holds a lock that shows that the process is alive. Creates nothing before the first segment. Belongs to one thread.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SegmentWriter:
         max_bytes: int = MAX_TENSOR_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``incarnation``: changes with every start of the process."""
+        """Create a writer. ``incarnation`` changes with every start of the process."""
         self._owner = owner_of(incarnation)
         self._root = root
         self._max_bytes = max_bytes
@@ -79,13 +80,15 @@ class SegmentWriter:
         self._lock: int | None = None
         self._last = 0
         self._unread: dict[str, tuple[int, float]] = {}
-        """By name, bytes and when it was made, the oldest first."""
+        """Size in bytes and creation time of unread segments, by name, oldest first."""
         self.num_bytes = 0
-        """Of segments that nobody is known to have read."""
+        """Bytes of segments that are not known to have been read."""
         self._tried_again_at = -math.inf
 
     def write(self, data: Buffer) -> SegmentRef | None:
-        """A segment with these bytes; None where there is no room for it, or none can be made: then it is sent otherwise."""
+        """Create a segment with these bytes. Returns None if there is no room or it fails; the tensor is then sent in
+        another way.
+        """
         if self.broken or not self.has_room(len(data)):
             return None
         try:
@@ -104,24 +107,24 @@ class SegmentWriter:
         return SegmentRef(name, len(data))
 
     def __contains__(self, name: str) -> bool:
-        """Whether it is a segment that nobody is known to have read."""
+        """Return whether it is a segment that is not known to have been read."""
         return name in self._unread
 
     def remove(self, name: str) -> None:
-        """Remove a segment, if it is still there."""
+        """Remove a segment if it still exists."""
         size, _ = self._unread.pop(name, (0, 0.0))
         self.num_bytes -= size
         unlink(self._root / name)
 
     def remove_old(self) -> None:
-        """Forget segments that were read, and remove those that nobody has read for too long."""
+        """Forget segments that were read, and remove those that were unread for too long."""
         oldest = self._clock() - KEPT_FOR
         for name, (_, made) in list(self._unread.items()):
             if made < oldest or not (self._root / name).exists():
                 self.remove(name)
 
     def close(self) -> None:
-        """Remove every segment, and the lock. Idempotent."""
+        """Remove every segment and the lock. Idempotent."""
         for name in list(self._unread):
             self.remove(name)
         if self._lock is not None:
@@ -132,11 +135,11 @@ class SegmentWriter:
 
     @property
     def broken(self) -> bool:
-        """Whether no segment could be made, so that none is tried now."""
+        """Whether creating a segment failed recently, so that no attempt is made now."""
         return self._clock() < self._tried_again_at
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes may be written now."""
+        """Return whether ``size`` bytes may be written now."""
         if self.num_bytes + size > self._max_bytes:
             self.remove_old()
         return self.num_bytes + size <= self._max_bytes
@@ -155,18 +158,21 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads the segments that one other process makes. What it has read, and what is no good, it removes."""
+    """Reads the segments of one other process. It removes segments that it has read, and invalid ones."""
 
     def __init__(self, incarnation: str, *, root: Path = ROOT, max_bytes: int = MAX_TENSOR_BYTES) -> None:
-        """``incarnation``: the other's."""
+        """Create a reader for the process with ``incarnation``."""
         self._owner = owner_of(incarnation)
         self._root = root
         self._max_bytes = max_bytes
 
     def read(self, name: str, offset: int, size: int, *, field: str) -> bytearray:
-        """The ``size`` bytes of a segment from ``offset`` on, with which it ends. Raises InvalidArgument for a name that is no
-        segment's of the other process, or one of another size; ResourceExhausted for more than ``max_bytes``; FailedPrecondition,
-        with reason UNREADABLE, for one that is not there or cannot be read.
+        """Return the ``size`` bytes of a segment from ``offset`` to its end.
+
+        Raises:
+            InvalidArgument: The name is not that of a segment of the other process, or the segment has another size.
+            ResourceExhausted: ``size`` exceeds ``max_bytes``.
+            FailedPrecondition: The segment does not exist or cannot be read (reason UNREADABLE).
         """
         match = _SEGMENT.fullmatch(name)
         if match is None or match[1] != self._owner:
@@ -187,8 +193,8 @@ class SegmentReader:
             unlink(path)
 
     def prove(self, name: str) -> bytes:
-        """What a probe holds, by which its sender knows that its segments are read here; empty where it is none, or cannot be
-        read.
+        """Return the content of a probe, which shows its sender that its segments can be read here. Empty if it cannot
+        be read.
         """
         try:
             return bytes(self.read(name, 0, PROBE_BYTES, field="hello.shared_memory_probe"))
@@ -196,7 +202,7 @@ class SegmentReader:
             return b""
 
     def discard(self, name: str) -> None:
-        """Remove a segment that is not needed, if it is one of the other process."""
+        """Remove a segment that is not needed, if it belongs to the other process."""
         match = _SEGMENT.fullmatch(name)
         if match is not None and match[1] == self._owner:
             unlink(self._root / name)
@@ -237,7 +243,7 @@ def _read_at(file: int, offset: int, size: int, field: str, of: str) -> bytearra
 
 
 def remove_orphans(root: Path = ROOT) -> int:
-    """Remove the segments of processes that have died. Returns how many there were."""
+    """Remove the segments of processes that have died. Returns their number."""
     try:
         names = [path.name for path in root.iterdir()]
     except OSError:
@@ -248,7 +254,7 @@ def remove_orphans(root: Path = ROOT) -> int:
         path = root / f"{_PREFIX}{owner}.lock"
         try:
             lock = lock_file(path, wait=False)
-        except OSError:  # its process lives, or is another user's
+        except OSError:  # the process is alive, or belongs to another user
             continue
         for name in names:
             if (match := _SEGMENT.fullmatch(name)) is not None and match[1] == owner:
@@ -262,8 +268,10 @@ def remove_orphans(root: Path = ROOT) -> int:
 
 
 def lock_file(path: Path, *, wait: bool = True) -> int:
-    """An open file that is locked, and is the one of this name. Raises OSError, BlockingIOError among them where another process
-    has it; with ``wait`` one that only looks is waited for.
+    """Lock a file, and return its descriptor. The file still has this name after it was locked.
+
+    Raises OSError, including BlockingIOError if another process holds the lock. With ``wait``, wait for the lock
+    instead.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -275,34 +283,37 @@ def lock_file(path: Path, *, wait: bool = True) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # somebody has removed it meanwhile
+        os.close(file)  # another process has removed it meanwhile
 
 
 def unlink(path: Path) -> None:
-    """Remove a file, if it is there and may be removed."""
-    with contextlib.suppress(OSError):  # it is gone, or another user's, who removes it
+    """Remove a file if it exists and may be removed."""
+    with contextlib.suppress(OSError):  # already removed, or it belongs to another user
         path.unlink()
 
 
-# A piece of shared memory that a process takes at its start and gives parts of to others of its host, again and again.
+# An arena: shared memory that a process allocates at startup, and whose slots it reuses for tensors to other processes
+# of its host.
 #
-# It is a file in ``/dev/shm`` of a fixed size, whose pages are taken at once: there is none that is missing later. Its owner
-# holds a lock by which others see that it lives; who starts next on the host removes those without an owner (``remove_orphans``).
-# Both ends copy: nothing that is read changes under its reader, and a reader cannot be ended by a file that was cut off.
+# The arena is a file in ``/dev/shm`` with a fixed size, whose pages are allocated at once, so that none is missing
+# later. Its owner holds a lock that shows that it is alive. A process that starts later removes arenas without an owner
+# (``remove_orphans``). Both ends copy the data. So data does not change while it is read, and a truncated file cannot
+# crash a reader.
 
 MAX_SLOTS = 65_536
-"""Of an arena, however small they are."""
+"""Maximum number of slots of an arena, however small they are."""
 _PURPOSE = "arena:"
-"""Sets the owner of an arena apart from that of the process's segments."""
+"""Distinguishes the owner ID of an arena from that of the process's segments."""
 
 
 class Arena:
-    """Slots of ``slot_bytes`` each, together ``size`` bytes at most. Belongs to one thread. Raises OSError where memory is not
-    to be had, and for less than a slot.
+    """Slots of ``slot_bytes`` each, with at most ``size`` bytes in total. Belongs to one thread.
+
+    Raises OSError if the memory is not available, or if ``size`` is less than one slot.
     """
 
     def __init__(self, incarnation: str, *, size: int, slot_bytes: int, root: Path = ROOT) -> None:
-        """``incarnation``: changes with every start of the process."""
+        """Allocate the arena. ``incarnation`` changes with every start of the process."""
         count = min(size // slot_bytes, MAX_SLOTS)
         if not count:
             raise OSError(f"{size} bytes hold no slot of {slot_bytes}")
@@ -324,12 +335,13 @@ class Arena:
 
     @property
     def num_used(self) -> int:
-        """Slots that were taken and not given back."""
+        """Number of occupied slots."""
         return self._num_slots - len(self._free)
 
     def put(self, data: Buffer) -> int | None:
-        """Take a slot for these bytes; returns where they begin, in bytes, or None where no slot is free. Raises ValueError for
-        more bytes than a slot has, OSError where they cannot be written.
+        """Write bytes into a free slot. Returns the slot's offset in bytes, or None if no slot is free.
+
+        Raises ValueError if the bytes do not fit into a slot, OSError if they cannot be written.
         """
         if len(data) > self.slot_bytes:
             raise ValueError(f"{len(data)} bytes do not fit into a slot of {self.slot_bytes}")
@@ -344,11 +356,11 @@ class Arena:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """Nobody reads the slot at ``offset`` any more."""
+        """Free the slot at ``offset``."""
         self._free.append(offset // self.slot_bytes)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -360,17 +372,20 @@ class Arena:
 
 
 class ArenaReader:
-    """Copies out of the arena of one other process."""
+    """Copies data from the arena of one other process."""
 
     def __init__(self, incarnation: str, *, root: Path = ROOT) -> None:
-        """``incarnation``: the other's."""
+        """Create a reader for the process with ``incarnation``."""
         self._name = f"penstock-{owner_of(_PURPOSE + incarnation)}-0"
         self._root = root
         self._file = -1
 
     def read(self, name: str, offset: int, size: int, *, field: str) -> bytearray:
-        """The ``size`` bytes from ``offset`` on. Raises InvalidArgument for another name than the arena's and for bytes beyond
-        its end; FailedPrecondition, with reason UNREADABLE, where it is not there or cannot be read.
+        """Return the ``size`` bytes from ``offset`` on.
+
+        Raises:
+            InvalidArgument: The name is not the arena's, or the range exceeds the arena.
+            FailedPrecondition: The arena does not exist or cannot be read (reason UNREADABLE).
         """
         if name != self._name:
             raise InvalidArgument(f"{field}.name is {quoted(name)}; it is not the arena of this stream", field=field)
@@ -380,7 +395,7 @@ class ArenaReader:
             return _read_at(self._file, offset, size, field, "arena")
 
     def close(self) -> None:
-        """Read no more. Idempotent."""
+        """Close the arena. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

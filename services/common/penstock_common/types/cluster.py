@@ -1,4 +1,4 @@
-"""The cluster as the coordinator knows it and frontends see it, whole or by what has changed."""
+"""The cluster, as the coordinator knows it and frontends see it: complete views and deltas."""
 
 import enum
 import operator
@@ -12,11 +12,11 @@ from penstock_common.types.data_parallel import GroupRegistration, PoolGroup
 from penstock_common.types.kv_transfer import EngineRole
 
 DEFAULT_POOL = "default"
-"""Of engines that name no pool."""
+"""Pool of engines that name no pool."""
 
 
 class EngineState(enum.IntEnum):
-    """What an engine does. Values equal ``penstock.common.v1.EngineState``."""
+    """State of an engine. Values equal ``penstock.common.v1.EngineState``."""
 
     LOADING = 1
     SERVING = 2
@@ -26,9 +26,9 @@ class EngineState(enum.IntEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``address`` is host:port; ``seconds_since_last_step`` is 0 while the engine is idle.
+    """One engine. ``address`` is host:port. ``seconds_since_last_step`` is 0 while the engine is idle.
 
-    ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
+    ``max_num_seqs`` is the maximum number of running requests, or 0 if unknown.
     """
 
     engine_id: str
@@ -44,16 +44,18 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
     loras: LoraHeld | None = None
-    """None: it applies no adapters, or has not said which it holds."""
+    """None if the engine supports no adapters, or has not reported which ones it holds."""
     role: EngineRole = EngineRole.BOTH
     kv_address: str = ""
-    """Where others get its blocks; empty: it gives none away."""
+    """Address at which other engines fetch its blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Between engines of one, blocks may move; empty: none of its blocks do."""
+    """Blocks can move between engines with the same fingerprint. Empty if the engine's blocks cannot move."""
 
     @property
     def load(self) -> float | None:
-        """Requests that run and wait, over those that it runs at once; None where it does not say how many these are."""
+        """Running and waiting requests divided by the maximum number of running requests, or None if the maximum is
+        unknown.
+        """
         return (self.num_running_reqs + self.num_waiting_reqs) / self.max_num_seqs if self.max_num_seqs else None
 
 
@@ -65,11 +67,16 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine introduces itself. ``incarnation`` changes with every start of the process that is ``engine_id``.
+    """Registration of an engine. ``incarnation`` changes with every start of the process with this ``engine_id``.
 
-    ``address`` is the host:port under which frontends reach it. ``draining``: it takes no new requests. Engines of one ``pool``
-    are scaled together. ``max_num_seqs``: requests that it runs at once, 0 where it does not say. ``group``: set by a rank of a
-    data-parallel group. ``kv_address`` and ``kv_fingerprint``: as in ``EngineStatus``.
+    Attributes:
+        address: host:port at which frontends reach the engine.
+        draining: Whether it accepts no new requests.
+        pool: Engines of one pool are scaled together.
+        max_num_seqs: Maximum number of running requests, or 0 if unknown.
+        group: Set by a rank of a data-parallel group.
+        kv_address: See ``EngineStatus``.
+        kv_fingerprint: See ``EngineStatus``.
     """
 
     engine_id: str
@@ -86,16 +93,18 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainCommand(msgspec.Struct, frozen=True):
-    """The coordinator wants an engine to take no new requests and to end what it has within ``timeout`` seconds."""
+    """Command of the coordinator to an engine: accept no new requests, and end existing ones within ``timeout``
+    seconds.
+    """
 
     timeout: float
 
 
-# Views of the cluster by what has changed in them.
+# Deltas between views of the cluster.
 
 
 class EngineLoads(msgspec.Struct, frozen=True):
-    """The load of engines, field by field. All have the same length."""
+    """Loads of engines as columns of equal length."""
 
     indices: Sequence[int] = ()
     num_waiting_reqs: Sequence[int] = ()
@@ -105,22 +114,22 @@ class EngineLoads(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, engines: Sequence[EngineStatus]) -> Self:
-        """The loads of these."""
+        """Return the loads of these engines."""
         names = cls.__struct_fields__[1:]
         return cls([engine.index for engine in engines], *([getattr(each, name) for each in engines] for name in names))
 
 
 class ViewDelta(msgspec.Struct, frozen=True):
-    """What has changed in the engines of a view."""
+    """Changes of the engines in a view."""
 
     removed: Sequence[int] = ()
-    """Indices of those that left; they go before others join."""
+    """Indices of engines that left. They are removed before other engines join."""
     changed: Sequence[EngineStatus] = ()
-    """Those that joined, and those of which anything but the load has changed."""
+    """Engines that joined, and engines with a change of anything except the load."""
     loads: EngineLoads = EngineLoads()
-    """Of other engines."""
+    """Loads of other engines."""
     loras: Mapping[int, LoraHeld] = msgspec.field(default_factory=dict)
-    """By index, the adapters that other engines hold."""
+    """Adapters that other engines hold, by index."""
 
     @property
     def of_members(self) -> bool:
@@ -134,7 +143,7 @@ class ViewDelta(msgspec.Struct, frozen=True):
 
 
 def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) -> ViewDelta:
-    """What has changed between the engines of two views. An engine that is the same object in both has not."""
+    """Return the changes between the engines of two views. An engine that is the same object in both is unchanged."""
     left = {engine.index: engine for engine in before}
     changed, loaded = [], []
     loras: dict[int, LoraHeld] = {}
@@ -153,7 +162,7 @@ def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) ->
 
 
 def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[EngineStatus, ...]:
-    """The engines after the change, by index. Raises ValueError where the change is not one of these engines."""
+    """Return the engines after the change, by index. Raises ValueError if the delta does not fit these engines."""
     by_index = {engine.index: engine for engine in engines}
     for index in delta.removed:
         if by_index.pop(index, None) is None:

@@ -1,7 +1,7 @@
-"""What the ranks of a data-parallel group, their coordinator and their frontends tell each other.
+"""Messages between the ranks of a data-parallel group, their coordinator and their frontends.
 
-A rank is an engine of the group. It is named by its engine id and its incarnation together, so that a restarted engine is
-another rank.
+A rank is an engine of the group, identified by its engine ID and its incarnation. So a restarted engine is another
+rank.
 """
 
 import enum
@@ -12,76 +12,77 @@ _SEPARATOR = "#"
 
 
 def rank_name(engine_id: str, incarnation: str) -> str:
-    """The rank that an engine is from one start to its end."""
+    """Return the rank name of an engine, which is valid from one start to its end."""
     return f"{engine_id}{_SEPARATOR}{incarnation}"
 
 
 def engine_of(rank: str) -> tuple[str, str]:
-    """Engine id and incarnation of a rank. Incarnations have no "#"."""
+    """Return the engine ID and the incarnation of a rank. Incarnations contain no "#"."""
     engine_id, _, incarnation = rank.rpartition(_SEPARATOR)
     return engine_id, incarnation
 
 
 class PauseMode(enum.IntEnum):
-    """What becomes of requests when a group pauses. The stronger of two modes is the larger; on the wire they are
-    ``penstock.common.v1.PauseMode``.
+    """Treatment of requests when a group pauses. The stronger of two modes has the larger value.
+
+    On the wire, modes are ``penstock.common.v1.PauseMode``.
     """
 
     NONE = 0
     """The group is not paused."""
     WAIT = 1
-    """They finish first."""
+    """Requests complete first."""
     KEEP = 2
-    """They freeze, and go on at resume."""
+    """Requests are frozen, and continue at resume."""
     ABORT = 3
-    """They end as ABORT."""
+    """Requests end as ABORT."""
 
 
 class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Turns of pause and resume, and the mode of the pause that is on. The greater of two is the newer or the stronger one."""
+    """Number of pauses and resumes, and the mode of the current pause. Of two values, the greater is newer or stronger."""
 
     number: int = 0
-    """Odd while a pause is on."""
+    """Odd while the group is paused."""
     mode: PauseMode = PauseMode.NONE
 
     @property
     def on(self) -> bool:
-        """Whether a pause is on."""
+        """Whether the group is paused."""
         return self.number % 2 == 1
 
     def pause(self, mode: PauseMode) -> "Pauses":
-        """The pause that follows, or this one made stronger."""
+        """Return the state after a pause. If the group is already paused, the stronger mode applies."""
         return Pauses(self.number, max(self.mode, mode)) if self.on else Pauses(self.number + 1, mode)
 
     def resume(self) -> "Pauses":
-        """The resume that follows, or this one."""
+        """Return the state after a resume. Unchanged if the group is not paused."""
         return Pauses(self.number + 1) if self.on else self
 
 
 class Place(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Where a rank is. Places of one rank never go back."""
+    """Progress of a rank. It never decreases for one rank."""
 
     epoch: int = 0
-    """Memberships of the group."""
+    """Number of the group's membership."""
     wave: int = 0
-    """Transitions from running to idle."""
+    """Number of transitions from running to idle."""
     step: int = 0
-    """Forward passes of the wave."""
+    """Number of forward passes in the wave."""
     pauses: int = 0
-    """Turns of pause and resume."""
+    """Number of pauses and resumes."""
 
 
 class RankGroup(msgspec.Struct, frozen=True, cache_hash=True):
-    """Who computes together in an epoch."""
+    """Members of a group in one epoch."""
 
     epoch: int = 0
-    """0: no group."""
+    """0 means no group."""
     members: tuple[str, ...] = ()
-    """In order of their ranks."""
+    """In order of rank."""
 
 
 class StartWave(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator, and to its frontends where nobody has come yet: it is in the first exchange of this wave."""
+    """Rank to coordinator, and to its frontends if no other rank has joined: it is in the first exchange of this wave."""
 
     engine: str
     epoch: int
@@ -90,7 +91,7 @@ class StartWave(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class WaveComplete(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank 0 to coordinator: this wave is over, and all are idle."""
+    """Rank 0 to coordinator: this wave has ended, and all ranks are idle."""
 
     engine: str
     epoch: int
@@ -99,7 +100,7 @@ class WaveComplete(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class StartDpWave(msgspec.Struct, frozen=True, cache_hash=True):
-    """Coordinator or frontend to a rank: be in this wave."""
+    """Coordinator or frontend to a rank: join this wave."""
 
     engine: str
     epoch: int
@@ -108,7 +109,7 @@ class StartDpWave(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class FirstRequest(msgspec.Struct, frozen=True, cache_hash=True):
-    """Frontend to coordinator: a request went to this rank of a group believed idle."""
+    """Frontend to coordinator: it sent a request to this rank, although it believes that the group is idle."""
 
     engine: str
     epoch: int
@@ -116,88 +117,90 @@ class FirstRequest(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: a collective of this epoch broke off."""
+    """Rank to coordinator: a collective of this epoch failed."""
 
     engine: str
     epoch: int
 
 
 class Reconfigure(msgspec.Struct, frozen=True, cache_hash=True):
-    """Coordinator to a rank: be in this group."""
+    """Coordinator to a rank: join this group."""
 
     engine: str
     group: RankGroup
     wave: int
-    """No wave of the group is before this one."""
+    """The group has no wave before this one."""
     pauses: Pauses
-    """The newest that the coordinator has heard of."""
+    """The newest pause state that the coordinator knows."""
     base: int = 0
-    """The epoch that serves while the group is prepared, whose ranks switch together; 0: leave whatever there is, at once."""
+    """Epoch that serves while the new group is prepared; its ranks switch together. 0 means to leave the current group
+    at once.
+    """
     target_size: int = 0
-    """How many ranks the group shall have, which ranks keep for a coordinator that has forgotten it; 0: unknown."""
+    """Target number of ranks. Ranks store it for a coordinator that has lost it. 0 if unknown."""
 
 
 class PrepareFailed(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: it cannot be in the group of this epoch."""
+    """Rank to coordinator: it cannot join the group of this epoch."""
 
     engine: str
     epoch: int
 
 
 class RankReport(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: where it is; at its registration, after an epoch's first exchange, and to keep its lease."""
+    """Rank to coordinator: its progress. Sent at registration, after an epoch's first exchange, and to renew its lease."""
 
     engine: str
     group: RankGroup
     place: Place
     pauses: Pauses
     running: bool
-    """Whether it is in a wave."""
+    """Whether the rank is in a wave."""
     opening: bool
-    """Whether the epoch's first exchange is not over yet."""
+    """Whether the epoch's first exchange has not ended yet."""
     prepared: int = 0
-    """The epoch that it could switch to; 0: none."""
+    """Epoch to which the rank is ready to switch, or 0 for none."""
 
 
 class GroupView(msgspec.Struct, frozen=True, cache_hash=True):
-    """Coordinator to frontends: the group they send requests to."""
+    """Coordinator to frontends: the group to which they send requests."""
 
     group: RankGroup = RankGroup()
     wave: int = 0
     running: bool = False
-    """Whether a rank was seen in the wave, and its end was not."""
+    """Whether a rank reported that it is in the wave, and the wave's end was not reported."""
     pauses: Pauses = Pauses()
     routed: tuple[str, ...] = ()
-    """The members that take new requests."""
+    """Members that accept new requests."""
 
 
 class PoolGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The group of a pool, as views have it."""
+    """The group of a pool, as it appears in cluster views."""
 
     model: str
     pool: str
     view: GroupView
     target_size: int = 0
-    """How many ranks it shall have."""
+    """Target number of ranks."""
     suspended: bool = False
-    """Whether it waits for ranks, and computes nothing meanwhile."""
+    """Whether the group waits for ranks and computes nothing meanwhile."""
 
 
 class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank brings along when it registers."""
+    """Data that a rank sends when it registers."""
 
     size: int
-    """Ranks of the first group."""
+    """Number of ranks of the first group."""
     min_size: int
-    """Fewest ranks that the group goes on with."""
+    """Minimum number of ranks with which the group continues."""
     waits: bool = False
-    """Whether the group waits for a replacement of a rank that it has lost."""
+    """Whether the group waits for a replacement of a lost rank."""
     meeting_address: str
-    """host:port of the store where ranks meet if this one is their first."""
+    """host:port of the store at which ranks meet if this one is their first."""
     parallel_config: dict[str, str]
-    """What must be the same on all ranks, by name."""
+    """Settings that must be equal on all ranks, by name."""
     report: RankReport
     target_size: int = 0
-    """How many ranks the group shall have, as it was told last; 0: it was told none."""
+    """Target number of ranks that it received last, or 0 for none."""
     max_size: int = 0
-    """Ranks that the group may have at most: as many as the model has experts, which its ranks share; 0: any number."""
+    """Maximum number of ranks: the number of experts, if ranks share experts. 0 means no limit."""

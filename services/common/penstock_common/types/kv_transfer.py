@@ -1,4 +1,4 @@
-"""Keys and values that move between engines and memories, and events of the prefix cache."""
+"""Keys and values that move between engines and memory tiers, and events of the prefix cache."""
 
 import enum
 from typing import NamedTuple
@@ -6,11 +6,11 @@ from typing import NamedTuple
 import msgspec
 
 MAX_PARAMS_BYTES = 16 * 1024
-"""Of ``KvParams.params``."""
+"""Maximum size of ``KvParams.params``."""
 
 
 class KvMedium(enum.IntEnum):
-    """Where a block is. Values equal ``penstock.common.v1.KvMedium``."""
+    """Location of a block. Values equal ``penstock.common.v1.KvMedium``."""
 
     DEVICE = 1
     HOST = 2
@@ -19,7 +19,7 @@ class KvMedium(enum.IntEnum):
 
 
 class EngineRole(enum.IntEnum):
-    """What an engine is preferred for. Values equal ``penstock.common.v1.EngineRole``."""
+    """Preferred use of an engine. Values equal ``penstock.common.v1.EngineRole``."""
 
     BOTH = 1
     PREFILL = 2
@@ -27,8 +27,11 @@ class EngineRole(enum.IntEnum):
 
 
 class BlockName(NamedTuple):
-    """A block by its content: the same at all engines of one fingerprint. ``group``: whose keys and values it has; ``hash``: of
-    all tokens up to its end.
+    """Content-based name of a block, the same in all engines with one fingerprint.
+
+    Attributes:
+        group: KV cache group of the block.
+        hash: Hash of all tokens up to the block's end.
     """
 
     group: int
@@ -36,16 +39,20 @@ class BlockName(NamedTuple):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers that share a block table, and the tokens that a query of them sees; 0: all."""
+    """Layers that share a block table. ``window`` is the number of tokens that a query attends to; 0 means all."""
 
     layers: tuple[str, ...]
     window: int = 0
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same at both ends so that a block of one means the same to the other, but ``numerics``: kernels and
-    instructions, where these are equal, tokens are bit for bit. ``order``: how numbers lie in a block, as the attention backend
-    names it. ``shard``: of ``num_shards``. ``fingerprint``: 16 bytes, of all but numerics and of the weights.
+    """Layout of blocks. Both ends of a transfer must agree on all fields except ``numerics``.
+
+    Attributes:
+        order: Order of the numbers in a block, as the attention backend names it.
+        shard: Index of this shard among ``num_shards``.
+        numerics: Kernels and instructions. If they are equal, tokens are bit-identical.
+        fingerprint: 16 bytes that identify the weights and all fields except numerics.
     """
 
     dtype: str
@@ -59,8 +66,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that keeps the blocks of a request's first ``num_tokens`` tokens for whoever goes on with it, under a lease (16
-    bytes). ``address``: host:port of its transfer service.
+    """An engine that keeps the blocks of a request's first ``num_tokens`` tokens under a lease, for an engine that
+    resumes the request.
+
+    Attributes:
+        address: host:port of its transfer service.
+        lease_id: 16 bytes.
     """
 
     engine_id: str
@@ -72,8 +83,12 @@ class KvSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a gateway says of a request's keys and values. ``lease``: they are kept for a while when the request ends; ``source``:
-    who keeps those of the request that this one goes on with. ``params``: what engines' own connector is told, a JSON object.
+    """A gateway's settings for a request's keys and values.
+
+    Attributes:
+        lease: Whether to keep them for a while when the request ends.
+        source: Engine that keeps those of the request that this one continues, or None.
+        params: JSON object for the engines' own connector, or empty.
     """
 
     lease: bool = False
@@ -81,12 +96,12 @@ class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
     params: str = ""
 
 
-# Changes of an engine's prefix cache, for routers that follow it.
+# Changes of an engine's prefix cache, for routers that track it.
 
 
 class BlockMedia(msgspec.Struct, frozen=True):
-    """A medium of which a part lies in a block. ``offset``: where it begins, in positions from the begin of the block; negative
-    where that is in a block before.
+    """A media item that overlaps a block. ``offset`` is its start relative to the block's start, in positions. It is
+    negative if the item starts in an earlier block.
     """
 
     identifier: str
@@ -94,9 +109,15 @@ class BlockMedia(msgspec.Struct, frozen=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that can be found from now on, in a row. ``token_ids``: theirs, concatenated. ``parent_hash``: empty at the
-    start of a prompt. ``lora_name``: what the request called its adapter; empty: it had none. ``extra_keys``: the media of each
-    block; empty: none has any. Outside the device, and by engines that tell no tokens, only hashes are told, in any order.
+    """Consecutive blocks that can be found from now on.
+
+    Outside the device, and for engines that report no tokens, only hashes are reported, in any order.
+
+    Attributes:
+        parent_hash: Hash of the previous block. Empty at the start of a prompt.
+        token_ids: Tokens of the blocks, concatenated.
+        lora_name: Name of the adapter in the request, or empty.
+        extra_keys: Media of each block. Empty if no block has any.
     """
 
     block_hashes: list[bytes]
@@ -116,12 +137,12 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):
-    """No block can be found any more."""
+    """All blocks were removed."""
 
 
 KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def of_device(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
-    """Those that tell of blocks in the pool that the model reads, and of nothing else."""
+    """Return the events that concern only blocks in device memory."""
     return [event for event in events if isinstance(event, AllBlocksCleared) or event.medium is KvMedium.DEVICE]

@@ -1,4 +1,4 @@
-"""Outputs of an engine step: tokens, log-probabilities, vectors, and the statistics beside them."""
+"""Outputs of an engine step: tokens, log-probabilities, vectors and statistics."""
 
 import enum
 from array import array
@@ -18,11 +18,15 @@ from penstock_common.types.request import Vectors
 
 
 class Logprobs(msgspec.Struct):
-    """Field for field ``penstock.common.v1.Logprobs``, as far as engines fill it.
+    """The fields of ``penstock.common.v1.Logprobs`` that engines fill.
 
-    Entries of position i are ``offsets[i]`` to ``offsets[i + 1]`` of the three arrays; the first of them is the chosen
-    token, the likeliest follow. ``logprobs``: natural logarithms of the raw distribution, before penalties and temperature.
-    ``ranks``: 1 is the likeliest of the vocabulary. ``tokens``: the text of each entry, empty until the frontend fills it.
+    Position i has the entries from ``offsets[i]`` to before ``offsets[i + 1]`` of the arrays. The first entry is the
+    chosen token, followed by the most likely tokens.
+
+    Attributes:
+        logprobs: Natural logarithms of the raw distribution, before penalties and temperature.
+        ranks: Rank in the vocabulary; 1 is the most likely token.
+        tokens: Text of each entry. Empty until the frontend fills it.
     """
 
     offsets: list[int] = msgspec.field(default_factory=lambda: [0])
@@ -51,7 +55,7 @@ class Logprobs(msgspec.Struct):
         self.offsets += [base + offset for offset in other.offsets[1:]]
 
     def slice(self, start: int, stop: int) -> "Logprobs":
-        """A copy of positions ``start`` to ``stop``."""
+        """Return a copy of positions ``start`` to ``stop``."""
         first, last = self.offsets[start], self.offsets[stop]
         return Logprobs(
             offsets=[offset - first for offset in self.offsets[start : stop + 1]],
@@ -62,25 +66,30 @@ class Logprobs(msgspec.Struct):
         )
 
 
-# Outputs that are new tokens and nothing else, as columns: what a step says of most of its requests.
+# Outputs that consist only of new tokens, as columns. Most outputs of a step have this form.
 
 UINT32 = "I"
-"""Type code of the columns' numbers, which are unsigned and have 4 bytes."""
+"""Type code of the columns' numbers: unsigned, 4 bytes."""
 
 NewTokens: TypeAlias = tuple[str, list[int]]
-"""The id of a request, and its new tokens."""
+"""A request ID and its new tokens."""
 
 
 def column() -> "array[int]":
-    """An empty column."""
+    """Return an empty column."""
     return array(UINT32)
 
 
 class TokenColumns(msgspec.Struct, kw_only=True):
-    """One row per output: the number that its request has on the session, the index of its first new token in the whole output,
-    and how many new tokens there are, where that is not one for every row (``counts`` is empty then). ``token_ids`` are those
-    of all rows, one row behind the other. ``drafts``: the drafted tokens that were verified for each row, of which all its tokens
-    but the last held; empty where there were none.
+    """New tokens of many requests, with one row per output.
+
+    Attributes:
+        request_numbers: Number of each row's request on the session.
+        offsets: Index of each row's first new token in the whole output.
+        counts: Number of new tokens of each row. Empty if every row has one.
+        token_ids: Tokens of all rows, concatenated.
+        drafts: Number of drafted tokens that were verified for each row. All tokens of the row except the last are accepted
+            drafts. Empty if there were no drafts.
     """
 
     request_numbers: "array[int]" = msgspec.field(default_factory=column)
@@ -93,7 +102,9 @@ class TokenColumns(msgspec.Struct, kw_only=True):
         return len(self.request_numbers)
 
     def add(self, request_number: int, offset: int, token_ids: Sequence[int], num_drafts: int = 0) -> None:
-        """One more row. Raises OverflowError, and adds nothing, for a token id that has no 32 bits. Hot: once per output."""
+        """Append a row. Raises OverflowError, without a change, if a token ID does not fit into 32 bits. Called for
+        each output.
+        """
         if len(token_ids) != 1 or self.counts:
             self._add_counted(token_ids)
         else:
@@ -116,7 +127,7 @@ class TokenColumns(msgspec.Struct, kw_only=True):
         self.drafts.append(num_drafts)
 
     def rows(self) -> Iterable[tuple[int, int, list[int]]]:
-        """The number of its request, the offset and the new tokens of each row. Hot: once per output."""
+        """Return request number, offset and new tokens of each row. Called for each output."""
         if not self.counts:
             return zip(self.request_numbers, self.offsets, ([token_id] for token_id in self.token_ids), strict=True)
         return self._counted_rows()
@@ -128,14 +139,14 @@ class TokenColumns(msgspec.Struct, kw_only=True):
             start += count
 
     def drafted(self) -> Iterator[tuple[int, int, int]]:
-        """The number of its request, the drafted tokens and those of them that held, of each row that had some."""
+        """Yield request number, drafted tokens and accepted drafts of each row with drafts."""
         counts = self.counts or repeat(1)
         for number, num_drafts, count in zip(self.request_numbers, self.drafts, counts, strict=False):
             if num_drafts:
                 yield number, num_drafts, min(count - 1, num_drafts)
 
     def cut(self, num_rows: int) -> "list[TokenColumns]":
-        """The same in several, of up to ``num_rows`` rows each."""
+        """Split into several columns of up to ``num_rows`` rows each."""
         pieces = [TokenColumns()]
         for row, num_drafts in zip(self.rows(), self.drafts or repeat(0), strict=False):
             if len(pieces[-1]) == num_rows:
@@ -147,8 +158,8 @@ class TokenColumns(msgspec.Struct, kw_only=True):
 class FinishReason(enum.IntEnum):
     """Why a request ended. Values equal ``penstock.common.v1.FinishReason``.
 
-    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF: the request goes on
-    elsewhere, which no client sees.
+    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF means that
+    the request resumes on another engine, which is invisible to clients.
     """
 
     STOP = 1
@@ -160,7 +171,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EventType(enum.IntEnum):
-    """Values equal ``penstock.common.v1.EngineCoreEventType``."""
+    """Type of a request event. Values equal ``penstock.common.v1.EngineCoreEventType``."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -168,17 +179,23 @@ class EventType(enum.IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, frozen=True):
-    """``timestamp`` is the engine's monotonic clock in seconds: compare it only with others of the same process."""
+    """Event of a request. ``timestamp`` is the engine's monotonic clock in seconds, comparable only within the same
+    process.
+    """
 
     type: EventType
     timestamp: float
 
 
 class RequestError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT when its time was up).
+    """Why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT after a timeout).
 
-    ``code`` is a gRPC status code name, ``field`` the request field at fault when there is one, ``reason`` a stable
-    UPPER_SNAKE_CASE word, ``retry_after`` seconds after which a retry may succeed, ``quota_subject`` whose quota is used up.
+    Attributes:
+        code: Name of a gRPC status code.
+        field: Request field that caused the error, or empty.
+        reason: A stable identifier in UPPER_SNAKE_CASE.
+        retry_after: Seconds after which a retry may succeed, or None.
+        quota_subject: Owner of the exhausted quota, or empty.
     """
 
     code: str
@@ -190,30 +207,35 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_exception(cls, error: RequestFailed) -> "RequestError":
-        """The same failure as data."""
+        """Return the failure as data."""
         return cls(**{name: getattr(error, name) for name in cls.__struct_fields__})
 
     def to_exception(self) -> RequestFailed:
-        """The failure as an exception; an unknown code becomes Internal."""
+        """Return the failure as an exception. An unknown code becomes Internal."""
         failed = request_failed(self.code, self.message, field=self.field, reason=self.reason)
         failed.retry_after, failed.quota_subject = self.retry_after, self.quota_subject
         return failed
 
 
 class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent once with the first output of an attempt. Counts are tokens."""
+    """Prefill statistics, sent once with the first output of an attempt. Counts are tokens."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_host_tokens: int = 0
-    """Of the cached ones, those that came from the engine's host memory; likewise from its disk, and from another engine."""
+    """Cached tokens that came from the engine's host memory. The next two fields count those from disk and from another
+    engine.
+    """
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
 
 
 class SpecDecodingStats(msgspec.Struct, kw_only=True):
-    """Drafted tokens of an engine, or of a request; counts only grow. ``num_drafts``: times that a request had drafts in a step.
-    ``num_accepted_tokens_per_pos``: by the place in a draft.
+    """Draft statistics of an engine or of a request. Counts only grow.
+
+    Attributes:
+        num_drafts: Number of times that a request had drafts in a step.
+        num_accepted_tokens_per_pos: Accepted tokens by position in the draft.
     """
 
     num_drafts: int = 0
@@ -222,7 +244,7 @@ class SpecDecodingStats(msgspec.Struct, kw_only=True):
     num_accepted_tokens_per_pos: list[int] = []
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Add a draft of ``num_drafted`` tokens, of which the first ``num_accepted`` held."""
+        """Add a draft of ``num_drafted`` tokens, of which the first ``num_accepted`` were accepted."""
         per_pos = self.num_accepted_tokens_per_pos
         per_pos.extend([0] * (num_drafted - len(per_pos)))
         self.num_drafts += 1
@@ -232,18 +254,18 @@ class SpecDecodingStats(msgspec.Struct, kw_only=True):
             per_pos[place] += 1
 
     def copy(self) -> "SpecDecodingStats":
-        """The counts as they are now."""
+        """Return a copy of the counts."""
         return msgspec.structs.replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
 
 
 Drafts: TypeAlias = tuple[str, SpecDecodingStats]
-"""The id of a request, and what is known of its drafts."""
+"""A request ID and the statistics of its drafts."""
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request. ``offset`` is the index of the first new token in the whole output.
 
-    ``new_logprobs`` are those of ``new_token_ids``, ``new_prompt_logprobs`` those of the prompt tokens computed since the
+    ``new_logprobs`` belong to ``new_token_ids``. ``new_prompt_logprobs`` belong to the prompt tokens computed since the
     last output; the first prompt token has none.
     """
 
@@ -261,17 +283,23 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_stats: PrefillStats | None = None
     num_nans_in_logits: int = 0
     spec_decoding_stats: SpecDecodingStats | None = None
-    """Of the attempt so far, on its last output and those of steps that verified drafts; None where nothing was drafted."""
+    """Statistics of the attempt so far, on its last output and on outputs of steps that verified drafts. None if
+    nothing was drafted.
+    """
     kv_source: KvSource | None = None
-    """Who keeps the request's keys and values, on its last output."""
+    """Engine that keeps the request's KV blocks, on the last output."""
     kv_params: str = ""
-    """What a plugin's connector says of it, on its last output: a JSON object, or nothing."""
+    """Data of a plugin's connector as a JSON object, on the last output, or empty."""
 
 
 class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The LoRA adapters of an engine's requests, by name: ``active`` among those that run; ``waiting`` for that, at most
-    ``MAX_WAITING_NAMES`` of them. Counts of loads, evictions and requests, and
-    ``load_seconds``, only grow. ``num_found``: requests that found their adapter in memory.
+    """Statistics of an engine's LoRA adapters. Counts of loads, evictions and requests, and ``load_seconds``, only
+    grow.
+
+    Attributes:
+        active: Names of the adapters of running requests.
+        waiting: Names of adapters that wait for a slot, at most ``MAX_WAITING_NAMES``.
+        num_found: Requests whose adapter was already in memory.
     """
 
     max_loras: int = 0
@@ -287,17 +315,23 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int = 0
     num_found: int = 0
     held: LoraHeld | None = None
-    """None: as it was last told on the same stream."""
+    """Adapters that the engine holds. None means that they are unchanged on this stream."""
 
 
 MAX_WAITING_NAMES = 32
 
 
 class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Media of an engine's requests. Counts only grow: ``encoded_embeds``, and items that were asked for
-    (``encoder_cache_queries``) and were there (``encoder_cache_hits``). ``pending_embeds`` are to be computed for requests that
-    run or wait, of which ``num_waiting_reqs`` wait for nothing else. ``encoder_cache_usage`` is a fraction in [0, 1],
-    ``receiver_cache_bytes`` are those of features in host memory.
+    """Media statistics of an engine's requests.
+
+    Attributes:
+        pending_embeds: Embeddings to compute for running and waiting requests.
+        encoded_embeds: Embeddings computed. Only grows.
+        encoder_cache_queries: Items looked up in the encoder cache. Only grows.
+        encoder_cache_hits: Items found in the encoder cache. Only grows.
+        encoder_cache_usage: Fraction in [0, 1].
+        receiver_cache_bytes: Bytes of features in host memory.
+        num_waiting_reqs: Requests that wait only for their media to be encoded.
     """
 
     pending_embeds: int = 0
@@ -310,8 +344,11 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that an engine loads from elsewhere, and those that it keeps for other engines. The first two count prompt tokens
-    and only grow: those that were not in the KV cache, and of these the ones whose blocks were loaded.
+    """Statistics of blocks that an engine loads from elsewhere, and of blocks that it keeps for other engines.
+
+    Attributes:
+        external_prefix_cache_queries: Prompt tokens that were not in the KV cache. Only grows.
+        external_prefix_cache_hits: Those of these tokens whose blocks were loaded. Only grows.
     """
 
     external_prefix_cache_queries: int = 0
@@ -322,10 +359,10 @@ class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's load after a step. Counters only grow; ``kv_cache_usage`` is a fraction in [0, 1].
+    """The engine's load after a step. Counters only grow. ``kv_cache_usage`` is a fraction in [0, 1].
 
     ``prefix_cache_queries`` and ``prefix_cache_hits`` count tokens. ``seconds_since_last_step`` is 0 while idle.
-    ``wedged``: the engine has work and its last step is older than it may be.
+    ``wedged`` means that the engine has work but completed no step for too long.
     """
 
     num_running_reqs: int = 0
@@ -340,28 +377,28 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds_since_last_step: float = 0.0
     wedged: bool = False
     spec_decoding_stats: SpecDecodingStats | None = None
-    """None for an engine that does not speculate."""
+    """None if the engine does not speculate."""
     lora: LoraStats | None = None
-    """None for an engine that applies no adapters."""
+    """None if the engine supports no adapters."""
     media: MediaStats | None = None
-    """None for an engine that takes no media."""
+    """None if the engine takes no media."""
     kv_transfer: KvTransferStats | None = None
-    """None for an engine that loads no blocks and gives none."""
+    """None if the engine neither loads blocks nor keeps them for others."""
 
     def without_held(self) -> "SchedulerStats":
-        """The same, for those who know which adapters the engine holds."""
+        """Return the statistics without the held adapters, for receivers that already know them."""
         if self.lora is None or self.lora.held is None:
             return self
         return msgspec.structs.replace(self, lora=msgspec.structs.replace(self.lora, held=None))
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Of the prompt tokens looked up in the prefix cache, the part that was there; 0 before the first."""
+        """Fraction of looked-up prompt tokens that were in the prefix cache. 0 before the first lookup."""
         return self.prefix_cache_hits / max(self.prefix_cache_queries, 1)
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a utility call: a msgpack ``result``, or ``error`` with a gRPC status code name."""
+    """Answer to a utility call: a msgpack ``result``, or ``error`` with the name of a gRPC status code."""
 
     call_id: int
     result: bytes = b""
@@ -369,9 +406,9 @@ class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
-    """Everything one step has to say to one frontend. ``timestamp``: the engine's monotonic clock, seconds.
+    """All outputs of one step for one frontend. ``timestamp`` is the engine's monotonic clock in seconds.
 
-    ``tokens`` come before what ``outputs`` has of the same request.
+    ``tokens`` come before the entries in ``outputs`` for the same request.
     """
 
     engine_index: int = 0
@@ -385,7 +422,7 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
 
 
 class LoraLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine takes of LoRA adapters: how many among running requests, of which rank, in how many bytes of host memory."""
+    """An engine's limits for LoRA adapters: adapters among running requests, rank, and bytes of host memory."""
 
     max_loras: int
     max_lora_rank: int
@@ -393,13 +430,16 @@ class LoraLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of an engine on a session: who it is and what it can hold (lengths in tokens).
+    """The first message of an engine on a session: its identity and its limits. Lengths are in tokens.
 
-    ``hidden_size``: numbers in a vector that stands for a prompt token; 0 where it takes none, None where it does not say.
-    ``embedding_size``: numbers in a vector that it computes; 0 where it computes none, None where it does not say.
-    ``config``: what its tokens depend on, by name, of which ``config_hash`` is the hash; both empty where it does not say.
-    ``max_message_bytes``: the largest message that it receives; ``max_tensor_bytes``: of tensors in chunks that it holds at once.
-    0 where it does not say. ``max_num_seqs``: requests that it runs at once, 0 where it does not say.
+    Attributes:
+        hidden_size: Numbers in a vector that replaces a prompt token. 0 if not supported, None if unknown.
+        embedding_size: Numbers in a vector that the engine computes. 0 if not supported, None if unknown.
+        config: Settings that affect tokens, by name. Empty if unknown.
+        config_hash: Hash of ``config``. Empty if unknown.
+        max_message_bytes: Largest message that the engine receives. 0 if unknown.
+        max_tensor_bytes: Bytes of chunked tensors that the engine holds at a time. 0 if unknown.
+        max_num_seqs: Maximum number of running requests. 0 if unknown.
     """
 
     engine_id: str
@@ -421,20 +461,21 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 0
     max_tensor_bytes: int = 0
     lora: LoraLimits | None = None
-    """None for an engine that applies no adapters."""
+    """None if the engine supports no adapters."""
     receiver_cache_bytes: int = 0
-    """Bytes of features of media that it keeps for a session; 0: each request brings its own."""
+    """Bytes of media features that the engine caches for a session. 0 means that each request must send its own."""
     shared_memory_id: str = ""
-    """Of the memory in which frontends may leave tensors for it; empty: it takes none."""
+    """ID of the shared memory in which frontends may leave tensors for the engine. Empty if not supported."""
     media: tuple[MediaLimits, ...] = ()
-    """Media that it takes, by modality."""
+    """Supported media, by modality."""
     encoder_cache_size: int = 0
-    """Embeddings of media that it keeps; 0: it takes no media."""
+    """Number of media embeddings in the engine's cache. 0 if the engine takes no media."""
     role: EngineRole = EngineRole.BOTH
     kv_address: str = ""
-    """Where others get its blocks; empty: it gives none away."""
+    """Address at which other engines fetch its blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Between engines of one, blocks may move; empty: none of its blocks do."""
+    """Blocks can move between engines with the same fingerprint. Empty if the engine's blocks cannot move."""
     shared_memory_nonce: bytes = b""
-    """What it has read of the frontend's probe in shared memory, where tensors of all kinds may be left for it then; empty:
-    nothing."""
+    """Content that the engine has read of the frontend's probe in shared memory. If it is correct, tensors of all kinds
+    may be left there. Empty if nothing was read.
+    """

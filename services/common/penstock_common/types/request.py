@@ -1,4 +1,4 @@
-"""Requests on their way from a frontend to an engine: one sequence, its pooling parameters and its context."""
+"""Requests from a frontend to an engine: one sequence, its pooling parameters and its context."""
 
 import enum
 
@@ -11,51 +11,54 @@ from penstock_common.types.octets import Octets
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 
-# What a request says besides what is to be computed.
+# The context of a request, in addition to the computation that it asks for.
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whose a request is, where and until when it should run, and what it may share.
+    """Owner of a request, where and until when it should run, and what it may share.
 
-    ``context_of`` of each protocol makes it, the frontend's ``InputProcessor.checked_context`` completes it, and whatever passes
-    the request on, to the scheduler and the workers, passes it on whole. So a new field of this kind is added here, to the
-    message under the same name where it crosses the wire, in the protocols that have it, and where it is read.
+    Each protocol's ``context_of`` creates the context, and the frontend's ``InputProcessor.checked_context`` completes
+    it. All later stages pass it on as a whole, to the scheduler and the workers. To add a field, change this struct,
+    the message field of the same name if it is sent to engines, the protocols that support it, and the readers.
     """
 
     external_request_id: str = ""
-    """Id that the client knows the request by. The frontend chooses one where the client gave none."""
+    """ID by which the client knows the request. The frontend generates one if the client gave none."""
     model: str = ""
-    """The model that the client asked for; empty: the one that is served. It does not cross the wire: an engine serves one."""
+    """Model that the client asked for. Empty means the served model. Not sent to engines, because an engine serves one
+    model.
+    """
     lora: str = ""
-    """The LoRA adapter that the client asked for; ``model`` may name one as well. Empty: none. It does not cross the wire:
-    ``EngineCoreRequest.lora`` does."""
+    """LoRA adapter that the client asked for. ``model`` may name one, too. Empty means none. Engines get
+    ``EngineCoreRequest.lora``.
+    """
     data_parallel_rank: int | None = None
-    """Rank of the engine that the request must run on; None: any. Engines that get it serve rank 0."""
+    """Rank of the engine on which the request must run, or None for any. Engines that get the request serve rank 0."""
     priority: int = 0
-    """Under the priority policy lower numbers run first. An int32."""
+    """Under the priority policy, lower numbers run first. An int32."""
     tenant: str = ""
-    """Whose share of the engines the request takes; empty: of all requests that name no tenant."""
+    """Tenant whose share of the engines the request uses. Requests without a tenant share the empty name."""
     tenant_weight: float = 1.0
-    """The tenant's share relative to that of others, from MIN_TENANT_WEIGHT to MAX_TENANT_WEIGHT."""
+    """The tenant's share relative to others, from MIN_TENANT_WEIGHT to MAX_TENANT_WEIGHT."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with those that have the same salt."""
+    """Requests share cached prefixes only with requests that have the same salt."""
     arrival_time: float = 0.0
-    """When the frontend got the request, in seconds since the Unix epoch."""
+    """Time when the frontend received the request, in seconds since the Unix epoch."""
     deadline: float | None = None
-    """When the request ends with DEADLINE_EXCEEDED, in seconds since the Unix epoch; None: never."""
+    """Time when the request ends with DEADLINE_EXCEEDED, in seconds since the Unix epoch, or None for no deadline."""
     kv: KvParams = KvParams()
-    """What a gateway says of its keys and values. Of ``source`` an engine hears by ``EngineCoreRequest.kv_source``, which changes
-    with the attempts.
+    """Gateway settings for the request's keys and values. Engines get the source from ``EngineCoreRequest.kv_source``,
+    which changes with each attempt.
     """
     trace_context: dict[str, str] = {}
-    """W3C Trace Context headers of the span whose children the next service's spans are; empty: the request is not traced."""
+    """W3C Trace Context headers of the parent span for the next service's spans. Empty if the request is not traced."""
 
 
 # Requests that produce vectors rather than tokens.
 
 
 class PoolingTask(enum.IntEnum):
-    """What is computed from the hidden states. Values equal ``penstock.common.v1.PoolingTask``."""
+    """Result to compute from the hidden states. Values equal ``penstock.common.v1.PoolingTask``."""
 
     EMBED = 1
     CLASSIFY = 2
@@ -65,8 +68,11 @@ class PoolingTask(enum.IntEnum):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Field for field ``penstock.common.v1.PoolingParams``. ``dimensions`` None keeps all, ``normalize`` None does as the
-    model's config says.
+    """Field for field ``penstock.common.v1.PoolingParams``.
+
+    Attributes:
+        dimensions: Number of dimensions to keep, or None for all.
+        normalize: Whether to normalize, or None for the model's default.
     """
 
     task: PoolingTask
@@ -76,14 +82,16 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Vectors(msgspec.Struct, frozen=True):
-    """Result of a pooling request: float32, row-major, little-endian. ``shape`` ``(n,)``, or ``(tokens, n)`` for token tasks."""
+    """Result of a pooling request: float32, row-major, little-endian. ``shape`` is ``(n,)``, or ``(tokens, n)`` for
+    token tasks.
+    """
 
     shape: tuple[int, ...]
     data: Octets
 
 
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""Stands in a pooling request, which samples nothing."""
+"""Placeholder in a pooling request, which samples nothing."""
 
 
 MIN_TENANT_WEIGHT = 0.001
@@ -91,59 +99,62 @@ MAX_TENANT_WEIGHT = 1000.0
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model's reasoning stands between."""
+    """Tags around a model's reasoning."""
 
     begin_token_id: int
     end_token_id: int
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What ``penstock.enginecore.v1.EngineCoreRequest`` says, as far as engines serve it."""
+    """The fields of ``penstock.enginecore.v1.EngineCoreRequest`` that engines support."""
 
     request_id: str
-    """Unique among the requests of a frontend; the same in every attempt."""
+    """Unique among the requests of a frontend. The same in every attempt."""
     prompt_token_ids: list[int]
-    """Never holds output tokens. An id means nothing where ``prompt_embeds`` has a vector."""
+    """Prompt tokens, never output tokens. An ID is ignored at positions where ``prompt_embeds`` has a vector."""
     sampling_params: SamplingParams = NO_SAMPLING
-    """Means nothing beside ``pooling_params``."""
+    """Ignored if ``pooling_params`` is set."""
     pooling_params: PoolingParams | None = None
-    """With these the request produces vectors, and no tokens."""
+    """If set, the request produces vectors and no tokens."""
     lora: LoraAdapter | None = None
-    """What is applied to the model's weights; None: nothing."""
+    """LoRA adapter, or None."""
     context: RequestContext = RequestContext()
     current_wave: int = 0
     """The wave of data-parallel engines that the frontend saw last."""
     group_epoch: int = 0
-    """The epoch of the group whose wave that is; 0: the frontend knows none."""
+    """Epoch of the group to which that wave belongs. 0 if the frontend knows no group."""
     attempt: int = 0
-    """How many engines were given the request before this one."""
+    """Number of engines that were given the request before this one."""
     never_admitted: bool = False
     """Whether each of those engines refused it."""
     prior_output_token_ids: list[int] = []
-    """What earlier attempts delivered. These tokens count as output (max_tokens, stops, seeded draws), never as prompt."""
+    """Tokens delivered by earlier attempts. They count as output (max_tokens, stops, seeded draws), never as prompt."""
     second_text_start: int | None = None
-    """Where the second text of a pair begins in the prompt, in tokens; None: the prompt is one text."""
+    """Position of the second text of a pair in the prompt, in tokens. None if the prompt is one text."""
     prompt_embeds: PromptEmbeds | None = None
-    """Vectors that stand at some positions of the prompt, or at all."""
+    """Vectors at some or all positions of the prompt."""
     mm_features: list[MultiModalFeature] = []
-    """Items of media in the order of their places, which do not overlap. The ids at their embeddings' positions mean nothing."""
+    """Media items in order of position, without overlaps. Token IDs at the positions of their embeddings are ignored.
+    """
     request_number: int = 0
-    """Stands for request and attempt in ``TokenColumns``; 0: it has none."""
+    """Number that identifies request and attempt in ``TokenColumns``, or 0 for none."""
     reasoning_ended: bool | None = None
-    """Whether the prompt has ended the reasoning (True) or begun it (False); None: the engine looks at its last tokens."""
+    """Whether the prompt has ended the reasoning (True) or begun it (False). With None, the engine looks at the last
+    prompt tokens.
+    """
     reasoning_parser_kwargs: ReasoningTokens | None = None
-    """Set where a constraint holds only behind the reasoning."""
+    """Set if a constraint applies only after the reasoning."""
     prediction_token_ids: list[int] = []
-    """What the output may turn out to be: drafts are looked up in it. It changes no token."""
+    """The client's prediction of the output, in which drafts are looked up. It does not change any token."""
     kv_source: KvSource | None = None
-    """Who has keys and values of the sequence; None: nobody is known."""
+    """Engine that has keys and values of the sequence, or None if unknown."""
     handoff_after_tokens: int = 0
-    """Output tokens of this attempt after which the request is handed over; 0: never."""
+    """Number of output tokens of this attempt after which the request is handed over. 0 means never."""
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Whether the whole prompt is computed, whatever is cached of it: every prompt token's hidden state is wanted then, and
-        cached blocks do not hold them.
+        """Whether the whole prompt is computed, regardless of cached blocks. This is needed when the hidden state of
+        every prompt token is wanted, because cached blocks do not contain hidden states.
         """
         params = self.sampling_params
         return params.skip_reading_prefix_cache or params.prompt_logprobs is not None or self.pooling_params is not None

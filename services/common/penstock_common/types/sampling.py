@@ -9,18 +9,18 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-"""Seeds are signed 64-bit integers. A draw is keyed by a seed's 64 bits, so each of them is a seed of its own."""
+"""Seeds are signed 64-bit integers. A draw depends on all 64 bits of a seed, so all seeds are different."""
 MAX_SPECULATIVE_TOKENS = 32
-"""Tokens that are drafted of a request in a step, at most, whatever engines and requests say."""
+"""Maximum number of drafted tokens of a request in a step, regardless of settings and request parameters."""
 FILTERS = "top_p, top_k or min_p"
-"""The parameters that leave unlikely tokens out of a draw, as hints name them."""
+"""Names of the parameters that exclude unlikely tokens from a draw, for hints."""
 _MAX_PATTERN_SIZE = 1000
-"""Tokens of the longest repeated pattern that engines look for, at every step."""
+"""Maximum length in tokens of the repeated patterns that engines look for in every step."""
 _PATH = "sampling_params"
 
 
 class OutputKind(enum.IntEnum):
-    """What each message of an output stream carries. Values equal ``penstock.common.v1.OutputKind``."""
+    """Content of each message of an output stream. Values equal ``penstock.common.v1.OutputKind``."""
 
     DELTA = 1
     CUMULATIVE = 2
@@ -36,7 +36,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JsonWhitespace(enum.IntEnum):
-    """Which blanks JSON is written with. Values equal ``penstock.common.v1.JsonWhitespace``, which explains them."""
+    """Whitespace in generated JSON. Values equal ``penstock.common.v1.JsonWhitespace``, which explains them."""
 
     DUMPS = 1
     COMPACT = 2
@@ -44,7 +44,9 @@ class JsonWhitespace(enum.IntEnum):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint on the output text. Exactly one field is set besides ``json_whitespace``, which is for the JSON in it."""
+    """A constraint on the output text. Exactly one field is set, except ``json_whitespace``, which applies to JSON in
+    the output.
+    """
 
     json_schema: str | None = None
     json_object: bool = False
@@ -65,7 +67,9 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constraint(self) -> tuple[str, Any]:
-        """Name and value of the constraint that is set. Raises ValueError unless it is exactly one, and goes with the others."""
+        """Name and value of the constraint. Raises ValueError unless exactly one is set and it is compatible with
+        ``json_whitespace``.
+        """
         given = self._given
         if len(given) != 1:
             names = " and ".join(name for name, _ in given) or "none"
@@ -78,49 +82,49 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 _WITH_JSON = ("json_schema", "json_object", "structural_tag")
-"""The constraints that JSON may come of."""
+"""Constraints whose output may contain JSON."""
 _UNSET: tuple[Any, ...] = (None, False, ())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the next token, and when to end. Field for field ``penstock.common.v1.SamplingParams``.
+    """Sampling and stop parameters of a request. Field for field ``penstock.common.v1.SamplingParams``.
 
     Args:
         n: Outputs per prompt.
         temperature: 0 is greedy; higher values draw less likely tokens more often.
-        top_p: Draw among the likeliest tokens whose probabilities sum up to this; 1 switches the filter off.
-        top_k: Draw among this many likeliest tokens; 0 switches the filter off, and so does -1 in what clients send.
-        min_p: Drop tokens less likely than this share of the likeliest token's probability.
-        presence_penalty: Subtracted from the logits of tokens that the output has.
-        frequency_penalty: Subtracted from the logits of tokens once per occurrence in the output.
-        repetition_penalty: Divides the logits of tokens that prompt or output have; above 1 discourages them.
-        seed: Of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None draws a random one. The draw for output token i depends on
-            the seed and i alone.
-        max_tokens: Longest output in tokens; None is up to the model's longest sequence.
-        min_tokens: No end of sequence and no stop before so many output tokens.
+        top_p: Draw among the most likely tokens whose probabilities sum up to this; 1 disables the filter.
+        top_k: Draw among this many most likely tokens; 0 disables the filter, and so does -1 from clients.
+        min_p: Drop tokens less likely than this fraction of the most likely token's probability.
+        presence_penalty: Subtracted from the logits of tokens that the output contains.
+        frequency_penalty: Subtracted from the logits of tokens, once per occurrence in the output.
+        repetition_penalty: Divides the logits of tokens that prompt or output contain; above 1 discourages them.
+        seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random one. The draw for output token i depends
+            only on the seed and i.
+        max_tokens: Maximum number of output tokens; None allows up to the model's maximum length.
+        min_tokens: Minimum number of output tokens before end of sequence or a stop.
         stop: Texts that end the output.
         stop_token_ids: Tokens that end the output.
-        ignore_eos: Go on behind the model's end of sequence.
+        ignore_eos: Continue after the model's end of sequence.
         include_stop_str_in_output: Keep the stop text at the end of the output.
-        logprobs: Log-probabilities of so many likeliest tokens per output token, beside the chosen one; None for none.
+        logprobs: Number of most likely tokens with log-probabilities per output token, besides the chosen one; None for none.
         prompt_logprobs: The same for the tokens of the prompt.
-        logit_bias: Added to the logits of tokens, by token id.
-        allowed_token_ids: If not empty, no other token is chosen.
+        logit_bias: Added to the logits of tokens, by token ID.
+        allowed_token_ids: If not empty, only these tokens are chosen.
         bad_words: Texts that are not generated.
         detokenize: Whether outputs have text.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text.
-        output_kind: What each message of a stream carries. ``LLM`` ignores it.
-        stream_interval: Output tokens per message of a stream, at least.
+        output_kind: Content of each message of a stream. ``LLM`` ignores it.
+        stream_interval: Minimum number of output tokens per message of a stream.
         structured_output: A constraint on the output's text.
         repetition_detection: End an output that repeats itself.
-        truncate_prompt_tokens: Keep only the last so many tokens of the prompt; None refuses a prompt that is too long.
+        truncate_prompt_tokens: Keep only this many last tokens of the prompt; None refuses a prompt that is too long.
         skip_reading_prefix_cache: Compute the whole prompt.
-        bad_word_token_ids: ``bad_words`` as engines get them; set by the frontend.
-        num_speculative_tokens: Drafted tokens per step at most, on engines that speculate; 0 is none, None leaves it to the
-            engine.
-        thinking_token_budget: Reasoning tokens at most, without the tags around the reasoning. At the limit the engine forces the
-            token that ends the reasoning. None is no limit.
+        bad_word_token_ids: ``bad_words`` as tokens; set by the frontend.
+        num_speculative_tokens: Maximum number of drafted tokens per step, on engines that speculate. 0 disables drafts, None leaves
+            it to the engine.
+        thinking_token_budget: Maximum number of reasoning tokens, without the tags. At the limit, the engine forces the token that
+            ends the reasoning. None means no limit.
     """
 
     n: int = 1
@@ -158,12 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """True when the next token is the argmax of the logits."""
+        """Whether the next token is the argmax of the logits."""
         return self.temperature == 0.0
 
 
 class Bounds(NamedTuple):
-    """The values that a parameter may have. ``above``: ``low`` itself is refused."""
+    """Range of a parameter. ``above`` means that ``low`` itself is refused."""
 
     low: float
     high: float = math.inf
@@ -175,7 +179,7 @@ class Bounds(NamedTuple):
         return finite and (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
-        """Return the bounds as errors say them behind "it must be"."""
+        """Return the bounds as error messages show them after "it must be"."""
         if self.above:
             return f"above {self.low:g} and " + ("finite" if self.high == math.inf else f"at most {self.high:g}")
         if self.high == math.inf:
@@ -203,12 +207,13 @@ BOUNDS = {
     "num_speculative_tokens": Bounds(0, MAX_SPECULATIVE_TOKENS),
     "thinking_token_budget": Bounds(0),
 }
-"""Of the parameters that are numbers. Services that know a model or settings of limits check more."""
+"""Bounds of numeric parameters. Services that know a model or configured limits check more."""
 _LOGIT_BIAS = Bounds(-100.0, 100.0)
 
 
 def check_values(params: SamplingParams) -> None:
-    """Check what can be said of parameters without a model: frontends do on arrival, and engines before they queue a request.
+    """Check parameters without knowledge of a model. Frontends do so on arrival, and engines before they queue a
+    request.
 
     Raises:
         InvalidArgument: Names the field, its value and its bounds.
@@ -238,5 +243,5 @@ def _check_repetition(detection: RepetitionDetection) -> None:
 
 
 def refuse_value(name: str, value: object, limit: object) -> NoReturn:
-    """Raise InvalidArgument for a parameter whose value is not what ``limit`` says."""
+    """Raise InvalidArgument for a parameter whose value violates ``limit``."""
     raise InvalidArgument(f"{_PATH}.{name} is {value}; it must be {limit}", field=f"{_PATH}.{name}")
