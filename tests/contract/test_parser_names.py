@@ -24,7 +24,7 @@ def documented() -> Set[str]:
 def described(setting: str) -> Set[str]:
     """The names that the setting's description lists, before ``none``."""
     [found] = [each for each in settings_of(FrontendConfig) if each.key == f"model.{setting}"]
-    listed = found.kind.description.partition("One of ")[2].partition(", none")[0]
+    listed = found.kind.description.partition(": ")[2].partition(", none")[0]
     return set(listed.split(", "))
 
 
