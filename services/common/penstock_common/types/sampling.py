@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         truncate_prompt_tokens: Keep only this many last tokens of the prompt; None refuses a prompt that is too long.
         skip_reading_prefix_cache: Compute the whole prompt.
         bad_word_token_ids: ``bad_words`` as tokens; set by the frontend.
-        num_speculative_tokens: Maximum number of drafted tokens per step, on engines that speculate. 0 disables drafts.
+        num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None leaves it to the engine.
         thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit, the
             engine forces the token that ends the reasoning.
     """
