@@ -12,7 +12,7 @@ from pathlib import Path
 LONGEST = 72
 LAST = 20
 _OF_GIT = re.compile(r"Merge |Revert |fixup! |squash! |amend! ")
-_SUBJECT = re.compile(r"[a-z][\w /.-]*: (?P<verb>[a-z][\w-]*) \S.*[^.\s]")
+_SUBJECT = re.compile(r"[a-z][\w /.,-]*: (?P<verb>[a-z][\w-]*) \S.*[^.\s]")
 _OTHER_FORMS = re.compile(r"\w{2,}(ed|ing|[^s]s)")
 _CLAUSE = re.compile(r"\b(?:what|who|whom|whose|whoever|whatever|nobody|anew)\b")
 _IMPERATIVES = frozenset(

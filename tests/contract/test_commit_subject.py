@@ -14,6 +14,7 @@ from tests.commit_subject import faults, faults_of_commits
         "scheduler: hold requests until their adapter loads",
         "kv-transfer: count returned leases in one place",
         "seed: seed each test",
+        "client, coordinator: write docstrings in plain English",
         "Merge branch 'main'",
         'Revert "docs: add a page"',
     ],
