@@ -16,7 +16,7 @@ STARVED = 5.0
 HELD = 2000
 """Milliseconds of its own computing for which one callback may hold an event loop."""
 _DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
-_BY_THE_CLOCK = "the event loop is behind"
+_BY_THE_CLOCK = "the event loop is blocked"
 """Log event that is no defect on a busy machine. ``Watch`` measures the CPU time of blocked loops instead."""
 _LOST = re.compile(r"engine lost.*engine-\d|lost their engine|given up")
 _WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")

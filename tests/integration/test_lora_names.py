@@ -319,7 +319,7 @@ async def test_names_are_bounded(rig: Rig) -> None:
 async def test_configured_adapters_cannot_be_unloaded(rig: Rig) -> None:
     error = await failure(rig.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="poet")))
     assert isinstance(error, FailedPrecondition)
-    assert error.message == "name is 'poet', which is defined in the configuration; remove it there"
+    assert error.message == "name is 'poet', which the configuration defines; remove the adapter there"
 
 
 @pytest.mark.parametrize("name", ["poet", "new"])

@@ -231,7 +231,7 @@ def _digest(word: str, where: str) -> bytes:
     if (match := _DIGEST.fullmatch(word)) is not None:
         return bytes.fromhex(match[1])
     if word.startswith("sha256:"):
-        raise ConfigError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
+        raise ConfigError(f"{where}: the key begins with 'sha256:'; 64 hexadecimal digits must follow")
     if "=" in word.rstrip("=") and word.split("=")[0] in ("name", "tenant", "scopes"):
         raise ConfigError(f"{where}: the key must come first")
     if len(word) < _MIN_KEY_CHARS:

@@ -41,7 +41,7 @@ def test_an_asterisk_speaks_for_every_tenant(tmp_path: Path) -> None:
         ("short\n", "line 1: the key has 5 characters; it must have at least 16"),
         (f"{KEY}\n{KEY}\n", "line 2: the key is already in line 1"),
         (f"{KEY}\nsha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n", "line 2: the key is already in line 1"),
-        ("sha256:1234\n", "line 1: sha256: must be followed by 64 hexadecimal digits"),
+        ("sha256:1234\n", "line 1: the key begins with 'sha256:'; 64 hexadecimal digits must follow"),
         (f"name=alice {KEY}\n", "line 1: the key must come first"),
         (f"{KEY} alice\n", "line 1: after the key, only name=, tenant= and scopes= are known"),
         (f"{KEY} tenants=acme\n", "only name=, tenant= and scopes= are known"),

@@ -78,4 +78,4 @@ def model_name(path: str, served_model_name: str) -> str:
 def check_reuse_port(field: str, wanted: bool) -> None:
     """Raise ConfigError where ports are to be shared and the system cannot."""
     if wanted and not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError(f"{field} is true; this system has no SO_REUSEPORT, so a port is for one process alone")
+        raise ConfigError(f"{field} is true; it must be false, because this system has no SO_REUSEPORT")

@@ -108,4 +108,4 @@ class Liveness:
         elif ended:
             get_logger().error("not alive: tasks that must not end have ended", tasks=ended)
         else:
-            get_logger().error("not alive: the event loop is behind", seconds=round(late, 1))
+            get_logger().error("not alive: the event loop is blocked", seconds=round(late, 1))

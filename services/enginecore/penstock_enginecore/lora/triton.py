@@ -49,9 +49,9 @@ def add_low_rank(
     """
     shape, numbers = matrices.shape, matrices.numbers
     if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
-        raise ValueError(f"{list(x.shape)} into {list(out.shape)}: updates are of {shape}")
+        raise ValueError(f"input is {list(x.shape)} and output is {list(out.shape)}; the adapter has {shape}")
     if not x.dtype == out.dtype == numbers.dtype:
-        raise ValueError(f"{x.dtype} into {out.dtype}: updates are in {numbers.dtype}")
+        raise ValueError(f"input is {x.dtype} and output is {out.dtype}; both must be {numbers.dtype}")
     if x.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("updates take tensors whose rows are contiguous")
     if scratch.numel() < matrices.scratch_numbers(len(tiles), TILE_ROWS):

@@ -202,7 +202,9 @@ class SharedMemoryCollectives:
                 "use 'gloo'"
             )
         if os.fstat(memory).st_size != _num_bytes(size):
-            raise ValueError(f"descriptor {memory} is no memory of {size} ranks")
+            raise ValueError(
+                f"descriptor {memory} has {os.fstat(memory).st_size} bytes; {size} ranks need {_num_bytes(size)}"
+            )
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
         self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive

@@ -174,7 +174,9 @@ class Adapters:
             raise InvalidArgument(f"name is {quoted(name)}, which model.aliases has for {stands}", field="name")
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:
-            raise AlreadyExists(f"name is {quoted(name)}, which is defined in the {_WORDS[named.source]}", field="name")
+            raise AlreadyExists(
+                f"name is {quoted(name)}, which the {_WORDS[named.source]} defines; choose another name", field="name"
+            )
         if named is None and (count := len(self.names)) >= self._config.max_registered:
             raise ResourceExhausted(
                 f"{count} LoRA adapters have names; lora.max_registered is {self._config.max_registered}",
@@ -191,7 +193,8 @@ class Adapters:
         named = self.named(name)
         if named.source is not LoraSource.RUN_TIME:
             raise FailedPrecondition(
-                f"name is {quoted(name)}, which is defined in the {_WORDS[named.source]}; remove it there", field="name"
+                f"name is {quoted(name)}, which the {_WORDS[named.source]} defines; remove the adapter there",
+                field="name",
             )
         self._say(named.name, unloaded=True)
         return named

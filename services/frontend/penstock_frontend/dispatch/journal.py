@@ -477,7 +477,15 @@ class Journal:
             self._unassign(entry)  # ignore anything more from that engine
             handoffs.append(Handoff(entry, output.kv_source))
         else:
-            refusals.append(Refusal(entry, Unavailable("the engine handed the request over unasked"), admitted=True))
+            refusals.append(
+                Refusal(
+                    entry,
+                    Unavailable(
+                        "the engine offered the request to another engine, although this frontend did not ask for it"
+                    ),
+                    admitted=True,
+                )
+            )
         output.finish_reason = output.kv_source = None
 
     def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:

@@ -402,7 +402,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_sharing(self) -> None:
         if not hasattr(socket, "SO_REUSEPORT"):
-            raise ConfigError(f"--frontends is {self.frontends}; this system has no SO_REUSEPORT: it must be 1")
+            raise ConfigError(f"--frontends is {self.frontends}; it must be 1, because this system has no SO_REUSEPORT")
         for key in _EACH_FRONTENDS_OWN:
             if key in self.settings.get("frontend", {}):
                 raise ConfigError(

@@ -222,10 +222,13 @@ def test_they_agree_with_the_addition_in_plain_torch() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(5, 41)}, r"\[5, 41\] into \[5, 24\]"),
-        ({"out": torch.zeros(4, 24)}, r"\[5, 40\] into \[4, 24\]"),
+        ({"x": torch.zeros(5, 41)}, r"input is \[5, 41\] and output is \[5, 24\]"),
+        ({"out": torch.zeros(4, 24)}, r"input is \[5, 40\] and output is \[4, 24\]"),
         ({"out": torch.zeros(24, 5).t()}, "rows are contiguous"),
-        ({"x": torch.zeros(5, 40).half()}, "torch.float16 into torch.float32: updates are in torch.float32"),
+        (
+            {"x": torch.zeros(5, 40).half()},
+            "input is torch.float16 and output is torch.float32; both must be torch.float32",
+        ),
         ({"scratch": torch.zeros(7)}, "7 numbers between the kernels are too few for 5 tiles"),
     ],
 )

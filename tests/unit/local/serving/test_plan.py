@@ -132,7 +132,7 @@ def test_a_number_of_frontends_that_cannot_be_is_refused(count: int) -> None:
 
 def test_several_frontends_need_a_system_that_shares_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("socket.SO_REUSEPORT")
-    with pytest.raises(ConfigError, match="--frontends is 2; this system has no SO_REUSEPORT"):
+    with pytest.raises(ConfigError, match="--frontends is 2; it must be 1, because this system has no SO_REUSEPORT"):
         ServeOptions(model="org/name", frontends=2)
     ServeOptions(model="org/name")
 

@@ -294,7 +294,9 @@ def _launch(
 def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: GroupInputs, scratch: Scratch) -> None:
     tokens, heads, size = query.shape
     if cache.shape[1] != 1 or cache.shape[3] != size or out.shape[:2] != (tokens, heads) or out.shape[2] >= size:
-        raise ValueError(f"queries {list(query.shape)} over a cache {list(cache.shape)} into {list(out.shape)}")
+        raise ValueError(
+            f"shapes do not fit: queries {list(query.shape)}, cache {list(cache.shape)}, output {list(out.shape)}"
+        )
     if out.shape[2] > MAX_LATENT or size - out.shape[2] > MAX_ROTARY:
         raise ValueError(
             f"a latent of {out.shape[2]} elements with {size - out.shape[2]} rotated elements is too large; at "
