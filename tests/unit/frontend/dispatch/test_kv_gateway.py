@@ -100,7 +100,7 @@ def test_what_no_answer_had_is_refused(change: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("given", [[1], [], "", "text", 0, 7, False, True])
 def test_values_that_are_no_object_are_refused(given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="kv_transfer_params is no object"):
+    with pytest.raises(InvalidArgument, match="kv_transfer_params is not a JSON object"):
         read(given)
 
 

@@ -127,7 +127,7 @@ def test_an_answer_that_is_cut_off_is_a_lost_connection(given: bytes) -> None:
     ids=range(14),
 )
 def test_bytes_that_are_no_http_are_a_bad_answer(given: bytes) -> None:
-    with pytest.raises(BadAnswer, match="breaks the protocol"):
+    with pytest.raises(BadAnswer, match="violates the HTTP protocol"):
         fed(given)
 
 
