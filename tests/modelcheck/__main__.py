@@ -1,10 +1,10 @@
 """Explores every network, or shows the defects that must be found.
 
 python -m tests.modelcheck                      # every configuration, two at a time
-python -m tests.modelcheck --states 100000      # no more than so many of each
-python -m tests.modelcheck --only pause         # those whose names have the word
+python -m tests.modelcheck --states 100000      # at most this many states of each
+python -m tests.modelcheck --only pause         # only configurations with the word in their names
 python -m tests.modelcheck --mutations          # each defect, and the shortest way to it
-python -m tests.modelcheck --replay FOLDER      # traces that processes left in it
+python -m tests.modelcheck --replay FOLDER      # traces that processes wrote to the folder
 """
 
 import argparse
@@ -59,7 +59,7 @@ def show_mutations() -> bool:
 
 
 def show_replay(folder: Path) -> bool:
-    """Whether the processes did what is explored here."""
+    """Return whether the traces agree with the state machines."""
     try:
         print(replay(folder))
     except Violation as violation:

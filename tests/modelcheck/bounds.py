@@ -1,11 +1,11 @@
-"""What may happen in a network that is explored, and how often."""
+"""Bounds of a network that is explored: the possible events, and how often each may happen."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Each number is how often it may happen in one run; ``requests`` are those that frontends send, by frontend."""
+    """Maximum number of events of each kind in one run. ``requests`` is the number of requests of each frontend."""
 
     ranks: int = 2
     frontends: int = 1

@@ -1,4 +1,4 @@
-"""Networks that are explored, each with what may happen in it, and how many of its states are looked at."""
+"""Configurations of the networks to explore, with their bounds and their limits on the number of states."""
 
 import resource
 from typing import NamedTuple
@@ -81,6 +81,6 @@ QUICK = 200_000
 
 
 def explored(configuration: Configuration) -> tuple[Explored | Found, int]:
-    """What is found, and the process's peak memory in MiB."""
+    """Return the result of the exploration, and the process's peak memory in MiB."""
     found = explore(World(configuration.bounds, Protocol()), configuration.limit)
     return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

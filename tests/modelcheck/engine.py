@@ -51,7 +51,7 @@ class Engine(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What an event led to."""
+    """Result of an event at an engine."""
 
     engine: Engine
     sent: tuple = ()
@@ -61,13 +61,13 @@ class Done(NamedTuple):
     ended: tuple[int, ...] = ()
     """Requests that are over."""
     moved: tuple[int, ...] = ()
-    """Requests that go on elsewhere."""
+    """Requests that are resumed on another engine."""
     forward: Forward | None = None
     """The step that it has entered."""
 
 
 def settle(engine: Engine, rank: Rank, effects: tuple, **changes) -> Done:
-    """Do what the rank says."""
+    """Carry out the effects that the rank returned."""
     before = engine
     engine = engine._replace(rank=rank, **changes)
     sent, ended, moved, forward = [], [], [], None
@@ -160,7 +160,7 @@ def cannot_join(engine: Engine) -> Done:
 
 
 def _check(before: Engine, after: Engine) -> None:
-    """What holds for an engine whatever happens to it."""
+    """Check the invariants that hold for an engine after every event."""
     rank = after.rank
     check_rank(before.rank, rank)
     if rank.held != any(r.held for r in after.requests) or rank.unfinished != any(not r.held for r in after.requests):

@@ -119,7 +119,7 @@ def _found(world: World, state: State, came_from: dict[State, State | None], vio
 
 
 def _calm_way(world: World, state: State) -> tuple[Label, ...] | None:
-    """The run without faults that ends badly; None where it ends well."""
+    """Return the run without faults that ends badly; None if it ends well."""
     way: list[Label] = []
     seen: set[State] = set()
     while state not in seen and len(way) <= LONGEST_REST:
@@ -146,7 +146,7 @@ def _breaks(world: World, state: State) -> Label:
 
 
 def replay(world: World, found: Found) -> bool:
-    """Whether the trace leads to what it was found to."""
+    """Return whether the trace leads to the violation that was found."""
     with world.protocol.in_force():
         state = world.initial()
         for label in found.trace:

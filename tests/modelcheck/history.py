@@ -1,4 +1,4 @@
-"""What has happened in a network of real processes so far: which event may follow, and the invariants along the way."""
+"""History of a network of real processes: which events can come next, and the invariants at each step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -49,14 +49,16 @@ Told = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport | StartD
 
 
 class History:
-    """The events of ranks and coordinator, in one order in which nothing is received before it was sent.
+    """Events of ranks and coordinator, in an order in which every message is sent before it is received.
 
-    Frontends leave no traces: what they may have heard of counts as what they may have said. What a rank says at its registration
-    is any place where it has been.
+    Frontends leave no traces. The check assumes that they may send any message that they could have derived from
+    messages to them. At its registration, a rank may report any place where it has been.
     """
 
     def __init__(self, events: list[Event]) -> None:
-        """``events``: all that are to come, in any order."""
+        """Args:
+        events: All events that will be taken, in any order.
+        """
         self.living: dict[str, Rank] = {}
         self.machine: GroupMachine | None = None
         self.num_rests = 0
@@ -97,7 +99,7 @@ class History:
     # Events.
 
     def lacks(self, before: Machine, event: Event) -> str:
-        """What has not happened yet, and must have before this event; empty: it may be next."""
+        """Return the missing event that must happen before this one; empty if this event can be next."""
         message = event.message
         match message:
             case RankReport() if _registers(before, message):
@@ -109,7 +111,7 @@ class History:
                 return "" if failed else "nobody has sent it"
             case StartDpWave() if not self._under_way(message):
                 return self._lacks_wave(message.epoch, message.wave, message.pauses)
-            case Reconfigure():  # with a new target size what the coordinator knows is told again
+            case Reconfigure():  # After a new target size, the coordinator sends its current state again.
                 told = self._sent[_plain(message)] or (not message.base and _named(message) in self._named)
                 return "" if told else "nobody has sent it"
             case FirstRequest():
@@ -141,7 +143,7 @@ class History:
         return ""
 
     def take(self, before: Machine, event: Event) -> None:
-        """It is next. Raises Violation where an invariant breaks."""
+        """Take the event as the next one. Raises Violation if an invariant is violated."""
         from_outside = event.name in FROM_OUTSIDE or self._is_of_new_request(event.message)
         if from_outside or event.after != before:
             self._rested(from_outside=from_outside)
@@ -244,13 +246,13 @@ class History:
 
 
 def is_changing(machine: GroupMachine, living: Sequence[Rank]) -> bool:
-    """Whether the coordinator has to learn who lives, or a rank to build its next group."""
+    """Return whether the coordinator must still learn which ranks live, or a rank must build its next group."""
     unknown = machine.recovering or machine.known != {rank.engine for rank in living}
     return unknown or any(rank.standby.epoch and not rank.ready for rank in living)
 
 
 def _registers(before: Machine, message: Told) -> bool:
-    """Whether this is what a rank says as it registers, which its machine has not told it to."""
+    """Return whether the message is a rank's registration, which its machine does not send."""
     return (
         isinstance(message, RankReport)
         and isinstance(before, GroupMachine)

@@ -1,4 +1,4 @@
-"""What must hold in every state of a network, and where it has come to its rest. Names begin with the invariants' numbers."""
+"""Invariants of every state of a network, and of its state at rest. Messages begin with the invariant's number."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def broken(protocol: Protocol, rule: str, detail: str) -> None:
 
 
 def check_rank(old: Rank, new: Rank) -> None:
-    """What holds for a rank whatever happens to it."""
+    """Check the invariants of a rank between two of its states."""
     there, here = new.place, old.place
     if there.wave < here.wave or (there.epoch, there.wave, there.step) < (here.epoch, here.wave, here.step):
         raise Violation("4 a wave decreased", f"{here} -> {there}")
@@ -37,13 +37,13 @@ def check_rank(old: Rank, new: Rank) -> None:
 
 
 def check_switch(old: Rank, new: Rank, *, told: bool) -> None:
-    """Who serves goes to another epoch where an exchange or the coordinator has ``told`` it to."""
+    """Check that a rank in service changes its epoch only after an exchange or if the coordinator ``told`` it to."""
     if new.group != old.group and old.phase is not Phase.OUTSIDE and not told:
         raise Violation("14 a rank switches alone", str(old))
 
 
 def check_twice(protocol: Protocol, old: Rank, new: Rank, name: str, message: Any) -> None:
-    """What anybody may say again changes nothing the second time."""
+    """Check that a message that may be sent twice changes nothing when it is received again."""
     again, more = getattr(new, name)(message)
     if again != new or any(type(effect) is not ResumeRefused for effect in more):
         broken(protocol, "6 a duplicate changes something", f"{message} at {new}: {more}")
@@ -56,7 +56,9 @@ def check_twice(protocol: Protocol, old: Rank, new: Rank, name: str, message: An
 
 
 def check_collective(entered: Sequence[Exchange | Forward], *, opening: bool) -> None:
-    """Who is in one collective of an epoch is in the same; ``opening``: whether it is the epoch's first."""
+    """Check that all ranks in a collective of an epoch are in the same collective. ``opening``: whether it is the
+    epoch's first.
+    """
     if len({type(collective) for collective in entered}) > 1:
         raise Violation("1 ranks are in different collectives", str(entered))
     places = {_place_of(collective, opening=opening) for collective in entered}
@@ -99,7 +101,10 @@ def check_running(protocol: Protocol, waves: Waves, living: Sequence[Rank]) -> N
 
 
 def check_expelled(old: GroupMachine, new: GroupMachine, living: Sequence[Rank], name: str, message: Any) -> None:
-    """Who lives stays in the group when its coordinator names it anew, unless it said that it cannot. ``name``: of the event."""
+    """Check that living ranks stay in the group when the coordinator changes it, unless a rank reported that it cannot.
+
+    ``name`` is the event's name.
+    """
     if new.group == old.standby:
         left = [r for r in living if r.engine in old.group.members and r.group != new.group and not r.ready]
         if left:
@@ -116,7 +121,7 @@ def check_expelled(old: GroupMachine, new: GroupMachine, living: Sequence[Rank],
 
 
 def check_size(old: GroupMachine, new: GroupMachine) -> None:
-    """Whoever is named is enough to go on."""
+    """Check that a new group has at least ``min_size`` members."""
     if new.highest > old.highest and new.group.epoch == new.highest and len(new.group.members) < new.min_size:
         raise Violation("15 a group is named that is too small", str(new))
 
@@ -132,7 +137,7 @@ def check_epochs(groups: Iterable[RankGroup]) -> None:
 
 
 def check_again(after: Any, name: str, *arguments: Any, **more: Any) -> None:
-    """What may come twice changes nothing the second time."""
+    """Check that an event that may come twice changes nothing the second time."""
     if name in ("peer_lost", "scale", "repeat", "recovered"):
         return
     again, _ = getattr(after, name)(*arguments, **more)

@@ -1,4 +1,4 @@
-"""Numbers that stand for values, so that states are small and what follows from a value is computed once."""
+"""Numbers that stand for values. They keep states small, and the effect of an event on a value is computed once."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ State = tuple[int, ...]
 
 
 class Left(NamedTuple):
-    """What may still happen, and which requests there are."""
+    """Remaining bounds on events, and the requests that exist."""
 
     submitted: int = 0
     live: int = 0
@@ -42,7 +42,7 @@ class Table:
 
 
 class Step(NamedTuple):
-    """What an event makes of an engine, in numbers."""
+    """Effect of an event on an engine, in numbers."""
 
     engine: int
     messages: int

@@ -1,4 +1,4 @@
-"""The machines that a network is made of."""
+"""The state machine classes of a network."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from penstock_frontend.dispatch.wave_state import Waves as Belief
 
 
 class Protocol(NamedTuple):
-    """Those of the services, or such with a defect."""
+    """State machine classes: those of the services by default, or variants with a defect."""
 
     rank: type[Rank] = Rank
     waves: type[Waves] = Waves

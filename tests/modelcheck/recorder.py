@@ -1,4 +1,4 @@
-"""Machines that write down what happens to them, before whoever drives them acts on it."""
+"""State machines that record each event before their caller acts on its effects."""
 
 import contextlib
 import functools
@@ -16,11 +16,12 @@ from tests.modelcheck.trace import MACHINES, SUFFIX, Begin, Line, Machine, event
 
 
 class Recorder(contextlib.ExitStack):
-    """Writes a file per machine into a folder, until it is closed. What ``maker`` makes stands where a service has the machine's
-    class.
+    """Writes a file per machine into a folder, until it is closed. Classes from ``maker`` replace the machine's class
+    in a service.
 
-    What it makes is a class of its own for each machine, whose events are the machine's and are then written: the machine does
-    not know of it, and no event gets past it. A line is one write to the file, so that what was acted on survives SIGKILL.
+    Each machine gets a class of its own, which handles an event as the machine does and then records it. The machine
+    does not know of the recorder, and no event bypasses it. Each line is a single write to the file, so recorded events
+    survive SIGKILL.
     """
 
     def __init__(self, folder: Path) -> None:

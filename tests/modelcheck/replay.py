@@ -28,8 +28,10 @@ class Replayed:
 
 
 def replay(folder: Path) -> Replayed:
-    """What the traces of one group's ranks and of its coordinators, one after the other, tell. Raises Violation where a machine
-    did something else than it does here, where something was received that was not sent, and where an invariant breaks.
+    """Replay the traces of one group's ranks and of its successive coordinators.
+
+    Raises Violation if a machine acts differently than it does here, if a message was received that was not sent, or if
+    an invariant is violated.
     """
     traces = traces_in(folder)
     for trace in traces:
@@ -97,12 +99,12 @@ class _Process:
 
     @property
     def time(self) -> int:
-        """Of what comes next."""
+        """Time of the next event, or of the trace's start if it has not begun."""
         return self.next.time if self.begun else self.trace.time
 
     @property
     def where(self) -> str:
-        """Of what comes next."""
+        """Location of the next event in its trace, for messages."""
         return f"{self.next.where}: {self.next.name}" if self.begun else f"{self.trace.name}: its start"
 
     @property
@@ -110,7 +112,7 @@ class _Process:
         return self.begun and self.at == len(self.trace.events)
 
     def lacks(self, history: History) -> str:
-        """What must happen before its next."""
+        """Return the event that must happen before the next event of this trace; empty if none."""
         if self.begun:
             return history.lacks(self.state, self.next)
         waits = isinstance(self.state, GroupMachine) and history.machine is not None

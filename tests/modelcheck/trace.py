@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
     @property
     def message(self) -> Any:
-        """Its first argument; None where there is none."""
+        """First argument of the event; None if it has no arguments."""
         return next(iter(self.arguments.values()), None)
 
 

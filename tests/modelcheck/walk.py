@@ -38,13 +38,13 @@ MANY = Bounds(
     scales=(8, 5),
     failed_preparations=1,
 )
-"""Eight ranks and three frontends, to whom everything may happen."""
+"""Bounds of the walk: eight ranks and three frontends, with every kind of fault."""
 LONGEST = 60
 """Choices of a walk. Three of ten are up to twenty events in a row in which nothing fails."""
 
 
 class Walked(NamedTuple):
-    """One walk: what happened, and what broke, if anything did."""
+    """One walk: its events, and the violation, if there was one."""
 
     labels: list[Label]
     violation: Violation | None

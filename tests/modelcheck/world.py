@@ -1,8 +1,9 @@
-"""A network of ranks, frontends and a coordinator: its states, and what may happen in each of them.
+"""A network of ranks, frontends and a coordinator: its states, and the events that are possible in each state.
 
-A state is a tuple of numbers: one for each engine, each frontend and the coordinator, one for what is left of the bounds, and a
-mask of the messages that are under way. Under way is a set: messages overtake each other, and one that is sent while it is under
-way already is one with it. Numbers stand for values of the machines, and what an event makes of a value is computed once.
+A state is a tuple of numbers: one for each engine, each frontend and the coordinator, one for the remaining bounds, and
+a mask of the messages in flight. Messages in flight form a set: they can overtake each other, and a message that is
+sent twice before delivery counts once. Each number stands for a value of a machine. The effect of an event on a value
+is computed once.
 """
 
 from collections.abc import Iterator
@@ -190,7 +191,7 @@ class World:
                 yield ("orphan", at, asked.id), self._engine(state, at, ("abort", asked.id))
 
     def _is_broken(self, state: State, engine: Engine) -> bool:
-        """Whether somebody has left the collective for good."""
+        """Return whether a member has left the collective for good."""
         group = engine.rank.group
         for name in group.members:
             number = state[self.names.index(name)]
@@ -353,7 +354,7 @@ class World:
         return (*state[:-1], mask & ~stale) if stale else state
 
     def _stale_for(self, at: int, number: int, since: int) -> int:
-        """Those of the messages from this number on."""
+        """Return the mask of the stale messages among the messages from number ``since`` on."""
         part = self.parts.values[number]
         stale = is_stale_for_engine if at < self.engine_count else is_stale_for_others
         mask = 0
@@ -381,7 +382,7 @@ class World:
         return step and (step[0], self._tidy(step[1]))
 
     def _calm(self, state: State) -> tuple[Label, State] | None:
-        """The next of a run in which nothing fails any more and nobody asks for anything; None at its rest."""
+        """Return the next event of a run without further faults or requests; None if the network is at rest."""
         mask = state[-1]
         if mask:
             bit, to = self._first(mask)
@@ -447,7 +448,7 @@ class World:
         return self._put(state, self.left_at, number)
 
     def _send(self, state: State, mask: int) -> State:
-        """Who is down gets nothing."""
+        """Add messages in flight, except those to processes that are down."""
         down = 0
         for at in range(self.left_at):
             if state[at] == DOWN:
@@ -591,7 +592,7 @@ class World:
         return {self.names[at]: self.parts.values[n].rank for at, n in numbers if n != DOWN and at != but}
 
     def _groups(self, state: State) -> set[RankGroup]:
-        """Those that anybody knows, or is being told of."""
+        """Return the groups that any process knows or is about to learn of."""
         machine, ranks = self.parts.values[state[self.coordinator_at]], self._living(state).values()
         told = {message.group for _, _, message in self.under_way(state) if type(message) is Reconfigure}
         inside = {rank.group for rank in ranks if rank.phase is not Phase.OUTSIDE}

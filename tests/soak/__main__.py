@@ -1,15 +1,17 @@
-"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed and frozen.
+"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed and
+frozen.
 
-Every completed answer is compared with what its request gave undisturbed. At the end, when nothing is asked any more, every KV
-block must be free and no request left, and each process that lived throughout must hold what it held after the warm-up.
+Every completed answer is compared with the answer that the same request gave without faults. At the end of the run,
+every KV block must be free and no request may be left. Each process that lived throughout must use no more than after
+the warm-up.
 
-``--kv``: with keys and values that move: engines for prompts, for outputs and for both, host memory and disks that turn over,
-long prompts that begin alike, second turns, prompts as vectors; engines are restarted in turn, a second frontend is ended, and
-caches are emptied, too. Right is what one engine answers that moves nothing, and no lease, no stream of blocks and no shared
-memory may be left at the end.
+``--kv`` tests KV transfer and offloading. It runs engines of all roles with small host memory and disk tiers. The
+requests have long common prefixes, second turns, and prompts given as embeddings. Engines are restarted in turn, a
+second frontend is ended, and caches are cleared. The expected answers come from one engine without KV transfer. At the
+end there may be no leases, no block streams and no shared memory.
 
-``--towers FAMILY``: with images, sound or video of a tiny model in half of the requests; media workers are killed and caches
-emptied, too, and of media nothing may be left at the end.
+``--towers FAMILY`` adds images, sound or video of a tiny model to half of the requests. Media workers are killed and
+media caches are cleared. At the end no media may be left.
 """
 
 import argparse
@@ -51,7 +53,12 @@ console = Console()
 
 
 class Soak:
-    """One run. ``problems``: everything that is wrong, in words; ``growth``: start and end of what processes hold."""
+    """One run of the soak.
+
+    Attributes:
+        problems: Violations, as text.
+        growth: Resource use of the processes at the start and at the end.
+    """
 
     def __init__(self, cluster: SoakCluster, args: argparse.Namespace) -> None:
         self._cluster = cluster
@@ -66,7 +73,7 @@ class Soak:
         self.done: Mapping[str, float] = {}
 
     async def run(self) -> None:
-        """Warm up, look, go on for the rest of the time, look again."""
+        """Warm up, check the services, run for the remaining time, and check again."""
         seconds = self._args.minutes * 60
         known = await self._cluster.known(self._args.tokens)
         console.log(f"{len(known)} requests of {known_kinds(known)} shapes; seed {self._args.seed}")
@@ -85,7 +92,9 @@ class Soak:
         ]
 
     async def _phase(self, name: str, known: Known, seconds: float, accidents: int = 0) -> None:
-        """So many seconds, and until so many accidents have happened: how long one takes depends on the machine."""
+        """Run a phase for at least ``seconds`` and until ``accidents`` accidents have happened. Slow machines take
+        longer per accident.
+        """
         log = console.log if self._args.verbose else lambda line: None
         havoc = Havoc(
             self._cluster,
@@ -143,7 +152,7 @@ class Soak:
         return f"{name} {at / 60:.1f} of {of / 60:.1f} min: {parts}; {accidents or 'no accident yet'}"
 
     async def _idle(self) -> None:
-        """Wait until nothing is left of any request, and sample what is held then. Problems are written down."""
+        """Wait until no request is left, then sample the resource use. Problems are recorded."""
         try:
             async with asyncio.timeout(IDLE_TIMEOUT):
                 while left := await self._left():
@@ -201,7 +210,7 @@ async def soak(args: argparse.Namespace) -> Soak:
 
 
 def cluster_of(args: argparse.Namespace) -> SoakCluster:
-    """What is to be watched, not started."""
+    """Return the cluster that the options describe, not started."""
     flags: dict[str, Any] = {"lease_seconds": 3, "kv_cache_memory": "128MiB", "drain_timeout": 2.0}
     if args.kv:
         return KvCluster(args.model, engines=args.engines or len(ROLES), **flags)
@@ -214,7 +223,7 @@ def cluster_of(args: argparse.Namespace) -> SoakCluster:
 
 
 def main() -> int:
-    """Print what was held and what went wrong. Returns 1 when something did."""
+    """Print the resource use and the problems. Returns 1 if there were problems."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long requests are sent")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint to serve")
@@ -229,10 +238,14 @@ def main() -> int:
         "--engines", type=int, help="three, or five with --kv; the first, or the first two, are never ended"
     )
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two accidents")
-    parser.add_argument("--accidents", type=int, default=0, help="go on until so many have happened after the warm-up")
-    parser.add_argument("--seed", type=int, default=None, help="of everything random; a new one by default")
-    parser.add_argument("--verbose", action="store_true", help="a line for every accident")
-    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="for the plot, the samples and the logs")
+    parser.add_argument(
+        "--accidents", type=int, default=0, help=("continue until this many accidents have happened after the warm-up")
+    )
+    parser.add_argument("--seed", type=int, default=None, help="random seed; a new one by default")
+    parser.add_argument("--verbose", action="store_true", help="print a line for every accident")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/soak"), help="folder for the plot, the samples and the logs"
+    )
     args = parser.parse_args()
     args.seed = random.randrange(2**32) if args.seed is None else args.seed
     done = asyncio.run(soak(args))

@@ -1,4 +1,4 @@
-"""The services that a soak watches, and what a soak of some part of them adds: requests, accidents, what may be left."""
+"""Services under a soak test, and the hooks by which a feature adds its requests, accidents and leak checks."""
 
 import random
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class SoakCluster(Cluster):
     fresh = 0.0
 
     async def known(self, tokens: int) -> Known:
-        """Requests of about ``tokens`` tokens each, with what comes of them undisturbed."""
+        """Return requests of about ``tokens`` tokens each, with the outcomes that they have without faults."""
         async with Client(*map(address, self.frontends)) as client:
             return await catalogue(client, self.requests(tokens), streams=STREAMS)
 
@@ -33,29 +33,29 @@ class SoakCluster(Cluster):
         return short_ones(COUNT, tokens)
 
     def next_turn(self, request: Request) -> tuple[Request, Outcome] | None:
-        """What its client may ask behind a known request, and what comes of that."""
+        """Return a follow-up to a known request, with its expected outcome; None if there is no follow-up."""
         return None
 
     def accidents(self, rng: random.Random) -> Accidents:
-        """Those beside the usual ones, by their names, with their weights."""
+        """Return additional accidents by name, each with its weight."""
         return {}
 
     def look(self) -> None:
-        """All processes run, and the next accident is about to happen."""
+        """Check the services right before an accident, while all processes run."""
 
     def excuses(self, outcome: Outcome) -> bool:
         """Whether a request may have failed because its own frontend was ended."""
         return False
 
     async def left(self) -> str:
-        """What is still held when nothing is asked, in words; empty when that is nothing."""
+        """Describe the resources that are still held while there are no requests. Empty if nothing is left."""
         return ""
 
     async def done(self) -> Mapping[str, float]:
-        """How often what is soaked has happened, as far as the processes that live have counted."""
+        """Return event counts of the feature under test, summed over the processes that are alive."""
         return {}
 
     @property
     def wrong(self) -> list[str]:
-        """What must never be, in words; when all services have ended, what they have left, too."""
+        """Violations found so far, as text. After the services have ended, files that they left behind count too."""
         return []

@@ -13,10 +13,11 @@ Accidents = Mapping[str, tuple[int, Callable[[], Awaitable[None]]]]
 
 
 class Havoc:
-    """Accidents for as long as ``run`` runs; ``mended`` waits until the one under way is over. ``counts``: by their names.
+    """Causes random accidents while ``run`` runs. ``mended`` waits until the current accident is over.
 
-    The first engines and the first frontend are never ended, only frozen: what they hold is watched from beginning to end. While
-    one of them is frozen, the others run.
+    ``counts`` has the number of accidents by name. The first engine of each kind and the first frontend are only
+    frozen, never ended, so that their resource use can be compared over the whole run. While one of them is frozen, the
+    others run.
     """
 
     def __init__(
@@ -30,8 +31,11 @@ class Havoc:
         lasting: int = 1,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``pause``: mean seconds between two accidents. ``more`` of them, by their names, with their weights. ``lasting``: how
-        many engines are never ended. ``before``: called before each accident, when all processes run.
+        """Args:
+        pause: Mean seconds between two accidents.
+        more: Additional accidents by name, each with its weight.
+        lasting: Number of engines that are never ended.
+        before: Called before each accident, while all processes run.
         """
         self._cluster = cluster
         self._rng = rng

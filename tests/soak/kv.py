@@ -40,13 +40,13 @@ POOL_BYTES = 16 * 2**20
 HOST_BYTES, DISK_BYTES, ARENA_BYTES = 8 * 2**20, 24 * 2**20, 2 * 2**20
 MIN_PREFILL_TOKENS = 256
 ENDS_WITHIN = 10.0
-"""Seconds that an engine has for what it hands over."""
+"""Seconds that an engine may take to hand over its requests when it ends."""
 FRONTEND_ENDS_WITHIN = 4.0
-"""Seconds that a frontend has, whose clients keep their connections and go on to ask."""
+"""Seconds that a frontend may take to end while its clients keep their connections and send more requests."""
 GONE = ("UNAVAILABLE", "CANCELLED")
-"""How requests fail whose frontend is ended."""
+"""Error codes of requests whose frontend ends."""
 RECONNECTED = 3.0
-"""Seconds until clients have found a frontend that is there again."""
+"""Seconds until clients have reconnected to a restarted frontend."""
 HELD = ("kv_leases", "kv_leased_blocks", "kv_pulls", "kv_arena_blocks", "num_requests_held")
 """Of an engine, 0 when nothing is asked."""
 DONE: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -59,7 +59,7 @@ DONE: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "bytes of vectors in shared memory": ("penstock:media_sent_bytes_total", {"transport": "shared_memory"}),
     "bytes of vectors in chunks": ("penstock:media_sent_bytes_total", {"transport": "chunks"}),
 }
-"""What is to happen, by the counters that tell of it."""
+"""Events that must occur, by the counters that record them."""
 
 
 class KvCluster(SoakCluster):
@@ -122,7 +122,7 @@ class KvCluster(SoakCluster):
         return self._wrong
 
     async def known(self, tokens: int) -> Known:
-        """What one engine answers that has no tiers and moves nothing."""
+        """Return the answers of one engine without KV tiers and KV transfer."""
         requests = self.requests(tokens) + context_ones(PromptVectors(self._model), COUNT, tokens)
         async with Cluster(self._model, engines=1) as plain, Client(address(plain.frontend)) as client:
             known = await catalogue(client, requests, streams=STREAMS)
@@ -165,7 +165,7 @@ class KvCluster(SoakCluster):
         }
 
     async def _away(self, accident: Callable[[], Awaitable[None]]) -> None:
-        """Excuse what the second frontend has meanwhile."""
+        """Run an accident of the second frontend, and excuse failures of its requests meanwhile."""
         began = time.monotonic()
         self._outages.append((began, math.inf))
         await accident()
@@ -178,13 +178,13 @@ class KvCluster(SoakCluster):
         return outcome.error in GONE and any(outcome.began <= end and begin <= ended for begin, end in self._outages)
 
     async def _empty(self) -> None:
-        """Have all engines forget their blocks, whoever uses them: leases end, and what runs is computed again."""
+        """Clear the prefix caches of all engines. Leases end, and running requests are preempted and recomputed."""
         async with make_channel(f"127.0.0.1:{self._admin_port}") as channel:
             request = admin_pb.ResetPrefixCacheRequest(preempt_running=True)
             await admin_rpc.AdminServiceStub(channel).ResetPrefixCache(request)
 
     def look(self) -> None:
-        """Note whose shared memory there is, before somebody is ended, and that no disk has more than it may."""
+        """Record the owners of shared memory before a process is ended, and check the size of each disk tier."""
         for service in (*self.engines, *self.frontends):
             self._owners |= owners_of(service)
         for number in range(len(self.engines)):

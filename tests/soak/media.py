@@ -1,4 +1,4 @@
-"""Images, sound and video in the soak: small caches, accidents of their own, and what may be left when nothing is asked."""
+"""Media part of the soak: small caches, accidents of media workers, and checks for leaked media."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ STORE_BYTES = 2 * 1024 * 1024
 RECEIVER_BYTES = 1024 * 1024
 ENCODER_ROWS = 128
 IN_FLIGHT_BYTES = 32 * 1024 * 1024
-"""Of media of all requests: twice what the streams can have. What is not given back is refused soon."""
+"""Limit on the media bytes of all requests: twice the most that the streams can use. A leak soon causes refusals."""
 _WORKER = re.compile(r"media[.-]worker")
 
 
@@ -48,7 +48,7 @@ class MediaCluster(SoakCluster):
         self.temporary = Path(self._temporary.name)
         self._owners: set[str] = set()
         self._left_behind: list[str] = []
-        """What is there when all services have ended, in words."""
+        """Files that were left when all services had ended, as text."""
         frontend: dict[str, Any] = {
             "admin__port": self.admin_port,
             "media__workers": WORKERS,
@@ -91,7 +91,7 @@ class MediaCluster(SoakCluster):
         return [pid for pid in children_of(self.frontend.pid) if _WORKER.search(name_of(pid))]
 
     def segments(self) -> list[str]:
-        """What the frontend has in shared memory; while it runs, beside the lock."""
+        """Return the frontend's files in shared memory, without its lock while it runs."""
         if self.frontend.alive:
             self._owners |= owners_of(self.frontend)
         names = [path.name for path in files_of(self._owners)]
@@ -136,7 +136,7 @@ class MediaCluster(SoakCluster):
         return ""
 
     def temporary_files(self) -> list[str]:
-        """Paths of what the services have there."""
+        """Return the paths of the services' temporary files."""
         return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
 
 

@@ -1,4 +1,4 @@
-"""Files in shared memory, and whose they are."""
+"""Files in shared memory, and the processes that own them."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
 
 
 def owners_of(service: Service) -> set[str]:
-    """What names of shared memory say of a process: by the locks that it has open. Empty when it has ended."""
+    """Return the owner ids in the names of the locks that a process has open. Empty if the process has ended."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for file in Path(f"/proc/{service.pid}/fd").iterdir():
@@ -23,6 +23,6 @@ def owners_of(service: Service) -> set[str]:
 
 
 def files_of(owners: Iterable[str]) -> list[Path]:
-    """What these have there, locks too."""
+    """Return the files of these owners in shared memory, including locks."""
     known = set(owners)
     return sorted(path for path in ROOT.iterdir() if any(owner in path.name for owner in known))

@@ -1,4 +1,4 @@
-"""What the processes held over time, as a picture."""
+"""Plot of the resource use of the processes over time."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Random requests, some of which their clients give up, and what was wrong with the answers."""
+"""Random requests, some of which are cancelled, and checks of their answers."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from tests.chaos.requests import Request
 CANCELLED, DEADLINE = 0.15, 0.1
 """Shares of the requests."""
 NEXT_TURN = 0.5
-"""Share of the answers behind which the client goes on, where there is something to go on with."""
+"""Probability that a client sends the follow-up request after an answer, where a follow-up exists."""
 REFUSED = 0.5
 """Seconds that a stream waits when its frontend is away."""
 PATIENCE = 1.5
@@ -27,7 +27,8 @@ class Traffic:
     """``async with Traffic(...)``: ``streams`` at once send requests of a catalogue, chosen at random, for as long as the block
     lasts, and finish those that they are at.
 
-    Most run to their end, the others are cancelled or have a deadline that may pass. ``counts``: completed, cancelled, expired,
+    Most run to their end, the others are cancelled or have a deadline that may pass. ``counts``: completed, cancelled,
+    expired,
     broken, harmed. ``examples``: of harmed ones, in words.
     """
 
@@ -42,8 +43,10 @@ class Traffic:
         next_turn: Callable[[Request], tuple[Request, Outcome] | None] = lambda request: None,
         excuses: Callable[[Outcome], bool] = lambda outcome: False,
     ) -> None:
-        """``fresh``: share of the requests that get a salt of their own. ``next_turn``: what may be sent behind one of ``known``,
-        with what comes of it. ``excuses``: whether a request may have failed as it did.
+        """Args:
+        fresh: Share of the requests that get a cache salt of their own.
+        next_turn: Returns the follow-up to one of ``known``, with its expected outcome.
+        excuses: Returns True if an accident explains the outcome of a failed request.
         """
         self._client = client
         self._known = known
@@ -117,7 +120,7 @@ class Traffic:
         return not wrong
 
     def _judge_part(self, request: Request, expected: Outcome, got: Outcome) -> None:
-        """What came before the client gave up must be the beginning of what would have come."""
+        """Check that the tokens received before the client cancelled are a prefix of the expected tokens."""
         for index, output in got.outputs.items():
             whole = expected.outputs[index].token_ids if index in expected.outputs else []
             if output.token_ids != whole[: len(output.token_ids)]:

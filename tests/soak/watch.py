@@ -1,4 +1,4 @@
-"""What the processes hold, sampled from outside, and whether it has grown."""
+"""Resource use of the processes, sampled from outside, and checks that it has not grown."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,19 @@ IDLE = "idle"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """By one process, ``at`` seconds of the run. ``tasks``: of asyncio, as its metrics say. ``phase``: what the run was doing.
-    ``children``: processes that it has started. ``media_mib``: processed media that it keeps, ``encoder_usage``: of its encoder
-    cache, 0 to 1. ``leased_blocks``: that it keeps for other engines, ``arena_blocks``: on their way to them; ``host_usage``,
-    ``disk_usage``: of what it has for blocks beside the KV cache, 0 to 1.
+    """Sample of the resource use of one process.
+
+    Attributes:
+        at: Time of the sample, in seconds since the run began.
+        tasks: Number of asyncio tasks, from the process's metrics.
+        phase: Phase of the run.
+        children: Number of child processes.
+        media_mib: Processed media in the cache, in MiB.
+        encoder_usage: Used share of the encoder cache, 0 to 1.
+        leased_blocks: Blocks leased to other engines.
+        arena_blocks: Blocks that are being sent to other engines.
+        host_usage: Used share of the host memory tier, 0 to 1.
+        disk_usage: Used share of the disk tier, 0 to 1.
     """
 
     at: float
@@ -76,7 +85,7 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Samples of named services. ``phase``: what the run is doing, for the samples; IDLE when nothing is asked."""
+    """Samples named services. ``phase`` is the phase that new samples get; it is IDLE while there are no requests."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self.services = services
@@ -104,7 +113,7 @@ class Watch:
             status, fds = process(service.pid)
         except (httpx.HTTPError, OSError):
             return None
-        if "VmRSS:" not in status:  # it has ended, and nobody has asked how
+        if "VmRSS:" not in status:  # The process has ended but is still a zombie.
             return None
         rss, threads = (int(re.findall(rf"^{key}:\s+(\d+)", status, re.MULTILINE)[0]) for key in ("VmRSS", "Threads"))
         at = time.monotonic() - self._began
@@ -148,7 +157,7 @@ class Watch:
 
 
 def process(pid: int) -> tuple[str, int]:
-    """Its status as the system writes it, and how many files it has open. FileNotFoundError when it has ended."""
+    """Return the process's status file and its number of open files. Raises FileNotFoundError if the process has ended."""
     folder = Path(f"/proc/{pid}")
     return (folder / "status").read_text(), len(list((folder / "fd").iterdir()))
 
@@ -186,7 +195,7 @@ def gauge(text: str, name: str, default: float | None = None) -> float:
 
 
 def total(text: str, name: str, **labels: str) -> float:
-    """Sum of all samples of that name which have these labels; 0 where there is none."""
+    """Return the sum of all samples with that name and these labels; 0 if there are none."""
     return sum(
         sample.value
         for family in _families(text).values()

@@ -1,1 +1,1 @@
-"""Leases, pulls and loads of two engines: every order of what may happen, up to bounds."""
+"""Model check of leases, pulls and loads of two engines: every order of events, up to bounds."""

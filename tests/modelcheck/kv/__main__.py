@@ -1,4 +1,6 @@
-"""``python -m tests.modelcheck.kv [STATES]``: explore leases, pulls and loads, and find what is broken on purpose."""
+"""Explores leases, pulls and loads, and checks that known defects are found: ``python -m tests.modelcheck.kv
+[STATES]``.
+"""
 
 import sys
 import time
@@ -19,11 +21,11 @@ CONFIGURATIONS = (
     Bounds(prompts=("ab", "ac"), give_ups=1, room=4),
     Bounds(prompts=("a", "ab", "cd"), num_blocks=8, max_leased=4, pressure=6, pressures=1),
 )
-"""What is explored up to the limit, and a last one of three requests and eight blocks."""
+"""Configurations that are explored up to the limit. The last one has three requests and eight blocks."""
 
 
 def main(limit: int) -> int:
-    """Returns how many found what they should not have, or did not find what they should."""
+    """Return the number of configurations with a violation, plus the number of defects that were not found."""
     failures = 0
     for bounds in CONFIGURATIONS:
         began = time.process_time()

@@ -1,7 +1,8 @@
-"""The engine that loads: the scheduler's own ``KvLoads`` and ``Loads``, its pool and its tables of blocks.
+"""The engine that loads: the scheduler's own ``KvLoads`` and ``Loads``, its block pool and its block tables.
 
-Requests and the lines that they stand in are as little as these look at; which one has its turn is an event. The connector has
-what ``TieredConnector`` does for blocks of other engines: a load is over when nothing more comes and nothing is being written.
+Requests and their queues are minimal. Which request is scheduled next is an event. The connector behaves as
+``TieredConnector`` does for blocks of other engines: a load is over when no more blocks come and no block is being
+written.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ BLOCK = 2
 
 
 class Wanting:
-    """A request, as far as somebody looks at it. ``has_source``: another engine may have its blocks."""
+    """A minimal request. ``has_source``: another engine may have its blocks."""
 
     skip_reading_prefix_cache = False
     whole_spans = ()
@@ -41,7 +42,7 @@ class Wanting:
         self.hold = Hold.NONE
         self.has_source = True
         self.missing: frozenset[BlockName] = frozenset()
-        """What was asked for, and did not come."""
+        """Blocks that were requested but not received."""
 
     @property
     def num_loaded_tokens(self) -> int:
@@ -73,12 +74,19 @@ class Bringing:
 
     @property
     def over(self) -> bool:
-        """Whether nobody writes any more."""
+        """Return whether the load has ended and its writes are complete."""
         return self.ended and not self.writing
 
 
 class Destination:
-    """``fetch`` and ``abandon``: of a request, what its pull is told: the number of a load, and names. ``room``: blocks."""
+    """The loading engine.
+
+    Args:
+        room: Number of its blocks.
+
+    The caller sets ``fetch`` and ``abandon_fetch``, which call a request's pull with the number of a load, and block
+    names.
+    """
 
     num_held_blocks = 0
 
@@ -187,16 +195,16 @@ class Destination:
             raise Violation("4 a fetch ended twice")
         load.ended = True
 
-    # What a connector is asked.
+    # Interface of a connector.
 
     def attach(self, _: object) -> None:
-        """Whose blocks they are is known."""
+        """Do nothing; the owners of the blocks are known."""
 
     def opened(self, _: object) -> None:
-        """Its pull is an event."""
+        """Do nothing; the start of a pull is an event of its own."""
 
     def closed(self, request: Wanting) -> None:
-        """The end of its pull is another."""
+        """Do nothing; the end of a pull is an event of its own."""
 
     def lookup(self, request: Wanting, names: Sequence[Sequence[BlockName]]) -> int:
         """See ``KVConnector``."""
@@ -206,7 +214,7 @@ class Destination:
         return count
 
     def seconds(self, *_: object) -> float:
-        """It always pays."""
+        """Return 0, so that a load always pays."""
         return 0.0
 
     def load(self, request: Wanting, places: Sequence[Place]) -> int:
@@ -243,7 +251,7 @@ class Destination:
             LoadEnded(number, tuple((place, KvMedium.PEER) for place in load.arrived)) for number, load in over.items()
         ]
 
-    # What must hold.
+    # Invariants.
 
     def check(self) -> None:
         """In every state. Raises Violation."""
@@ -309,7 +317,7 @@ T = TypeVar("T")
 
 
 def same(value: T) -> T:
-    """A copy that shares what the value has."""
+    """Return a shallow copy."""
     kind = type(value)
     other = kind.__new__(kind)
     if hasattr(value, "__dict__"):
@@ -360,7 +368,7 @@ def destination_of(engine: Destination) -> Destination:
     after = same(engine)
     after.kv_cache = kv_cache = same(engine.kv_cache)
     kv_cache.pool = pool = pool_of(engine.pool)
-    pool.log = BlockLog()  # nobody asks what has come and gone
+    pool.log = BlockLog()  # No code reads this log.
     kv_cache._blocks = {
         key: tuple([[pool.blocks[block.block_id] for block in table] for table in tables])
         for key, tables in engine.kv_cache._blocks.items()

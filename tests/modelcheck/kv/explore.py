@@ -75,7 +75,9 @@ def come_to_rest(world: World, rests: set[Any]) -> None:
 
 
 def _next(world: World, key: Any) -> World | None:
-    """What comes of the first event without a fault that changes something, or of the clock; None where nothing does."""
+    """Return the world after the first event without a fault that changes it, else after a clock tick; None if nothing
+    can happen.
+    """
     for event in world.calm_events():
         if (after := world.apply(event)).key() != key:
             return after
@@ -91,7 +93,7 @@ def _trace(came_from: dict[Any, tuple[Any, Event] | None], key: Any) -> list[Eve
 
 
 def replay(bounds: Bounds, machines: Machines, found: Found) -> bool:
-    """Whether the trace leads to what it was found to."""
+    """Return whether the trace leads to the violation that was found."""
     world = World(bounds, machines)
     try:
         for event in found.trace:

@@ -173,7 +173,7 @@ class NeverArrives(Loads):
 
 
 class FreesUnderALoad(KvLoads):
-    """Who is preempted gives the blocks back that are still being written to."""
+    """Defect: a preempted request frees blocks while a load still writes to them."""
 
     def give_up(self, request: Any) -> None:
         places = [place for load in self._loads._loads.values() if load.owner == request.key for place in load.places]

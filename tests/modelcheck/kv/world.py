@@ -1,9 +1,9 @@
-"""An engine that has blocks, one that pulls them, and what is under way between them.
+"""Two engines, one with KV blocks and one that pulls them, and the messages and copies in flight between them.
 
-The machines are the real ones (``BlockPool``, ``Leases``, ``Pull``, and those of ``Destination``); what stands around them here
-is as little as servers and clients do: take a message, begin a copy, end it, send what it found. A copy reads when it ends, which
-is the worst that may be. Requests of the source begin with their blocks computed. A state is a ``World``; ``events`` says what
-may happen in it.
+The state machines are the real ones (``BlockPool``, ``Leases``, ``Pull``, and those of ``Destination``). The servers
+and clients around them are minimal: they take a message, begin a copy, end it, and send the result. A copy reads when
+it ends, which is the worst case. The source's requests begin with their blocks computed. A state is a ``World``;
+``events`` yields the possible events.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Bounds:
     num_blocks: int = 5
     max_leased: int = 4
     pressure: int = 0
-    """Blocks that somebody at the source wants at once."""
+    """Number of blocks that the source suddenly needs for other requests."""
     pressures: int = 0
     sleeps: int = 0
     ticks: int = 0
@@ -50,7 +50,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Machines:
-    """What is explored."""
+    """State machine classes to explore."""
 
     leases: type[Leases] = Leases
     pull: type[Pull] = Pull
@@ -62,18 +62,23 @@ class NoLock:
     """Events come one at a time."""
 
     def __enter__(self) -> None:
-        """Nobody else is there."""
+        """Do nothing: there are no other threads."""
 
     def __exit__(self, *_: object) -> None:
-        """Nor was anybody."""
+        """Do nothing."""
 
     def notify_all(self) -> None:
-        """Nobody waits."""
+        """Do nothing."""
 
 
 @dataclass
 class Server:
-    """The source's end of a stream. ``asked``: fetches that are not answered; ``reading``: what of the first is being copied."""
+    """The source's end of a stream.
+
+    Attributes:
+        asked: Fetches without an answer.
+        reading: Blocks of the first fetch that are being copied.
+    """
 
     lease_id: bytes
     incarnation: int
@@ -115,7 +120,7 @@ class World:
         self.orphans: list[tuple[bytes, int, BlockName, int]] = []
         """Copies whose stream is over: lease, incarnation, content, block."""
         self.servers: list[Server] = []
-        """Whose streams are over at the other end, and who have not noticed."""
+        """Servers whose stream has ended at the other end without their knowledge."""
         self.sources: dict[int, int] = {}
         """By request that was handed over under a lease, the incarnation of the source then."""
         self._start()
@@ -150,7 +155,7 @@ class World:
     # Events.
 
     def events(self) -> Iterator[Event]:
-        """What may happen."""
+        """Yield the possible events."""
         yield from self.calm_events()
         left = self.left
         for name, event in (
@@ -227,7 +232,7 @@ class World:
             yield "close", request
 
     def apply(self, event: Event) -> "World":
-        """What comes of it. Raises Violation."""
+        """Return the world after the event. Raises Violation."""
         after = copied(self)
         name, arguments = event[0], event[1:]
         if name in _COSTS and after.left[_COSTS[name]]:
@@ -297,7 +302,7 @@ class World:
         self.servers, self.orphans = [], []
         self._start()
 
-    # Its end of a stream.
+    # The pulling engine's end of a stream.
 
     def _up(self, request: int) -> None:
         taker = self.takers[request]
@@ -466,7 +471,7 @@ class World:
         taker = self._taker(request)
         self._carry_out(taker, taker.pull.close(released=True))
         stream = taker.stream
-        if stream.broken or not stream.up:  # else what it said last is under way
+        if stream.broken or not stream.up:  # else its last message is in flight
             self._end_taker(request)
 
     def _end_taker(self, request: int) -> None:
@@ -504,7 +509,7 @@ class World:
     def _stream(self, request: int) -> Stream:
         return self._taker(request).stream
 
-    # What must hold.
+    # Invariants.
 
     def check(self) -> None:
         """In every state. Raises Violation."""

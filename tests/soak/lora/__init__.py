@@ -1,1 +1,4 @@
-"""Adapters that come, change and go under load, each of which tells who it is: ``python -m tests.soak.lora``."""
+"""Soak test of LoRA adapters that are loaded, replaced and unloaded under load.
+
+Each adapter's answers identify it. Run with ``python -m tests.soak.lora``.
+"""

@@ -1,7 +1,9 @@
 """Adapters that are loaded, reloaded, unloaded and pinned while requests have them: ``python -m tests.soak.lora``.
 
-Answers tell which adapter gave them, and each must be that of a content that its name meant while it was asked. The KV cache,
-the memory for adapters and the number that may run together are small, so that requests are preempted and adapters make room for
+Answers tell which adapter gave them, and each must be that of a content that its name meant while it was asked. The KV
+cache,
+the memory for adapters and the number that may run together are small, so that requests are preempted and adapters make
+room for
 others all the time. At the end nothing may be left: no request, no block, no adapter in the engine or its workers.
 """
 
@@ -30,7 +32,7 @@ async def soak(options: Options, folder: Path) -> Result:
 
 
 def main() -> int:
-    """Print what was done and what went wrong. Returns 1 when something did."""
+    """Print the counts and the problems. Returns 1 if there were problems."""
     parser = argparse.ArgumentParser(
         prog="lora-soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

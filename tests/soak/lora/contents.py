@@ -1,4 +1,4 @@
-"""What adapters may contain, and what each of them answers, by transformers."""
+"""Adapter contents of the soak, and the expected answers of each, computed by transformers."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.fakes.example_modules import example_modules
 MAKER = Path("examples/demo_model")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 STRENGTH = 1.0
-"""How large what an adapter adds is beside the weights: enough for answers that have nothing in common."""
+"""Size of the adapter's change relative to the weights. It is large enough that the answers share no tokens."""
 CLOSE = 1e-3
 """Two logits that differ by less may change places in another order of a sum."""
 FEWEST = 8
@@ -24,7 +24,7 @@ BASE = -1
 
 
 class Content(NamedTuple):
-    """One that lies in ``folder``. ``digest``: what engines know it by."""
+    """Adapter files in ``folder``. Engines identify the content by ``digest``."""
 
     number: int
     folder: Path
@@ -46,9 +46,9 @@ def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], se
 
 
 class Answers:
-    """Greedy answers by content and prompt, each as far as it does not hang on rounding.
+    """Greedy answers by content and prompt, each cut where rounding could change the next token.
 
-    They are computed by transformers from weights that the adapters were added to, so nothing of the server is in them.
+    transformers computes them from weights with the adapter merged in, so they do not depend on the server's code.
     """
 
     def __init__(self, prompts: list[list[int]], tokens: int) -> None:
@@ -83,7 +83,9 @@ class Answers:
 
     @property
     def needed(self) -> int:
-        """So many tokens tell contents apart, whatever the prompt is. ValueError where no number does."""
+        """Smallest number of tokens that tells the contents apart for every prompt. Raises ValueError if two answers
+        are equal.
+        """
         askable = set(self.askable)
         for count in range(1, FEWEST + 1):
             seen = [(place, *answer[:count]) for (_, place), answer in self._known.items() if place in askable]

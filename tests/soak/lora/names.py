@@ -1,4 +1,4 @@
-"""What names mean over time, and what a request may therefore get."""
+"""History of the adapter names: which contents a name could mean at which time."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from math import inf
 
 @dataclass
 class Span:
-    """From ``began`` to ``ended``, both as the clock of whoever writes it down says. ``content``: None is no adapter."""
+    """The time in which a name had one content, by the clock of the caller. ``content`` is None for no adapter."""
 
     began: float
     content: int | None = None
     ended: float = inf
 
     def meets(self, first: float, last: float) -> bool:
-        """Whether it has a moment in common with another."""
+        """Return whether this span overlaps the time from ``first`` to ``last``."""
         return self.began <= last and first <= self.ended
 
 
@@ -25,44 +25,48 @@ class _Name:
 
 
 class Names:
-    """What each name may mean at a time. A change may take effect from when it is begun, and has when it is acknowledged: until
-    then the name may mean either. Names mean nothing at first.
+    """Records the possible meanings of each name over time.
+
+    A change may take effect at any time between its request and its acknowledgement. In between, the name may have the
+    old or the new meaning. At first, names have no meaning.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, _Name] = defaultdict(lambda: _Name([Span(-inf)]))
 
     def begin(self, name: str, content: int | None, now: float) -> Span:
-        """Somebody is about to say that a name means ``content``."""
+        """Record a request that gives a name the meaning ``content``; None means no adapter."""
         span = Span(now, content)
         self._names[name].meanings.append(span)
         return span
 
     def done(self, name: str, span: Span, now: float) -> None:
-        """That is acknowledged: nothing that it meant before holds any more."""
+        """Record that the change was acknowledged, which ends all earlier meanings of the name."""
         for other in self._names[name].meanings:
             if other is not span:
                 other.ended = min(other.ended, now)
 
     def failed(self, span: Span, now: float) -> None:
-        """That was refused: the name means what it did, and may have meant the other for a moment."""
+        """Record that the change was refused. The new meaning may have been visible for a moment."""
         span.ended = now
 
     def exchange(self, name: str, now: float) -> Span:
-        """The files of what a name means are about to be exchanged; set ``ended`` once it means what they are."""
+        """Record that the files of a name are about to be replaced. The caller sets ``ended`` once the name means the
+        new files.
+        """
         span = Span(now)
         self._names[name].exchanges.append(span)
         return span
 
     def now(self, name: str) -> int | None:
-        """What a name means, where no change is under way."""
+        """Return the meaning of a name while no change is pending."""
         (current,) = (span.content for span in self._names[name].meanings if span.ended == inf)
         return current
 
     def possible(self, name: str, first: float, last: float) -> set[int | None]:
-        """What a name may have meant at some moment between two."""
+        """Return all meanings that the name may have had between the two times."""
         return {span.content for span in self._names[name].meanings if span.meets(first, last)}
 
     def exchanged(self, name: str, first: float, last: float) -> bool:
-        """Whether an engine may have found other files between two moments than it was told of."""
+        """Return whether the files may have been replaced between the two times without the engine's knowledge."""
         return any(span.meets(first, last) for span in self._names[name].exchanges)

@@ -22,10 +22,14 @@ NOBODY = "nobody"
 
 
 class Operator:
-    """Changes what ``own`` names mean, one after the other, until ``end``. ``counts``: of what was done, and of refusals.
-    ``problems``: what must not be, in words.
+    """Changes the meanings of the ``own`` names, one at a time, until ``end`` is called.
 
-    A name is loaded from a content's own directory, or from a link that is the name's and that is put on the content first.
+    An adapter is loaded from its own directory, or through a link that belongs to the name and is first pointed at the
+    content.
+
+    Attributes:
+        counts: Number of changes by kind, and of refusals.
+        problems: Violations, as text.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Operator:
             exchange.ended = time.monotonic()
 
     async def _means(self, name: str, content: Content) -> bool:
-        """Whether a name has a content, once what was begun before is done."""
+        """Return whether a name has a content, after all earlier changes are complete."""
         error = await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=NOBODY)))  # waits for its turn
         assert error is not None, f"{NOBODY} was pinned"
         loras = (await self._admin.ListLoras(pb.ListLorasRequest())).loras

@@ -1,4 +1,4 @@
-"""A server whose adapters change under load, and what is left when the load is gone."""
+"""Run of a server whose adapters change under load, with checks for leaks after the load."""
 
 import asyncio
 import contextlib
@@ -47,11 +47,15 @@ NEEDED = (
     "num_loads",
     "num_evictions",
 )
-"""What must have happened, or the run has shown nothing."""
+"""Events that must occur at least once for the run to count."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run. ``executor``: of the engines, uniproc or multiproc. ``growth``: whether what the processes hold is compared."""
+    """Options of a run.
+
+    ``executor`` is the engines' executor, uniproc or multiproc. If ``growth`` is true, the run compares the resource
+    use of the processes at its start and its end.
+    """
 
     model: Path
     seconds: float
@@ -67,7 +71,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """Of a run. ``problems``: what must not be, in words."""
+    """Result of a run. ``problems`` lists the violations, as text."""
 
     counts: Counter[str]
     growth: list[Growth]
@@ -85,7 +89,7 @@ class LoraSoak:
         self._counts: Counter[str] = Counter()
 
     async def run(self) -> Result:
-        """Everything, from the adapters to the last look at what is left."""
+        """Run the whole soak, from creating the adapters to the leak checks at the end."""
         options = self._options
         contents, answers = await asyncio.to_thread(self._make)
         self._log(f"{len(contents)} contents, {len(answers.askable)} prompts; {answers.needed} tokens tell who answers")
@@ -177,7 +181,7 @@ class LoraSoak:
         traffic: Traffic,
         operators: list[Operator],
     ) -> None:
-        """So long, or until an operator has ended of its own. What it raises is raised."""
+        """Wait for the given time, or until an operator ends. Errors of an operator are raised."""
         end = said = time.monotonic()
         end += seconds
         while (now := time.monotonic()) < end:
@@ -192,7 +196,7 @@ class LoraSoak:
                 self._log(f"{watch.phase}: {dict(traffic.counts)}; {dict(changes)}")
 
     async def _idle(self, cluster: Cluster, watch: Watch) -> None:
-        """Wait until nothing is left of any request, and sample what is held then."""
+        """Wait until no request is left, then take a sample of the resource use."""
         try:
             async with asyncio.timeout(IDLE_TIMEOUT):
                 while any(s.num_running_reqs or s.num_waiting_reqs or s.kv_cache_usage for s in await cluster.stats()):
@@ -205,7 +209,10 @@ class LoraSoak:
         await watch.sample()
 
     async def _look(self, cluster: Cluster, when: str) -> list[dict[bytes, bool]]:
-        """Add what engines have counted, and compare what each says that it holds with what its workers do. What they hold."""
+        """Add the engines' counters, and check that each engine and its workers hold the same adapters.
+
+        Returns the adapters of each engine, with whether each is pinned.
+        """
         found = []
         for number, stats in enumerate(await cluster.stats()):
             self._counts += Counter(dict.fromkeys(COUNTERS, 0))
@@ -224,7 +231,7 @@ class LoraSoak:
         return found
 
     async def _pins_settle(self, cluster: Cluster, admin: Any) -> None:
-        """Engines must have pinned what names that are pinned mean, and nothing else, within two seconds of the last change."""
+        """Check that within two seconds the engines have pinned exactly the adapters of the pinned names."""
         loras = (await admin.ListLoras(admin_pb.ListLorasRequest())).loras
         wanted = {each.digest for each in loras if each.pinned}
         pinned: list[set[bytes]] = []

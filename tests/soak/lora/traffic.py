@@ -1,4 +1,4 @@
-"""Requests with names at random, and whether each answer came from what its name meant."""
+"""Requests with random adapter names, and checks that each answer came from the adapter that its name meant."""
 
 import asyncio
 import contextlib
@@ -44,8 +44,11 @@ class Asked:
 
 
 class Traffic:
-    """``async with Traffic(...)``: so many streams send requests while the block lasts. ``counts``: what became of them, errors
-    by reason. ``problems``: what must not be, in words.
+    """Sends requests on ``streams`` concurrent streams while its ``async with`` block runs.
+
+    Attributes:
+        counts: Number of requests by outcome; errors are counted by reason.
+        problems: Violations, as text.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Traffic:
             self._judge_tokens(asked)
 
     def _judge_tokens(self, asked: Asked) -> None:
-        """They must be what one of those contents answers that the name meant before the first token came."""
+        """Check that the tokens match an adapter that the name could mean between the start and the first token."""
         may = {BASE} if not asked.name else self._names.possible(asked.name, asked.began, asked.first) - {None}
         if any(
             begins_alike(self._answers.of(number, asked.prompt), asked.tokens) for number in may if number is not None
