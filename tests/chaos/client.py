@@ -1,4 +1,4 @@
-"""Sends requests over gRPC and HTTP, to whichever frontend takes them, and writes down what comes."""
+"""Client that sends requests over gRPC and HTTP to any frontend that accepts them, and records the answers."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ from tests.chaos.requests import Request
 
 RETRY_AFTER = 0.2
 REFUSALS = ("UNAVAILABLE", "CANCELLED")
-"""What a frontend says that does not take a request. gRPC itself cancels calls that reach a server just as it closes."""
+"""Codes of refusals by a frontend. gRPC itself cancels calls that reach a server while it closes."""
 REFUSED_WITHIN = 25.0
-"""A refusal comes at once, or in seconds on a busy machine. What takes longer waited in vain for an engine, 30 s, and failed."""
+"""Maximum seconds until a refusal, on a busy machine. A failure after more time had waited 30 s for an engine."""
 _NOT_WRITTEN = "Internal error from Core"
-"""What gRPC's client says when a call was over, by its deadline or by its server, before the request was written."""
+"""Message of gRPC's client when a call ends, by its deadline or its server, before the request is written."""
 _CLOCKS_DIFFER = 0.02
 STATUS = {
     400: "INVALID_ARGUMENT",
@@ -63,7 +63,8 @@ class _Frontend:
 class Client:
     """A client of one or more frontends, which it takes in turn.
 
-    A request that a frontend refuses before its first output goes to the next one, ``retries`` times at most, as a service's
+    A request that a frontend refuses before its first output goes to the next one, ``retries`` times at most, as a
+    service's
     load balancer and a retry policy have it. ``on_tokens`` hears of every token as it arrives.
     """
 
@@ -219,9 +220,11 @@ async def send_all(
     *,
     on_end: Callable[[int, int, Outcome], object] = lambda stream, number, outcome: None,
 ) -> list[list[Outcome]]:
-    """Each of ``load`` is one stream's requests, sent one after the other; the streams run at once.
+    """Send the requests of all streams. The streams run concurrently; each sends its requests one after the other.
 
-    ``on_end`` hears of every request that ends: which stream, and which of its requests.
+    Args:
+        load: Requests of each stream.
+        on_end: Called at the end of each request, with the stream's number and the request's number.
     """
 
     async def send(stream: int, requests: Sequence[Request]) -> list[Outcome]:

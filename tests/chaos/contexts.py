@@ -1,5 +1,5 @@
-"""Requests with long prompts that begin like those of others, as text and as vectors, and what clients ask behind them. Their
-outputs are the same each time they are sent.
+"""Requests with long common prefixes, as text and as embeddings, and their follow-up requests. Outputs are
+deterministic.
 """
 
 import random
@@ -21,7 +21,7 @@ SENTENCES = (24, 60)
 
 
 class PromptVectors:
-    """Prompts as what the embedding layer of a checkpoint gives for their tokens."""
+    """Converts prompts into embeddings with the embedding layer of a checkpoint."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -43,7 +43,7 @@ def context(number: int) -> str:
 
 
 def question(number: int) -> str:
-    """What a prompt has behind its context."""
+    """Return the part of a prompt after its context."""
     return f"Now the {ANIMALS[number % 8]} went {PLACES[number // 8 % 5]} and said:"
 
 
@@ -54,7 +54,10 @@ def context_ones(vectors: PromptVectors, count: int, tokens: int) -> list[Reques
 
 
 def _shapes(vectors: PromptVectors) -> list[Callable[[int, int], Request]]:
-    """What is made of a number and a length. Vectors of several sequences go in chunks, those of one in shared memory."""
+    """Return functions that create a request from a number and a length.
+
+    Embeddings of several sequences are sent in chunks. Embeddings of one sequence are sent in shared memory.
+    """
     return [
         lambda i, t: _generate("long, greedy", i, t, temperature=0.0),
         lambda i, t: _generate("long, sampled", i, t),
@@ -109,8 +112,8 @@ def _mixed(kind: str, number: int, tokens: int, tensor: Tensor) -> Request:
 
 
 def next_turn(request: Request, outcome: Outcome, tokens: int) -> Request | None:
-    """What the client asks next: all of the prompt, of the answer ``outcome``, and something more. None where a request has no
-    text, or several answers.
+    """Return the follow-up request: the prompt, the answer ``outcome``, and more text. None if the request has no text
+    or several answers.
     """
     message = request.message
     if not request.kind.startswith("long") or len(outcome.outputs) != 1:

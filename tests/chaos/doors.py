@@ -1,4 +1,4 @@
-"""Where clients reach frontends: an address each, which takes no new connections while its frontend is told to stop."""
+"""Proxies in front of frontends, one address each. A proxy refuses new connections while its frontend shuts down."""
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ class Doors:
 
     @contextlib.asynccontextmanager
     async def closed(self, service: Service) -> AsyncIterator[None]:
-        """Connections to the service that are open go on, and there are no new ones. What has no doors stays as it is."""
+        """Refuse new connections to the service and keep open ones. Services without a proxy are not affected."""
         doors = self._doors.get(id(service), ())
         for door in doors:
             door.refuse()

@@ -11,8 +11,8 @@ from tests.chaos.summary import Pair, Summary, summarize
 
 
 async def catalogue(client: Client, requests: Sequence[Request], *, streams: int) -> list[tuple[Request, Outcome]]:
-    """The requests with what comes of them undisturbed, from the second time on which they are sent: the first one compiles
-    their constraints.
+    """Return the requests with their outcomes without faults. They are sent twice, and the second outcome counts: the
+    first compiles the grammars.
     """
     load = [requests[stream::streams] for stream in range(streams)]
     await send_all(client, load)
@@ -21,9 +21,10 @@ async def catalogue(client: Client, requests: Sequence[Request], *, streams: int
 
 
 class Flow:
-    """``async with Flow(...) as flow``: the streams run inside; at the end each finishes the request it is at.
+    """Runs its streams while its block runs: ``async with Flow(...) as flow``. At the end, each stream finishes its
+    current request.
 
-    ``pairs``: what has ended, with what was expected.
+    ``pairs`` has the requests that have ended, with their expected outcomes.
     """
 
     def __init__(self, client: Client, known: Sequence[tuple[Request, Outcome]], *, streams: int) -> None:
@@ -42,11 +43,11 @@ class Flow:
 
     @property
     def summary(self) -> Summary:
-        """Of what has ended."""
+        """Return the summary of the requests that have ended."""
         return summarize(self.pairs, streams=self._streams, finished=self._streams - len(self._failed))
 
     async def next_requests(self, count: int) -> None:
-        """Wait until so many more have ended."""
+        """Wait until ``count`` more requests have ended."""
         target = len(self.pairs) + count
         while len(self.pairs) < target:
             await asyncio.sleep(0.02)

@@ -72,7 +72,8 @@ async def undisturbed(cluster: Cluster, load: Sequence[Sequence[Request]]) -> Ru
 class Killer:
     """Kills ``count`` engines, one at a time: the next one when the load has come as much further and all of them serve again.
 
-    The moments are shares of the load's tokens, so that they come at the same points of it on slow and on fast machines.
+    The moments are shares of the load's tokens, so that they come at the same points of it on slow and on fast
+    machines.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ async def with_kills(
     def ended(stream: int, number: int, outcome: Outcome) -> None:
         killer.on_tokens(
             max(0, expected.outcomes[stream][number].num_tokens - outcome.num_tokens)
-        )  # of those that failed
+        )  # tokens that failed requests lack
 
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(*map(address, cluster.frontends), on_tokens=killer.on_tokens))

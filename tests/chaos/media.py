@@ -17,7 +17,7 @@ from tests.chaos.requests import Request, Way
 from tests.fakes.multimodal_models import AUDIO_FAMILIES, make_image, make_sound
 
 DIFFERENT = 24
-"""Items of a modality that there are: what requests have comes again in others."""
+"""Number of different items of a modality. Requests share items, so media are processed repeatedly."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 BROKEN = Media(modality="image", data=b"\x89PNG\r\n\x1a\n and nothing behind it")
 BROKEN_SOUND = Media(modality="audio", data=b"RIFF\x04\0\0\0WAVEand nothing behind it")
@@ -63,7 +63,7 @@ def media_ones(family: str, count: int, tokens: int) -> list[Request]:
 
 
 def _shapes(name: str, item: Callable[[int], Media], broken: Media) -> list[Callable[[int, int], Request]]:
-    """What is made of a number and a length."""
+    """Return functions that create a request from a number and a length."""
     return [
         lambda i, t: _generate(f"{name}, greedy", i, t, [item(i)], temperature=0.0),
         lambda i, t: _chat(f"{name}, chat", i, t, [item(i)]),
@@ -124,7 +124,10 @@ def _content(item: Media) -> dict[str, Any]:
 
 
 def salted(request: Request, salt: str) -> Request:
-    """The same with a salt of its own, unless that is empty: nobody has had its prefix or media, and the answer is the same."""
+    """Return the same request with a cache salt, so that no cache has its prefix or media. The answer does not change.
+
+    If ``salt`` is empty, returns the request itself.
+    """
     if not salt:
         return request
     if isinstance(request.message, dict):

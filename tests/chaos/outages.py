@@ -19,7 +19,7 @@ from tests.fakes.systems.cluster import Cluster
 
 Log = Callable[[str], object]
 Known = Sequence[tuple[Request, Outcome]]
-"""Requests and what comes of them undisturbed."""
+"""Requests with their outcomes without faults."""
 RETRIES = 20
 FREED_TIMEOUT = 60.0
 
@@ -87,7 +87,8 @@ async def frontend_killed(
 ) -> FrontendKilled:
     """The first of two frontends killed, each with half of the streams, and started again at the end.
 
-    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that is a
+    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that
+        is a
     machine that has lost its power: no connection is closed, nothing answers.
     """
     victim, survivor = cluster.frontends

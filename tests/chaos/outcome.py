@@ -1,4 +1,4 @@
-"""What a client saw of a request, and how that differs from what it should have seen."""
+"""Outcome of a request as its client saw it, and its differences from the expected outcome."""
 
 import bisect
 import itertools
@@ -26,8 +26,10 @@ class Output(msgspec.Struct):
     """When its messages came, monotonic seconds."""
 
     def wait_across(self, moment: float) -> float:
-        """Seconds of the longest wait for a message that ``moment``, or the half second behind it, falls into: what was on its
-        way still arrives. 0 without messages on both sides.
+        """Return the longest wait for a message that overlaps ``moment`` or the half second after it, in seconds.
+
+        Messages in flight at ``moment`` still arrive in that half second. Returns 0 if there are no messages on both
+        sides.
         """
         if not self.arrivals or moment < self.arrivals[0]:
             return 0.0
@@ -39,7 +41,8 @@ class Output(msgspec.Struct):
 class Outcome(msgspec.Struct):
     """A request from the client's side. ``error``: the status it failed with. Times are in seconds.
 
-    ``first``: to the first message. ``largest_gap``: between two messages of a sequence, or before the first. ``refusals``: of
+    ``first``: to the first message. ``largest_gap``: between two messages of a sequence, or before the first.
+        ``refusals``: of
     frontends that did not take it, before one did.
     """
 
@@ -75,8 +78,13 @@ class Outcome(msgspec.Struct):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Of an outcome to what was expected. ``failed``: the status instead of the expected end. ``duplicated`` and ``lost``:
-    tokens that came twice, and that never came. ``differing``: what else is not the same, in words.
+    """Difference between an outcome and the expected outcome.
+
+    Attributes:
+        failed: The status of a request that should not have failed.
+        duplicated: Number of tokens that came twice.
+        lost: Number of tokens that never came.
+        differing: Other differences, as text.
     """
 
     failed: str = ""
@@ -89,7 +97,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(expected: Outcome, got: Outcome) -> Difference:
-    """What is wrong with ``got``; nothing of ``Difference`` is set when they are the same."""
+    """Return the errors in ``got``. If the outcomes are equal, no field of the result is set."""
     if got.error and got.error != expected.error:
         return Difference(failed=got.error)
     if expected.error or expected.outputs.keys() != got.outputs.keys():

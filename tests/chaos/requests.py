@@ -16,7 +16,9 @@ ANIMALS = ("fox", "bear", "bird", "cat", "dog", "frog", "duck", "mouse")
 PLACES = ("by the river", "in a small house", "on a hill", "near the lake", "in the old town")
 NAMES = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 30}, "minItems": 200}
 STOPS = ("the king said that the zebra", "and then there were seven hundred", ". The end of all")
-"""What stories begin to say often and never do: text is withheld again and again."""
+"""Stop strings whose beginnings are common in stories, but which never occur whole. They cause text to be withheld
+often.
+"""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -150,7 +152,7 @@ REFUSED: tuple[Callable[[int], Request], ...] = (
     lambda i: completion("refused: HTTP", i, temperature="warm"),
     lambda i: chat_completion("refused: HTTP format", i, response_format={"type": "xml"}),
 )
-"""Those whose answer is an error."""
+"""Requests that are answered with an error."""
 
 
 def short_ones(count: int, tokens: int) -> list[Request]:

@@ -1,4 +1,4 @@
-"""What a disturbed run did to its streams, in numbers and as a table."""
+"""Effect of faults on the streams of a run, as numbers and as a table."""
 
 import statistics
 from collections import Counter
@@ -16,7 +16,7 @@ Outcomes = Sequence[Sequence[Outcome]]
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A request with what came of it undisturbed, and otherwise."""
+    """A request with its outcomes without and with faults."""
 
     request: Request
     expected: Outcome
@@ -24,13 +24,20 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a run against the same ones undisturbed.
+    """Comparison of a run's requests with the same requests without faults. Times are in seconds; quantiles are over
+    requests.
 
-    ``streams`` of which ``finished`` had every request answered in full; of their ``requests``, ``refused`` were sent again as a
-    frontend did not take them, ``failed`` ended with an error, ``duplicated`` and ``lost`` had tokens twice or never, and
-    ``differing`` anything else that is not the same: tokens, text, log-probabilities, finish reason, usage. Times are in seconds,
-    quantiles over the requests: ``extra`` is what a request took longer, ``gap`` its longest wait for a message, of those that
-    come in more than one.
+    Attributes:
+        streams: Number of streams.
+        finished: Streams whose requests were all answered in full.
+        requests: Number of requests.
+        refused: Requests that were sent again because a frontend did not accept them.
+        failed: Requests that ended with an error.
+        duplicated: Requests that received a token twice.
+        lost: Requests that lacked a token.
+        differing: Requests with other differences: tokens, text, log-probabilities, finish reason or usage.
+        extra: Additional time of a request.
+        gap: Longest wait for a message, of requests with more than one message.
     """
 
     streams: int
@@ -53,7 +60,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def harmed(self) -> int:
-        """Requests that are not what they are undisturbed."""
+        """Number of requests whose outcomes differ from those without faults."""
         return self.failed + self.duplicated + self.lost + self.differing
 
 

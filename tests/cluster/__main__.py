@@ -51,7 +51,9 @@ def execute(command: list[str], minor: str) -> None:
 
 
 def test(minor: str, clusters: int, arguments: list[str]) -> int:
-    """Run the tests in namespaces of their own, with a cluster of theirs, or files of them beside each other with one each."""
+    """Run the tests in namespaces with a cluster. With several clusters, test files run in parallel with a cluster
+    each.
+    """
     enter("tests.cluster", sys.argv[1:])
     os.environ["PENSTOCK_CLUSTER_MINOR"] = minor
     beside = ["--dist", "loadfile", "--tx", f"{clusters}*popen//python={shlex.join(UNSHARE)} {sys.executable}"]

@@ -17,7 +17,7 @@ HELMS = {"3": Path(".venv/bin/helm").absolute(), "4": ROOT / "bin" / "helm-4" / 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip these tests, with the reason, where there can be no cluster. pytest asks with those of other folders, too."""
+    """Skip these tests, with the reason, if no cluster can run. pytest also passes the tests of other folders."""
     if reason := why_not():
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent):
@@ -39,7 +39,7 @@ def cluster(worker_id: str) -> Iterator[Cluster]:
 
 @pytest.fixture(params=sorted(HELMS))
 def helm(request: pytest.FixtureRequest) -> str:
-    """Each helm that people install with."""
+    """Return the path of a helm version that users install with."""
     return str(HELMS[request.param])
 
 

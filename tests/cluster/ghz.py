@@ -11,9 +11,10 @@ METHOD = "penstock.inference.v1.InferenceService.Generate"
 
 
 class Ghz:
-    """One stream after the other on one connection to ``address``, from :meth:`start` to :meth:`stop`.
+    """Sends one stream after the other on one connection to ``address``, from :meth:`start` to :meth:`stop`.
 
-    It finds the method by reflection. What a call answered it does not tell: ``wrong`` has the ends that were none, in words.
+    ghz finds the method by reflection. It does not report the answers of calls. ``wrong`` lists the calls that failed,
+    as text.
     """
 
     def __init__(self, address: str, *, text: str, max_tokens: int) -> None:
@@ -26,14 +27,14 @@ class Ghz:
     async def start(self) -> None:
         """Begin to call."""
         flags = ["--insecure", "--call", METHOD, "--data", json.dumps(self._request), "--concurrency", "1"]
-        # It calls until it is told to stop, and then waits for the call that runs.
+        # ghz calls until it gets a signal, and then waits for the current call.
         flags += ["--duration", "1h", "--duration-stop", "wait", "--timeout", "300s", "--format", "json"]
         self._process = await asyncio.create_subprocess_exec(
             built("ghz", "ghz"), *flags, self._address, stdout=PIPE, stderr=PIPE
         )
 
     async def stop(self) -> None:
-        """End the last call and count. AssertionError when it ended before, with what it said."""
+        """End the last call and count the calls. Raises AssertionError with ghz's output if it ended before."""
         if self._process is None:
             return
         ended = self._process.returncode is not None

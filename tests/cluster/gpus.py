@@ -1,7 +1,7 @@
-"""A device plugin whose GPUs do not exist: ``python -m tests.cluster.gpus nvidia.com/gpu=4``, run on a node.
+"""Device plugin with GPUs that do not exist: ``python -m tests.cluster.gpus nvidia.com/gpu=4``, run on a node.
 
-It speaks the kubelet's own contract, ``deviceplugin/v1beta1``, whose stubs are made from the module it is published in. What a
-container gets is only an environment variable with the names of its devices.
+The plugin speaks the kubelet's protocol, ``deviceplugin/v1beta1``, with stubs generated from the module in which it is
+published. A container gets only an environment variable with the names of its devices.
 """
 
 import importlib
@@ -60,14 +60,16 @@ def plugin(pb: Any, rpc: Any, ids: list[str], over: threading.Event) -> Any:
 
 
 class Offer:
-    """Devices of a resource, told to the kubelet anew whenever that has started: it then clears the folder of sockets."""
+    """Devices of a resource. They are registered again after each start of the kubelet, because it then clears the
+    folder of sockets.
+    """
 
     def __init__(self, pb: Any, rpc: Any, argument: str, over: threading.Event) -> None:
         """``argument``: ``RESOURCE=COUNT``."""
         self._resource, _, self._count = argument.partition("=")
         self._name = self._resource.replace("/", "-")
         self._pb, self._rpc, self._over = pb, rpc, over
-        self._server: Any = None  # one that nobody holds is stopped
+        self._server: Any = None  # gRPC stops a server without a reference
 
     def tell(self) -> None:
         """Serve, and register, unless that has been done and holds."""
@@ -88,7 +90,7 @@ class Offer:
 
 
 def main() -> None:
-    """Offer what the command line names."""
+    """Offer the resources on the command line."""
     over = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: over.set())

@@ -1,4 +1,4 @@
-"""Clients as people have them, in front of a release: what each of their calls answered, against an undisturbed one."""
+"""Load from typical clients on a release. Each call's answer is compared with the answer without disruptions."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ CALL_SECONDS = 300.0
 
 
 class Answer(msgspec.Struct):
-    """Of one call. ``error``: what the client raised, in words; empty when the stream came to its end."""
+    """Answer of one call. ``error`` is the client's error as text; empty when the stream was complete."""
 
     client: str
     prompt: str
@@ -47,7 +47,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def seed(prompt: str) -> int:
-    """What makes its tokens the same each time."""
+    """Return the seed that makes the tokens of a prompt the same each time."""
     return PROMPTS.index(prompt) + 1
 
 
@@ -116,7 +116,7 @@ class Clients:
         await asyncio.gather(self._plain.close(), self._published.close(), self._openai.close())
 
     async def send(self, kind: str, prompt: str, max_tokens: int) -> Answer:
-        """One call of the client of that kind. What it raises is the answer's error."""
+        """Send one call with the client of that kind. Its exception becomes the answer's error."""
         answer = Answer(client=kind, prompt=prompt, began=time.monotonic())
         try:
             await self.kinds[kind](answer, max_tokens)
@@ -129,10 +129,14 @@ class Clients:
 
 
 class Load:
-    """``async with Load(clients, known, streams=16) as load``: every kind of client has that many streams, which call one
-    after the other while the block lasts and finish what they are at; ghz has one.
+    """Sends calls while its block runs: ``async with Load(clients, known, streams=16) as load``.
 
-    ``known``: what each prompt answers undisturbed. ``streams`` can be changed by :meth:`resize`. ``kinds``: not all of them.
+    Every kind of client has ``streams`` streams, which send one call after the other. At the end each stream finishes
+    its current call. ghz has one stream. ``resize`` changes the number of streams.
+
+    Args:
+        known: Answer of each prompt without disruptions.
+        kinds: Kinds of clients to use; all if empty.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class Load:
             await self._ghz.stop()
 
     def resize(self, streams: int) -> None:
-        """So many streams of each kind from now on; what is over that ends with its call."""
+        """Change the number of streams of each kind. Surplus streams end after their current call."""
         self._wanted = streams
         have = Counter(task.get_name() for task in self._tasks)
         for kind in self._kinds:
@@ -180,7 +184,7 @@ class Load:
 
     @property
     def wrong(self) -> list[str]:
-        """What differs from an undisturbed run, in words."""
+        """Differences from the run without disruptions, as text."""
         words = list(self._ghz.wrong) if self._ghz is not None else []
         for answer in self.answers:
             if answer.error:

@@ -1,4 +1,4 @@
-"""The namespaces that a test cluster lives in, and what it takes to have them."""
+"""Linux namespaces of a test cluster, and the requirements for them."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ NEEDED = {
 
 
 def missing() -> str:
-    """What keeps this machine from running a cluster; empty where nothing does."""
+    """Return the reason why this machine cannot run a cluster; empty if it can."""
     if not sys.platform.startswith("linux"):
         return "the test cluster needs Linux"
     if os.geteuid() != 0:

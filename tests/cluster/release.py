@@ -1,4 +1,4 @@
-"""A release of the chart: helm's commands, and what the cluster says of its pods."""
+"""A release of the chart: helm's commands, and the state of its pods in the cluster."""
 
 import json
 import re
@@ -20,7 +20,7 @@ CHART = Path(__file__).resolve().parents[2] / "charts" / "penstock"
 
 
 class HelmError(Exception):
-    """Helm refused; the message is what it printed."""
+    """Error of a helm command. The message is helm's output."""
 
 
 class Release:
@@ -59,7 +59,7 @@ class Release:
         self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
 
     def remove(self) -> None:
-        """Take away whatever is left, its namespace too, without waiting for what would still be served."""
+        """Remove the release's objects and its namespace, without waiting for running requests."""
         kubectl = self.cluster.kubectl
         self.helm("uninstall", self.name, "--ignore-not-found", "--no-hooks")
         kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--wait=false")
@@ -72,7 +72,7 @@ class Release:
         return self.cluster.kubectl("--namespace", self.namespace, *arguments)
 
     def objects(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """What there is of a kind, of this release."""
+        """Return the release's objects of a kind."""
         labels = ",".join(filter(None, [f"app.kubernetes.io/instance={self.name}", selector]))
         items: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "--selector", labels, "-o", "json"))["items"]
         return items
@@ -108,7 +108,7 @@ class Release:
         return Target(service=address, headless=f"{service}-headless.{self.namespace}.svc.cluster.local", model=model)
 
     def describe(self) -> str:
-        """What a person would look at when it does not get ready."""
+        """Return pods, warnings and logs, for the error message when the release does not become ready."""
         try:
             warnings = self.kubectl("get", "events", "--field-selector=type=Warning")
             return "\n".join([self.kubectl("get", "pods", "-o", "wide"), warnings, *self._ends()])

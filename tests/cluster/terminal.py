@@ -30,7 +30,7 @@ class Terminal:
         self._beside.close()
 
     def forward(self, command: str) -> None:
-        """A ``kubectl port-forward`` that goes on beside the rest until the end."""
+        """Run a ``kubectl port-forward`` in the background until the end."""
         forwarding = subprocess.Popen(command.split(), env=self._environment, stdout=subprocess.PIPE, text=True)
         self._beside.enter_context(forwarding)
         self._beside.callback(forwarding.terminate)

@@ -71,7 +71,7 @@ async def rise_and_fall(release: Release, plot: str) -> None:
                 async with Load(clients, known, streams=MANY, max_tokens=MAX_TOKENS) as load:
                     watch.streams, risen = 3 * MANY, watch.now
                     await until("four engines", lambda: watch.samples[-1].ready == 4)
-                    await asyncio.sleep(30)  # full slots, and nobody waits: nothing is taken away
+                    await asyncio.sleep(30)  # all slots are in use and no request waits: no engine is removed
                     assert set(watch.changes(risen)[-1:]) == {4}
                     load.resize(FEW)
                     watch.streams, fallen = 3 * FEW, watch.now

@@ -57,7 +57,9 @@ class Callers:
             )
 
     async def stop(self) -> dict[str, tuple[int, int, str]]:
-        """Calls, failed ones and what was said of them, by language."""
+        """Stop the clients. Returns, by language, the number of calls, the number of failed calls and their error
+        output.
+        """
         for process in self._running.values():
             process.send_signal(signal.SIGINT)
         ends = await asyncio.gather(*(process.communicate() for process in self._running.values()))

@@ -1,4 +1,4 @@
-"""What happens to nodes and pods while clients call: every call is answered, with the tokens of an undisturbed run."""
+"""Disruptions of nodes and pods under load: every call is answered, with the tokens of a run without disruptions."""
 
 import asyncio
 import functools
@@ -48,7 +48,7 @@ async def scene(new_release: NewRelease) -> Scene:
 
 
 def empty(cluster: Cluster, node: Node) -> None:
-    """``kubectl drain``, as those who upgrade nodes call it."""
+    """Run ``kubectl drain`` with the flags that are usual for node upgrades."""
     cluster.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s")
 
 
@@ -100,7 +100,7 @@ async def test_a_log_level_is_read_anew_by_the_pods_there_are(scene: Scene) -> N
 
 
 def pod_ids(release: Release) -> set[str]:
-    """The pods there are, by what no other pod ever has."""
+    """Return the unique ids of the release's pods."""
     return {pod["metadata"]["uid"] for component in COMPONENTS for pod in release.pods(component)}
 
 
@@ -126,7 +126,7 @@ async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> 
 
 
 async def test_two_nodes_are_drained_at_once(scene: Scene, cluster: Cluster) -> None:
-    """What runs on them is moved to the only other one by what the disruption budgets allow at a time."""
+    """Their pods move to the remaining node, as many at a time as the disruption budgets allow."""
     first, second, kept = (node for node in cluster.nodes if node.number != GPU_NODE)
     release = scene.release
     unready: list[int] = []

@@ -1,4 +1,4 @@
-"""Engines on nodes with GPUs, which a device plugin offers and nobody else may use."""
+"""Engines on nodes with GPUs, which a device plugin offers and which are reserved for engines."""
 
 import json
 import re

@@ -14,13 +14,15 @@ LEFT_BY_KUBERNETES = {"kube-root-ca.crt", "default"}
 
 
 def commands(notes: str) -> list[str]:
-    """What the notes tell people to type, in order."""
+    """Return the commands in the notes, in order."""
     whole = notes.replace("\\\n", " ")
     return [line.strip() for line in whole.splitlines() if re.match("  (kubectl|helm|penstock|grpcurl|curl) ", line)]
 
 
 def follow(notes: str, release: Release) -> None:
-    """Type it as it is printed, what is for another terminal beside the rest. AssertionError with what a command said."""
+    """Run the commands as printed; commands for another terminal run in the background. Raises AssertionError with a
+    command's output.
+    """
     typed = commands(notes)
     assert [line.split()[0] for line in typed[-6:-3]] == ["penstock", "grpcurl", "curl"]
     with Terminal(release) as terminal:

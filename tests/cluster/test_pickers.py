@@ -117,7 +117,7 @@ def share(release: Release, pool: str) -> None:
 
 
 def told(address: str, metric: str) -> float:
-    """What the picker says of its pool."""
+    """Return the value of the picker's metric for its pool."""
     with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(metric + "{"))

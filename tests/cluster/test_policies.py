@@ -1,4 +1,4 @@
-"""Who reaches whom, tried on every port that something listens on: what the policies allow, and nothing else."""
+"""Network policies, tested on every listening port: pods reach exactly the ports that the policies allow."""
 
 import asyncio
 import itertools
@@ -56,11 +56,11 @@ asyncio.run(main())
 """
 
 Reached = set[tuple[str, int]]
-"""What one pod gets a connection to: component and port."""
+"""Ports that a pod can connect to, as pairs of component and port."""
 
 
 def why_not() -> str:
-    """What this machine lacks for the enforcement of policies; empty if nothing."""
+    """Return the reason why this machine cannot enforce policies; empty if it can."""
     if not (PROGRAMS / "kube-router" / "kube-router").exists():
         return "kube-router is not built: make cluster-tools"
     lacking = [package for package in ("iptables", "ipset") if shutil.which(package) is None]
@@ -76,7 +76,7 @@ def namespace_of(name: str) -> dict[str, Any]:
 
 
 def guarded(*clients: dict[str, Any]) -> dict[str, Any]:
-    """One pod of each kind, with policies. ``clients``: who may call."""
+    """Return values with one pod of each kind, and policies that allow calls from ``clients``."""
     own = {
         "frontend": {"replicas": 1},
         "enginecore": {"replicas": 1},
@@ -109,7 +109,7 @@ def name_of(release: Release, component: str) -> str:
 
 
 class Guarded:
-    """A release with policies, another one without beside it, and the pods of others."""
+    """A release with policies, another release without them in the same namespace, and pods that belong to neither."""
 
     namespaces = (CLIENTS, MONITORING, ELSEWHERE)
 
@@ -126,7 +126,9 @@ class Guarded:
             self.targets += [(component, address, port) for port in ports]
 
     def add_others(self) -> None:
-        """A pod on each of two nodes in the release's namespace, in that of clients, in that of monitoring and in another one."""
+        """Add a pod on each of two nodes, in each of four namespaces: the release's, the clients', monitoring, and
+        another one.
+        """
         objects = [
             *({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": each}} for each in self.namespaces),
             *(
@@ -170,7 +172,7 @@ class Guarded:
         return [word for word in words if word]
 
     def allowed(self) -> dict[tuple[str, str], Reached]:
-        """The arrows of the architecture: namespace and name of a pod → what it may reach."""
+        """Return the connections of the architecture: namespace and name of a pod → the ports that it may reach."""
         here = self.release.namespace
         # No policy keeps a pod from itself.
         own = {each: {(name, port) for name, port in self.everything if name == each} for each in COMPONENTS}
@@ -193,7 +195,7 @@ class Guarded:
 
 @pytest.fixture
 def scene(new_release: NewRelease) -> Iterator[Guarded]:
-    """Everybody is there, and nobody keeps to the policies yet."""
+    """Yield a running scene with all pods. No policy is enforced yet."""
     release = new_release()
     # The tests' own clients are beside the control plane.
     release.install(guarded(namespace_of(CLIENTS), {"ipBlock": {"cidr": f"{CONTROL_PLANE}/32"}}))

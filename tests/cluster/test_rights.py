@@ -17,7 +17,7 @@ EVERYBODYS = {
     *(("create", name) for name in ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")),
     *((verb, "clustertrustbundles") for verb in ("get", "list", "watch")),
 }
-"""What any account may: ask what it may, and whom the cluster trusts."""
+"""Rights of every account: to ask for its own rights, and to read the certificate authorities of the cluster."""
 
 
 def scaled(**coordinator: object) -> dict[str, object]:
@@ -94,7 +94,7 @@ def test_without_autoscaling_it_has_no_account(new_release: NewRelease) -> None:
 
 @pytest.fixture(scope="module")
 def watched(cluster: Cluster) -> Iterator[Release]:
-    """One release for all patches: none of them changes anything that another one looks at."""
+    """Yield one release for all patches. The patches do not affect each other."""
     release = Release(cluster, str(HELMS["3"]), "demo", "patches")
     release.install(merged(scaled(), {"frontend": {"replicas": 1}}))
     yield release

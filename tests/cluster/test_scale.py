@@ -1,4 +1,6 @@
-"""``penstock scale`` as docs/guides/kubernetes.md has it: the number of engines by hand, under load, and what refuses it."""
+"""``penstock scale`` as in docs/guides/kubernetes.md: setting the number of engines by hand under load, and its
+refusals.
+"""
 
 import asyncio
 import json

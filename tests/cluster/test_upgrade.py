@@ -26,7 +26,7 @@ ORDERS = [
     ("coordinator", "enginecore", "frontend"),
     ("frontend", "coordinator", "enginecore"),
 ]
-"""In which services are upgraded, so that each mixture of two releases comes up once."""
+"""Order in which services are upgraded. Each mixture of the two releases occurs once."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -45,7 +45,7 @@ def chart_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_before(chart: Path) -> dict[str, Any]:
-    """Its own profile for CPUs, with oracle engines."""
+    """Return the values of the chart's own profile for CPUs, with oracle engines."""
     profile = yaml.safe_load((chart / "profiles" / "cpu-demo-values.yaml").read_text())
     small = {"requests": {"cpu": "50m", "memory": "128Mi"}}
     own = {
@@ -100,7 +100,7 @@ async def test_each_mixture_of_versions_serves(
 
 
 def roll(release: Release, deployment: str) -> None:
-    """Let a Deployment that was held back go on, to the end."""
+    """Resume a paused Deployment and wait until its rollout is complete."""
     release.kubectl("rollout", "resume", deployment)
     release.kubectl("rollout", "status", deployment, "--timeout=180s")
 

@@ -1,4 +1,4 @@
-"""What an autoscaler does over time: load, wanted and ready engines, as numbers and as a plot."""
+"""Behavior of an autoscaler over time: load, desired and ready engines, as numbers and as a plot."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """``at``: seconds from the beginning. ``streams``: what the clients keep open."""
+    """A sample at ``at`` seconds from the beginning. ``streams`` is the number of streams that clients keep open."""
 
     at: float
     streams: int
@@ -34,9 +34,11 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """``with Watch(release, workload) as watch``: samples the engines' workload each second.
+    """Samples the engines' workload each second: ``with Watch(release, workload) as watch``.
 
-    ``streams`` is set by whoever makes the load. ``dearer``: pods that were taken away while a cheaper one was ready, in words.
+    Attributes:
+        streams: Number of streams, set by the load generator.
+        dearer: Pods that were removed although a ready pod had a lower deletion cost, as text.
     """
 
     def __init__(self, release: Release, workload: str) -> None:
@@ -82,7 +84,7 @@ class Watch:
         }
 
     def _compare(self, engines: dict[str, Engine]) -> None:
-        """What has been taken away since the last look was the cheapest, by the costs of then or of now."""
+        """Check that the removed pods had the lowest deletion costs, by the costs before or after the removal."""
         before, self._engines = self._engines, engines
         there = before.keys() & engines.keys()
         taken = [name for name in there if engines[name].leaving and not before[name].leaving]

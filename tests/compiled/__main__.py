@@ -1,4 +1,6 @@
-"""``make kernels-report``: what each tuned configuration uses, as a table. ``--gate``: of the usual ones, failing for a fault."""
+"""Table of the resources of each tuned kernel configuration: ``make kernels-report``. ``--gate`` checks the common ones
+and fails on faults.
+"""
 
 import argparse
 import sys

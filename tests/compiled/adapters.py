@@ -23,14 +23,14 @@ _ALIGNED = frozenset({
 
 
 def kernels() -> Iterator[Kernel]:
-    """Both, for the products of a layer, in the dtypes of models."""
+    """Yield both kernels for the products of a layer, in the dtypes of models."""
     for dtype in ("bf16", "fp16", "fp32"):
         for name, shape in SHAPES.items():
             yield from _both(name, shape, dtype)
 
 
 def gate() -> Iterator[Kernel]:
-    """Those of one product."""
+    """Yield the kernels of one product."""
     return _both("down", SHAPES["down"], "bf16")
 
 

@@ -1,4 +1,4 @@
-"""Each tuned configuration of attention, as engines launch it."""
+"""Tuned configurations of attention, as engines launch them."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,8 @@ ALIGNED = frozenset(
         "value_stride",
     ]
 )
-"""What the launcher checks, and what torch allocates; the stride of block tables is whatever it is."""
+"""Alignments that the launcher checks or that torch's allocator ensures. The stride of block tables may have any value.
+"""
 
 
 def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
@@ -53,7 +54,7 @@ def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
 
 
 def gate() -> Iterator[Kernel]:
-    """Those that most models use: few enough to compile each time tests run."""
+    """Yield the kernels that most models use. They are few enough to compile in each test run."""
     return (kernel for kernel in kernels() if kernel.constants["SIZE_V"] == 128)
 
 

@@ -33,7 +33,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def gate() -> Iterator[Kernel]:
-    """Those of decodes."""
+    """Yield the kernels of decode steps."""
     return (kernel for kernel in kernels() if kernel.constants["BLOCK_M"] == 16)
 
 

@@ -63,5 +63,5 @@ def _product(tiles: InvariantTiles, features: int, rows: int, *, transposed: boo
 
 
 def _instruction(block_n: int) -> str:
-    """That of tiles of any number of rows."""
+    """Return the instruction of tiles with any number of rows."""
     return f"wgmma.mma_async.sync.aligned.m64n{block_n}k16"

@@ -1,4 +1,4 @@
-"""A Triton kernel compiled for a GPU that need not be there, and what its machine code uses."""
+"""A Triton kernel compiled for a GPU that need not be present, and the resources of its machine code."""
 
 import os
 import re
@@ -22,7 +22,8 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """``arguments`` by name, perhaps more than the kernel has: a type for each (``*bf16``, ``*i32``, ``i32``, ``fp32``), None for
-    one that is left out. ``aligned``: those that the launcher promises to be multiples of 16, of pointers their addresses.
+    one that is left out. ``aligned``: those that the launcher promises to be multiples of 16, of pointers their
+    addresses.
     ``must_have``: instructions of PTX.
     """
 
@@ -50,7 +51,7 @@ class Usage:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with it, in words."""
+        """Faults of the machine code, as text."""
         found = [f"has no {instruction}" for instruction in self.missing]
         if self.stack or self.local:
             found.append(f"spills: {self.stack} bytes of stack, {self.local} of local memory")
@@ -60,7 +61,9 @@ class Usage:
 
 
 def compile_kernel(kernel: Kernel) -> Usage:
-    """What ``kernel`` uses on compute capability 9.0. RuntimeError where kernels are interpreted in this process."""
+    """Return the resources of ``kernel`` on compute capability 9.0. Raises RuntimeError if this process interprets
+    kernels.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1), and cannot be compiled")
     names = kernel.function.arg_names

@@ -24,7 +24,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def gate() -> Iterator[Kernel]:
-    """Those of most checkpoints."""
+    """Yield the kernels of most checkpoints."""
     return (kernel for kernel in kernels() if kernel.constants["WIDTH"] == 128)
 
 

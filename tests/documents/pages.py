@@ -1,4 +1,4 @@
-"""What the pages of the repository hold: fenced blocks, spans of code, links."""
+"""Contents of the repository's pages: fenced blocks, code spans, links."""
 
 import re
 import textwrap
@@ -55,7 +55,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def spans() -> list[Span]:
-    """The spans of code of all pages; the changelog's are left out, which also tells what no longer is."""
+    """Return the code spans of all pages except the changelog, which also names removed things."""
     return [span for page in PAGES if page.name != "CHANGELOG.md" for span in _spans(page)]
 
 

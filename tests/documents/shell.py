@@ -13,7 +13,7 @@ TRANSCRIPT = "console"
 
 
 class Command(NamedTuple):
-    """One command of a page. ``text``: as it stands there, its lines joined, without the remark behind it."""
+    """One command of a page. ``text`` is the command with its lines joined, without the comment after it."""
 
     page: str
     line: int
@@ -48,7 +48,7 @@ def commands() -> list[Command]:
 
 
 def _joined(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Lines that go on in the next (a backslash, an open loop, a pipe) as one command."""
+    """Join lines that continue on the next line (a backslash, an open loop, a pipe) into one command."""
     first, text = 0, ""
     for number, line in lines:
         bare = _without_remark(line)

@@ -14,7 +14,7 @@ RELEASE = Release(chart_version(), commit="")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip these tests, with the reason, where no image can be run. pytest asks with those of other folders, too."""
+    """Skip these tests, with the reason, if no image can run. pytest also passes the tests of other folders."""
     if reason := why_not():
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent):
@@ -53,6 +53,6 @@ def enginecore() -> Iterator[Image]:
 
 @pytest.fixture(params=["coordinator", "frontend", "enginecore"])
 def image(request: pytest.FixtureRequest) -> Image:
-    """Each of the project's images."""
+    """Return an image of the project."""
     found: Image = request.getfixturevalue(request.param)
     return found

@@ -18,7 +18,7 @@ from tests.fakes.patience import PATIENCE
 
 
 def why_not() -> str:
-    """What keeps this machine from running images; empty where nothing does."""
+    """Return the reason why this machine cannot run images; empty if it can."""
     return buildah.why_not() or ("" if shutil.which("runc") else "running images needs the package runc")
 
 
@@ -50,7 +50,7 @@ class Image:
 
     @property
     def programs(self) -> set[str]:
-        """What a shell in it would find."""
+        """Names of the programs on the image's PATH."""
         folders = [self.root / path.lstrip("/") for path in self.environment["PATH"].split(":")]
         return {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
 
@@ -108,7 +108,7 @@ class Running:
         return (self._bundle / "log").read_text(errors="backslashreplace")
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the container and return its exit code."""
         return self._process.wait(PATIENCE)
 
     def stop(self) -> int:

@@ -53,7 +53,7 @@ def coordinated(coordinator: Image) -> Iterator[str]:
 
 
 def generate(coordinator: str, engine: Image, frontend: Image, *flags: str) -> list[int]:
-    """What a system of these images answers; all of them end well."""
+    """Run a system of these images, check that all services end cleanly, and return the tokens of its answer."""
     port, http, own = free_port(), free_port(), free_port()
     engine_flags = [
         *listening(own),

@@ -1,4 +1,4 @@
-"""Each way in which a system goes wrong, and the alerts that must say so."""
+"""Faults of a system, and the alerts that each must cause."""
 
 import asyncio
 import contextlib

@@ -18,7 +18,7 @@ from tests.fakes.patience import PATIENCE
 PROGRAMS = Path(__file__).resolve().parents[2] / "build" / "cluster" / "bin"
 PACE = "1s"
 SHORTEST = 8
-"""Seconds: what a window needs for several scrapes on a busy machine."""
+"""Minimum window in seconds: time for several scrapes on a busy machine."""
 
 
 def program(name: str) -> Path:
@@ -31,7 +31,7 @@ def program(name: str) -> Path:
 
 
 def hurried(rules: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """The same rules for people who cannot wait: windows of minutes are of as many seconds, and alerts fire after three."""
+    """Return the same rules with short windows for tests: seconds replace minutes, and alerts fire after three seconds."""
 
     def window(found: re.Match[str]) -> str:
         minutes = int(found[1])
@@ -47,7 +47,9 @@ def hurried(rules: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[st
 
 
 class Prometheus:
-    """``async with Prometheus(targets, rules)``: ``targets`` are addresses (host:port) and the labels of their series."""
+    """A Prometheus server: ``async with Prometheus(targets, rules)``. ``targets`` maps addresses (host:port) to the
+    labels of their series.
+    """
 
     def __init__(self, targets: Mapping[str, Mapping[str, str]], rules: Mapping[str, list[dict[str, Any]]]) -> None:
         self._program = program("prometheus")
@@ -116,7 +118,7 @@ class Prometheus:
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     async def until_firing(self, names: set[str]) -> None:
-        """Wait until these alerts fire, at once or one after the other. Raises TimeoutError, with those that did not."""
+        """Wait until each of these alerts has fired. Raises TimeoutError with the alerts that did not."""
         seen: set[str] = set()
         try:
             async with asyncio.timeout(PATIENCE / 3):

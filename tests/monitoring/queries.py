@@ -14,10 +14,10 @@ from charts import lint
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE, RELEASE = "serving", "demo"
-"""Those that ``charts.lint.render`` renders for."""
+"""Namespace and release for which ``charts.lint.render`` renders."""
 VARIABLES = {"$namespace": NAMESPACE, "$release": RELEASE, "$pool": ".*", "$__rate_interval": "5m"}
 TARGET_LABELS = frozenset({"namespace", "pod", "release", "component", "pool"})
-"""What the PodMonitors label every series with."""
+"""Labels that the PodMonitors add to every series."""
 
 
 class Use(NamedTuple):
@@ -60,7 +60,7 @@ def of_dashboard() -> dict[str, str]:
 
 
 def of_pages() -> dict[str, str]:
-    """By page and number, those of docs/guides/observability.md that stand in blocks of their own."""
+    """Return the queries in code blocks of docs/guides/observability.md, by page and number."""
     page = (ROOT / "docs/guides/observability.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     lines = [

@@ -30,9 +30,12 @@ WAIT = 3
 LIMIT = 40
 """Requests that the frontend has at once."""
 THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5, "kvCacheUsage": 0.6}
-"""Seconds above what a busy machine needs without a fault. A request that is preempted leaves a quarter of these small caches."""
+"""Thresholds, in seconds or as a share, above the values of a busy machine without faults.
+
+A preempted request leaves a quarter of these small caches in use.
+"""
 RENEWED = 90
-"""Days that a certificate lasts which nobody needs to be told of."""
+"""Days of validity of a certificate that needs no alert."""
 
 
 class Engine(Service):
@@ -156,7 +159,7 @@ class System:
 
     @contextlib.asynccontextmanager
     async def asked(self, clients: int, **request: Any) -> AsyncIterator[None]:
-        """So many clients ask inside, each for the next answer when it has one, whatever it is."""
+        """Keep ``clients`` clients running inside the block. Each sends its next request after any answer."""
 
         async def client() -> None:
             while True:

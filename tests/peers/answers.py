@@ -1,12 +1,14 @@
-"""Two servers' answers to the same requests, field by field: what only one of them has, and what differs in kind.
+"""Comparison of two servers' answers to the same requests: fields that only one of them has, and fields of different
+kinds.
 
-Serve one model under the name ``m`` with both, and ask::
+Serve one model under the name ``m`` with both servers, and run:
 
     vllm serve examples/demo_model/penstock-tiny --served-model-name m --port 8100 --max-model-len 2048
     penstock serve examples/demo_model/penstock-tiny --served-model-name m --http-port 8000
     python -m tests.peers.answers --there http://127.0.0.1:8100 --here http://127.0.0.1:8000
 
-``--does`` embed, classify or score asks what models of that kind answer; ``python -m tests.peers.checkpoints`` writes some.
+With ``--does`` embed, classify or score, requests are for models of that kind; ``python -m tests.peers.checkpoints``
+writes some.
 """
 
 import argparse
@@ -33,7 +35,7 @@ console = Console(width=200)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What one server answered. ``body``: JSON, or text that is none; ``events``: of a stream."""
+    """Answer of one server. ``body`` is JSON, or text if it is not valid JSON. ``events`` are those of a stream."""
 
     status: int
     content_type: str
@@ -80,7 +82,7 @@ def ask(client: httpx.Client, case: Case) -> Answer:
 
 
 def compare(case: Case, there: Answer, here: Answer) -> Compared:
-    """How two answers differ. Where one refuses what the other does, that is all."""
+    """Compare two answers. If only one server refuses the request, the result is that difference alone."""
     fields = [there.fields, here.fields]
     if (there.status < 400) != (here.status < 400):
         fields = [{_STATUS: each[_STATUS]} for each in fields]
@@ -94,7 +96,7 @@ def compare(case: Case, there: Answer, here: Answer) -> Compared:
 
 
 def documents(there: Any, here: Any) -> list[Difference]:
-    """How two OpenAPI documents differ: routes, and the fields of the bodies of those that both have."""
+    """Compare two OpenAPI documents: their routes, and the body fields of the routes that both have."""
     found = differences({path: {"route"} for path in there["paths"]}, {path: {"route"} for path in here["paths"]})
     for path in sorted(there["paths"].keys() & here["paths"].keys()):
         fields = [{f"{path} {name}": {"field"} for name in _body_fields(each, path)} for each in (there, here)]
@@ -165,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--there", required=True, help="base URL of the other server, http://host:port")
     parser.add_argument("--here", required=True, help="base URL of this one")
-    parser.add_argument("--does", choices=get_args(Does), default="generate", help="what the model does")
+    parser.add_argument("--does", choices=get_args(Does), default="generate", help="task of the model")
     parser.add_argument("--only", default="", help="requests whose path and name contain this")
     parser.add_argument("--routes", action="store_true", help="compare /openapi.json, too")
     parser.add_argument("--json", type=Path, help="write all answers there, too")

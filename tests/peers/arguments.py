@@ -29,7 +29,7 @@ def section() -> str:
 
 
 def unnamed(names: list[str], text: str) -> list[str]:
-    """Those that stand nowhere in the text as code, by themselves or as ``mm_*``."""
+    """Return the names that the text does not contain as code, neither in full nor as a pattern such as ``mm_*``."""
     patterns = _NAME.findall(text)
     return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 

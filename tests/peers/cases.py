@@ -1,4 +1,4 @@
-"""The requests that both servers are sent, by what the model behind them does."""
+"""Requests that are sent to both servers, by the task of the model."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

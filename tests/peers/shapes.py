@@ -23,7 +23,7 @@ _CONTAINERS = {"object", "list"}
 
 
 class Difference(NamedTuple):
-    """A field, and what it is in either answer, "-" where there is none."""
+    """A field with its kind in each answer, "-" if the answer lacks the field."""
 
     field: str
     there: str
@@ -50,7 +50,9 @@ def kinds(value: Any, path: str = "") -> dict[str, set[str]]:
 
 
 def differences(there: Mapping[str, set[str]], here: Mapping[str, set[str]]) -> list[Difference]:
-    """The fields that differ, by name. What is below a field that only one of the two has filled is part of that difference."""
+    """Return the fields that differ, by name. If only one answer has a field, the fields below it are part of that
+    difference.
+    """
     found, one_sided = [], set[str]()
     for field in sorted(there.keys() | here.keys()):
         if one_sided.intersection(_parents(field)):
@@ -76,7 +78,7 @@ def events_of(lines: Iterable[str]) -> list[Event]:
 
 
 def sequence(events: Iterable[Event]) -> list[str]:
-    """What comes after what: a label for each event, once for those that follow one another."""
+    """Return the sequence of the events' labels, with repeated labels merged."""
     labels: list[str] = []
     for event in events:
         label = _label(event)
@@ -86,7 +88,7 @@ def sequence(events: Iterable[Event]) -> list[str]:
 
 
 def kinds_of_events(events: Iterable[Event]) -> dict[str, set[str]]:
-    """The fields of all events, of those with names below them."""
+    """Return the kinds of the fields of all events, with the event's name as prefix."""
     found: dict[str, set[str]] = {}
     for event in events:
         if isinstance(event.data, Mapping):

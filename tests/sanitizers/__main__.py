@@ -1,9 +1,10 @@
-"""``make sanitize``: what is compiled under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+"""Checks of the compiled code with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ``make sanitize``.
 
-Each sanitizer first has to report programs that are broken on purpose. Then ``threads.cpp`` hammers the thread pool under TSan,
-``shared.cpp`` what processes share memory by under all three, and the unit tests of both run on libraries with ASan and UBSan, of
-every instruction set that the processor has and of emulated matrix units. What a compiler lacks is skipped, with the reason. Ends
-with 1 when anything was reported, or nothing was where it had to be.
+Each sanitizer first has to report programs with deliberate errors. Then ``threads.cpp`` stresses the thread pool under
+TSan, and ``shared.cpp`` stresses the shared memory library under all three. The unit tests of both run with ASan and
+UBSan, for every instruction set of the processor and for emulated matrix units. Sanitizers that the compiler lacks are
+skipped, with the reason. The exit status is 1 if there was an unexpected report, or if a deliberate error was not
+reported.
 """
 
 import argparse
@@ -29,7 +30,7 @@ BUILD = ROOT / "build" / "sanitize"
 SOURCES = sorted((ENGINE / "csrc").glob("*.cpp"))
 EMULATION = ROOT / "tests" / "emulation"
 EMULATED = {"amx", "avx512_bf16"}
-"""Instruction sets whose kernels can be compiled with that folder's header."""
+"""Instruction sets whose kernels can be compiled with the emulation's header."""
 TESTS = (
     "native/test_kernels.py",
     "native/test_decoder.py",
@@ -57,7 +58,7 @@ BROKEN = {
         "unordered_exchange.cpp": "WARNING: ThreadSanitizer: data race",
     },
 }
-"""By what they are compiled with, programs and what is to be reported of them."""
+"""Programs and the reports that they must cause, by compiler flags."""
 NAMES = {MEMORY: "AddressSanitizer and UndefinedBehaviorSanitizer", THREADS: "ThreadSanitizer"}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python and torch keep memory until the end
@@ -80,7 +81,7 @@ HOOK = build_hook()
 
 
 def compile_with(flags: tuple[str, ...], sources: list[Path], to: Path) -> str | None:
-    """Compile; None, or what the compiler says against it."""
+    """Compile the sources. Returns None, or the compiler's error output."""
     to.parent.mkdir(parents=True, exist_ok=True)
     command = [HOOK._compiler(), *COMMON, *flags, *map(str, sources), "-o", str(to)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -97,7 +98,7 @@ def run(command: list[str], extra: Mapping[str, str] | None = None) -> subproces
 
 
 def lacking(flags: tuple[str, ...]) -> str | None:
-    """Why the compiler has no such sanitizer; None when it has."""
+    """Return the reason why the compiler lacks the sanitizer; None if it has it."""
     empty = BUILD / "empty.cpp"
     empty.parent.mkdir(parents=True, exist_ok=True)
     empty.write_text("int main() {}\n")
@@ -110,7 +111,7 @@ def can_fail(flags: tuple[str, ...]) -> bool:
 
 
 def is_reported(source: str, flags: tuple[str, ...], report: str) -> bool:
-    """Whether the sanitizers find what is wrong with a program."""
+    """Return whether the sanitizers report the program's error."""
     program = BUILD / source.removesuffix(".cpp")
     if words := compile_with((*flags, *ONE_SET), [HERE / "broken" / source, ENGINE / "csrc" / "pool.cpp"], program):
         print(words)
@@ -129,7 +130,7 @@ def runtime(name: str) -> str:
 
 
 def libraries() -> list[str] | None:
-    """Compile them, as many at once as there are processors. Of which instruction sets they are; None when one fails."""
+    """Compile the libraries, one per processor at a time. Returns their instruction sets; None if one fails."""
     kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
     has = torch.cpu.get_capabilities()
     flags = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
@@ -151,7 +152,7 @@ def libraries() -> list[str] | None:
 
 
 def shared_memory(flags: tuple[str, ...], rounds: int) -> bool:
-    """What processes share memory by, among threads."""
+    """Stress the shared memory library with threads."""
     program = BUILD / f"shared_{'memory' if flags is MEMORY else 'threads'}"
     if words := compile_with(flags, [HERE / "shared.cpp"], program):
         print(words)
@@ -170,7 +171,7 @@ def memory(tests: list[str], rounds: int) -> bool:
         return False
     files = tests or [f"tests/unit/enginecore/{name}" for name in TESTS]
     done = run(
-        # What failed of these tests elsewhere stays in pytest's cache.
+        # Do not mix failures of this run into pytest's cache.
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitizers.plugin", *files],
         {
             "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')} {runtime('libstdc++.so.6')}",

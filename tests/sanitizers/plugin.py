@@ -1,5 +1,6 @@
-"""A plugin of pytest: the kernels, and what processes share memory by, come from the folder that ``PENSTOCK_SANITIZED`` names;
-emulated kernels from one in it.
+"""A pytest plugin that loads the kernels and the shared memory library from the folder ``PENSTOCK_SANITIZED``.
+
+Emulated kernels come from a folder in it.
 """
 
 import os

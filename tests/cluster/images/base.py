@@ -1,7 +1,8 @@
-"""The image that the project's images are built on here, where no registry can be reached: Debian with its own Python.
+"""The base image of the project's images in the test cluster, which cannot reach a registry: Debian with its own
+Python.
 
-It stands in for ``python:3.11-slim-bookworm``: the same Debian and the same minor of Python, which is called ``python`` as there.
-``DEBIAN_MIRROR`` names another mirror than mmdebstrap's own.
+It replaces ``python:3.11-slim-bookworm``: the same Debian and the same minor version of Python, also called ``python``.
+``DEBIAN_MIRROR`` sets another mirror than mmdebstrap's default.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ APT_SETTINGS = (
 
 
 def why_not() -> str:
-    """What keeps this machine from building it; empty where nothing does."""
+    """Return the reason why this machine cannot build the base image; empty if it can."""
     return buildah.why_not() or ("" if shutil.which("mmdebstrap") else "the base image needs the package mmdebstrap")
 
 

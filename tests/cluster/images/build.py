@@ -1,7 +1,7 @@
-"""Build the images of the test cluster: ``python -m tests.cluster.images.build [IMAGE ...]``.
+"""Build of the test cluster's images: ``python -m tests.cluster.images.build [IMAGE ...]``.
 
-Each is written into an archive that containerd imports, under the name that the chart gives it. What is there is not built again.
-``--commit`` and ``--version`` build an earlier release beside this one.
+Each image is written into an archive that containerd imports, under the name that the chart gives it. Existing images
+are not built again. ``--commit`` and ``--version`` build an earlier release in addition to this one.
 """
 
 import argparse
@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Release:
-    """What is built. ``commit``: empty for the tree as it stands. ``cuda``: whether the engine keeps CUDA's libraries."""
+    """A release to build. ``commit`` is empty for the working tree. ``cuda``: whether the engine keeps CUDA's
+    libraries.
+    """
 
     version: str
     commit: str = ""
@@ -43,7 +45,7 @@ class Release:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the image says of its origin."""
+        """Labels of the image that tell its origin."""
         return {
             "org.opencontainers.image.version": self.version,
             "org.opencontainers.image.revision": sources.revision(self.commit or "HEAD"),
@@ -68,7 +70,7 @@ def build(image: str, release: Release, tree: Path) -> None:
             contexts = {}
             if image == "enginecore" and not release.cuda:
                 contexts["enginecore-build"] = hollow(release, tree, arguments)
-                arguments["KERNEL_SHAPES"] = ""  # which nobody runs there
+                arguments["KERNEL_SHAPES"] = ""  # GPU kernels are not run in the cluster
             buildah.build(
                 release.name(image),
                 tree,
@@ -89,7 +91,7 @@ def hollow(release: Release, tree: Path, arguments: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Build what the command line names, or everything but the engine with torch."""
+    """Build the images on the command line, or all except the engine with torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", nargs="*", metavar="IMAGE", help=", ".join(IMAGES))
     parser.add_argument(

@@ -15,7 +15,7 @@ FROM_THE_MACHINE = ("/etc/pip.conf", "/etc/ssl/certs")
 
 
 def why_not() -> str:
-    """What keeps this machine from building images; empty where nothing does."""
+    """Return the reason why this machine cannot build images; empty if it can."""
     if os.geteuid() != 0:
         return "building images needs root"
     if shutil.which("buildah") is None:
@@ -38,7 +38,9 @@ def run(*arguments: str, cwd: Path | None = None, quiet: bool = False) -> str:
 
 
 def inspect(name: str) -> dict[str, Any] | None:
-    """What there is to know of an image: its id as ``FromImageID``, its settings under ``OCIv1``. None when there is none."""
+    """Return the data of an image: its id as ``FromImageID``, its settings under ``OCIv1``. None if the image does not
+    exist.
+    """
     try:
         found: dict[str, Any] = json.loads(run("inspect", "--type", "image", name, quiet=True))
     except subprocess.CalledProcessError:
@@ -58,7 +60,8 @@ def build(
 ) -> None:
     """Build ``context`` into the image ``name``, from the layers of earlier builds as far as they go.
 
-    ``target``: the stage; the last one without. ``contexts``: images that stand for stages that it copies from. The machine's way
+    ``target``: the stage; the last one without. ``contexts``: images that stand for stages that it copies from. The
+        machine's way
     to a package index is mounted, ``PIP_INDEX_URL`` passed on.
     """
     command = ["build", "--layers", "--file", str(file), "--tag", name]

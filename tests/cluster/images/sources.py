@@ -1,4 +1,4 @@
-"""What images are built from: the tree as it stands, or that of a commit."""
+"""Sources of the images: the working tree, or the tree of a commit."""
 
 import shutil
 import subprocess
@@ -13,9 +13,9 @@ from charts import image_tag
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "services/enginecore/penstock_enginecore"
 ORACLE = ("tests/fakes/engines/fake_executor.py", "tests/fakes/engines/oracle_service")
-"""What the oracle engine has besides the engine's own code."""
+"""Files of the oracle engine that are not part of the engine's own code."""
 _FIRST_ORACLE = "354825eeb79fc9af1a43066cc448d8a31b830508"
-"""The first commit that has it; releases before that one get what it has."""
+"""First commit with the oracle engine. Earlier releases get the files of this commit."""
 DEMO_MODEL = "examples/demo_model/penstock-tiny"
 
 

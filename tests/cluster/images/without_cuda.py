@@ -1,8 +1,9 @@
-"""Take CUDA's libraries out of an environment whose torch was built with them, so that its image fits on test nodes.
+"""Removal of CUDA's libraries from an environment whose torch needs them, so that its image fits on test nodes.
 
-``python without_cuda.py ENVIRONMENT``, where a C compiler is. torch loads these libraries when it is imported, even where there
-is no GPU. In place of each stands a small one of the same name with the same symbols, none of which does anything: what is
-computed on the CPU calls none. CUDA's runtime stays, which counts the devices. triton, which compiles for GPUs, goes.
+Run ``python without_cuda.py ENVIRONMENT`` where a C compiler is available. torch loads these libraries at import, even
+without a GPU. This script replaces each library by a small one with the same name and the same symbols. The symbols do
+nothing, because computations on the CPU never call them. CUDA's runtime stays, because torch uses it to count the
+devices. triton, which compiles for GPUs, is removed.
 """
 
 import re
@@ -19,7 +20,9 @@ UNUSED = ("triton", "nvidia/*/include", "nvidia/*/bin", "nvidia/*/nvvm")
 
 
 def exported(library: Path) -> dict[str, list[str]]:
-    """The symbols of a library by their version; "" for those without. C++'s weak ones are of templates, which others have."""
+    """Return the symbols of a library by their version; "" for those without. Weak C++ symbols are left out: they are
+    template instances, which other libraries define too.
+    """
     said = subprocess.run(["readelf", "--dyn-syms", "--wide", str(library)], check=True, capture_output=True, text=True)
     symbols: dict[str, list[str]] = {}
     for line in said.stdout.splitlines():
@@ -48,7 +51,8 @@ def hollow(library: Path) -> None:
     versions = "".join(
         f"{version} {{ global: {' '.join(f'{name};' for name in names)} }};\n"
         for version, names in symbols.items()
-        if re.fullmatch(r"[\w.]+", version)  # the linker takes no others; whoever asks for them gets them without
+        # The linker accepts no other version names. Callers find the symbols without a version.
+        if re.fullmatch(r"[\w.]+", version)
     )
     with tempfile.TemporaryDirectory() as directory:
         source, script = Path(directory) / "hollow.s", Path(directory) / "versions"

@@ -1,4 +1,4 @@
-"""What every cluster has beside its control plane: the name service, and the rights that it and the nodes' proxies need."""
+"""Objects of every cluster besides its control plane: the name service, and the rights of it and of the nodes' proxies."""
 
 from tests.cluster.system.addresses import CLUSTER_DOMAIN, DNS_SERVICE
 

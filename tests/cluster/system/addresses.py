@@ -1,4 +1,4 @@
-"""Who has which address. All of them live in network namespaces that the cluster makes, and nowhere else."""
+"""Addresses of all parts of the cluster. They exist only in network namespaces that the cluster creates."""
 
 CLUSTER_DOMAIN = "cluster.local"
 SERVICES = "10.79.0.0/16"
@@ -18,5 +18,5 @@ def node_address(number: int) -> str:
 
 
 def pod_network(number: int) -> str:
-    """What node ``number`` gives its pods addresses from."""
+    """Return the network from which node ``number`` assigns addresses to its pods."""
     return f"10.78.{number}.0/24"

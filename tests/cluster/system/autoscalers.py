@@ -1,4 +1,6 @@
-"""What scales by metrics: Prometheus, the adapter that shows its series to the HPA, and KEDA. Installed when asked for."""
+"""Autoscaling by metrics: Prometheus, the adapter that serves its series to the HPA, and KEDA. They are installed on
+demand.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""containerd, and what it holds: images are unpacked once, and every node begins with a copy."""
+"""containerd and its store: images are unpacked once, and every node begins with a copy."""
 
 import hashlib
 import shutil

@@ -14,7 +14,7 @@ ETCD = "http://127.0.0.1:2379"
 
 
 class ControlPlane:
-    """The control plane of one minor version. Its state lives in ``directory``."""
+    """The control plane of one minor version. ``directory`` has its state."""
 
     def __init__(self, minor: str, pki: Pki, directory: Path) -> None:
         self.version = tuple(int(part) for part in minor.split("."))

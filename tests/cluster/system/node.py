@@ -23,7 +23,7 @@ from tests.cluster.system.pki import Pki
 from tests.cluster.system.programs import Program, built, run, until
 from tests.cluster.tools.build import ROOT
 
-# What each node has of its own, while everything else of the file system is this machine's.
+# Directories that each node has for itself. The rest of the file system is this machine's.
 OWN = (
     "/var/lib/kubelet",
     "/var/lib/containerd",
@@ -37,7 +37,7 @@ OWN = (
 
 
 class Node:
-    """Node ``number``, counted from 1. Its state lives in ``directory``."""
+    """Node ``number``, counted from 1. ``directory`` has its state."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class Node:
         labels: Mapping[str, str] | None = None,
         taints: tuple[str, ...] = (),
     ) -> None:
-        """``images``: what :func:`tests.cluster.system.containerd.filled` returns."""
+        """Args:
+        images: Result of :func:`tests.cluster.system.containerd.filled`.
+        """
         self.number = number
         self.name = f"node-{number}"
         self.address = node_address(number)
@@ -141,7 +143,7 @@ class Node:
         own = " && ".join(
             f"mkdir -p {path} {self._directory}{path} && mount --bind {self._directory}{path} {path}" for path in OWN
         )
-        # Names of registries and the like are refused at once: there is nobody to ask.
+        # Fail lookups of registries and other outside names at once, because no name server can be reached.
         names = self._directory / "resolv.conf"
         names.write_text("nameserver 127.0.0.1\n")
         own += f" && mount --bind {names} /etc/resolv.conf"
@@ -228,7 +230,7 @@ class Node:
 
 
 def kube_proxy(name: str, pki: Pki, directory: Path, *, enter: Sequence[str] = ()) -> Program:
-    """What makes the addresses of Services work in a network namespace. ``enter``: see :class:`Program`."""
+    """Return the proxy that implements Service addresses in a network namespace. ``enter``: see :class:`Program`."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "kube-proxy.yaml"
     config.write_text(yaml.safe_dump(_proxy_config(name, pki.kubeconfig(f"{name}-proxy", user="system:kube-proxy"))))
@@ -237,7 +239,7 @@ def kube_proxy(name: str, pki: Pki, directory: Path, *, enter: Sequence[str] = (
 
 
 def _cni_config(network: str) -> dict[str, object]:
-    # Point to point rather than a bridge: what one pod of a node says to another is routed, so that answers pass the
+    # Point to point rather than a bridge: traffic between pods of a node is routed, so that answers pass the
     # translation of Service addresses and network policies again.
     return {
         "cniVersion": "1.0.0",

@@ -71,7 +71,7 @@ def _manifests(release: Release, pool: str) -> list[dict[str, Any]]:
 
 
 def _values() -> dict[str, Any]:
-    """What its users would set here: images that are at hand, less memory, and metrics for all."""
+    """Return values for this cluster: locally available images, less memory, and metrics without authentication."""
     envoy = {"image": ENVOY_IMAGE, "imagePullPolicy": "Never", "command": ENVOY, "resources": SMALL}
     arguments = ["--service-node", "envoy", "--log-level", "warning", "-c", "/etc/envoy/envoy.yaml"]
     return {

@@ -1,4 +1,4 @@
-"""What makes NetworkPolicies count: the firewall of kube-router on every node, while it is wanted."""
+"""Enforcement of NetworkPolicies: the firewall of kube-router on every node, as long as a test needs it."""
 
 import contextlib
 import functools

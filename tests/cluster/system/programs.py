@@ -27,7 +27,7 @@ def built(component: str, program: str) -> str:
 
 
 def run(*command: str, stdin: str | None = None) -> str:
-    """What a command that ends soon prints. NotUpError when it fails, with what it says."""
+    """Run a short command and return its output. Raises NotUpError with its error output if it fails."""
     done = subprocess.run(command, check=False, capture_output=True, text=True, input=stdin)
     if done.returncode != 0:
         raise NotUpError(
@@ -47,7 +47,7 @@ def until(what: str, ready: Callable[[], bool], seconds: float = PATIENCE) -> No
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While this block runs no other cluster is in one: for files that clusters beside each other share."""
+    """Hold a lock that excludes other clusters on this machine, for files that they share."""
     with (ROOT / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Build the programs of the test cluster: ``python -m tests.cluster.tools.build [COMPONENT ...]``.
+"""Build of the test cluster's programs: ``python -m tests.cluster.tools.build [COMPONENT ...]``.
 
-Each component gets a module of its own under ``build/cluster/src``, since the versions of k8s.io that they need differ. A
-component that is there at its version is not built again.
+Each component gets its own module under ``build/cluster/src``, because components need different versions of k8s.io. A
+component that exists at its version is not built again.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def write_module(directory: Path, path: str, module: OwnModule) -> None:
 
 
 def built_from(component: Component) -> str:
-    """What tells whether a program has to be built again."""
+    """Return a hash that changes when a program must be built again."""
     return hashlib.sha256(component.recipe.encode()).hexdigest()
 
 
@@ -121,7 +121,7 @@ def build(name: str, component: Component, parallel: int) -> None:
 
 
 def main() -> None:
-    """Build what the command line names, or everything."""
+    """Build the components on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("components", nargs="*", metavar="COMPONENT", help=", ".join(COMPONENTS))
     parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="packages compiled at once")

@@ -1,9 +1,9 @@
-"""What the test cluster is made of: Go programs, each built at a version of its own from the module it is published as."""
+"""Programs of the test cluster. They are written in Go, and each is built at its own version from its published module."""
 
 from dataclasses import dataclass, field
 
-# The newest is the default; a control plane of each can be had. What runs on nodes is of the oldest: a kubelet may be up to
-# three minors behind its API server, and never ahead of it.
+# The newest version is the default, and each version can run as the control plane. Programs on nodes have the oldest
+# version: a kubelet may be up to three minor versions older than its API server, and never newer.
 KUBERNETES = {"1.37": "v1.37.2", "1.36": "v1.36.3", "1.35": "v1.35.4"}
 NEWEST = "1.37"
 OLDEST = "1.35"
@@ -21,10 +21,13 @@ class OwnModule:
 class Component:
     """Programs that are built together, because they share a list of modules.
 
-    ``packages`` maps the name of a program to its import path, ``tags`` are Go build tags, ``variables`` are what the
-    linker sets (import path and name → value), ``replaced`` names what stands in for a module, as ``PATH VERSION``, ``own`` are
-    modules that stand in too and are written here, and ``staging`` says that the module requires the parts of Kubernetes at
-    v0.0.0, which only its own tree has.
+    Attributes:
+        packages: Import path by the name of the program.
+        tags: Go build tags.
+        variables: Values that the linker sets, by import path and name.
+        replaced: Replacements of modules, each as ``PATH VERSION``.
+        own: Replacements of modules that are written here.
+        staging: Whether the module requires the parts of Kubernetes at v0.0.0, which exist only in its own tree.
     """
 
     module: str
@@ -44,7 +47,9 @@ class Component:
 
 
 def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
-    """Programs of Kubernetes ``minor`` (a key of :data:`KUBERNETES`); helm refuses a server that does not tell its version."""
+    """Return the programs of Kubernetes ``minor``, a key of :data:`KUBERNETES`. They include a version, because helm
+    requires it.
+    """
     version = KUBERNETES[minor]
     return Component(
         module="k8s.io/kubernetes",
@@ -65,7 +70,7 @@ def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE = ("kubelet", "kube-proxy")
 
-# What builds of Traefik that are sold have settings of theirs in; its tree has empty ones, as a module that is not published.
+# Settings of Traefik's commercial builds. Traefik's tree has an empty version, as an unpublished module.
 TRAEFIK_EXTENSIONS = """package ext
 
 type HTTP struct{}
