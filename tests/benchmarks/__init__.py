@@ -1,1 +1,1 @@
-"""What the project measures about itself. ``make bench`` runs it; nothing here is a test."""
+"""The project's own benchmarks. ``make bench`` runs them; none of them is a test."""

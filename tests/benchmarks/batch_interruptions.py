@@ -1,9 +1,10 @@
-"""``penstock batch`` killed and interrupted at random and run again until it is done, and its speed beside ``LLM.generate``'s.
+"""``penstock batch`` killed and interrupted at random and rerun until it is complete, and its speed compared with
+``LLM.generate``.
 
-``python -m tests.benchmarks.batch_interruptions`` prints what it found and ends with 1 when a line is missing, there twice, out
-of order or wrong, when memory grew, or when the batch has less than 0.95 of the tokens for each second of processor time. What
-is interrupted asks a server with known answers; ``--engine`` has it compute with the demo model. ``--turns 0`` leaves the speed
-out.
+``python -m tests.benchmarks.batch_interruptions`` prints its findings. It ends with 1 if a line is missing, duplicated,
+out of order or wrong, or if memory grew. It also ends with 1 if the batch generates less than 0.95 of the tokens per
+second of processor time. The interrupted batches use a server with known answers; with ``--engine`` they use the demo
+model. ``--turns 0`` skips the speed.
 """
 
 import argparse
@@ -104,7 +105,9 @@ def resident(pid: int) -> int:
 
 
 def run_until(argv: Sequence[str], output: Path, lines: int | None, how: signal.Signals) -> list[int]:
-    """Run the batch, until so many lines are there if that is said. Returns the resident sizes while lines came."""
+    """Run the batch until its end, or until its output has ``lines`` lines. Returns the resident sizes while lines were
+    written.
+    """
     before = lines_in(output)
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     sizes = []
@@ -204,7 +207,7 @@ def in_turns(count: int, max_tokens: int, turns: int) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print what was found; 1 when something is not as it must be."""
+    """Print the findings. Returns 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--speed-lines", type=int, default=2000)

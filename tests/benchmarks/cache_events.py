@@ -1,4 +1,4 @@
-"""What it costs a step to tell a frontend what the engine caches: CPU time of the main thread, the model taken out.
+"""Cost per step of reporting cache events to a frontend: CPU time of the main thread, without the model.
 
 Prompts of 256 tokens and answers of 32 to 95 fill a pool in which every new block evicts one.
 """

@@ -1,8 +1,10 @@
-"""``python -m tests.benchmarks.client_overhead [LANGUAGE...]``: what a message costs the example client of each language.
+"""Cost per message of the example clients in each language: ``python -m tests.benchmarks.client_overhead
+[LANGUAGE...]``.
 
-Each client makes calls of one stream after the other to a public API without a model, twice: few messages and many. The
-difference of its CPU times (user and system, of all its threads) over the difference of messages is what a message costs, without
-its start and what a just-in-time compiler does at first. Languages in turn, several rounds, medians.
+Each client makes calls of one stream, one after the other, to a public API without a model. It does so with few
+messages and with many. The cost of a message is the difference of the CPU times (user and system, all threads) divided
+by the difference of the message counts. Startup and JIT compilation cancel out. Languages alternate over several
+rounds; results are medians.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""What a step of 16 unconstrained requests costs with constrained ones beside them.
+"""Cost of a step of 16 unconstrained requests while constrained requests run in the same batch.
 
-``python -m tests.benchmarks.constrained_neighbours``. A row of the table compares the same work: as many requests beside
-them with a schema and without, measured in turn in every round. ``--masks`` says what applies masks: ``torch``, the ``kernels``,
-or ``both``, one after the other in each round. To compare with other sources, run it there with the same arguments; run it where
-nothing else runs.
+Run ``python -m tests.benchmarks.constrained_neighbours``. A row of the table compares equal work: the same number of
+additional requests with a schema and without, measured in turn in every round. ``--masks`` selects the code that
+applies masks: ``torch``, the ``kernels``, or ``both``, one after the other in each round. To compare with other
+sources, run their copy with the same arguments on an idle machine.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""What an engine that drafts holds after so many requests: ``python -m tests.benchmarks.draft_memory --requests 20000``.
+"""Memory growth of an engine with drafts over many requests: ``python -m tests.benchmarks.draft_memory --requests
+20000``.
 
-Each method has an engine in a process of its own: none, for comparison, ngram and suffix. Short requests of many tenants come
-and go, of which some are preempted and some aborted; the resident set is sampled while nothing runs. A method passes if it grows
-by no more than a few MiB from the warm-up to the end, suffix if by no more than the bytes that it may keep beside that.
+Each method runs in an engine process of its own: no drafts (for comparison), ngram and suffix. Short requests of many
+tenants come and go; some are preempted and some aborted. The resident set is sampled while no request runs. A method
+passes if it grows by at most a few MiB between the warm-up and the end. suffix may also grow by the bytes of its cache.
 """
 
 import argparse
@@ -130,7 +131,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--every", type=int, default=500, help="requests between two samples")
     parser.add_argument("--warm-up", type=int, default=2000, help="requests before growth counts")
-    parser.add_argument("--cache-bytes", type=int, default=64 * 2**20, help="what suffix may keep")
+    parser.add_argument(
+        "--cache-bytes", type=int, default=64 * 2**20, help=("maximum size of the suffix cache in bytes")
+    )
     parser.add_argument("--only", action="append", choices=[*METHODS[1:], "none"], help="may be given again")
     parser.add_argument("--json", type=Path, help="write the samples there, too")
     args = parser.parse_args()

@@ -1,7 +1,9 @@
-"""How evenly experts keep ranks busy, before and after they are placed anew: ``python -m tests.benchmarks.expert_balance``.
+"""Balance of expert load over ranks, before and after the experts are placed again: ``python -m
+tests.benchmarks.expert_balance``.
 
-Simulated: 8 ranks, 64 experts, 4 chosen of them by each token with probabilities of a Zipf distribution, whose order changes
-every few windows. Slots: a quarter more than experts. Each window is placed by the one before it.
+The simulation has 8 ranks and 64 experts. Each token selects 4 experts by a Zipf distribution, whose order changes
+every few windows. There are a quarter more slots than experts. The placement for each window uses the counts of the
+previous window.
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""Ranks that share a model's experts, as processes: ``python -m tests.benchmarks.expert_groups cost`` and ``... balance``.
+"""Ranks that share a model's experts, as processes: ``python -m tests.benchmarks.expert_groups cost`` and ``...
+balance``.
 
-``cost``: two ranks of one thread beside one engine of two, 32 streams, with each dispatch; and what a rank has in memory.
-``balance``: four ranks, 32 experts and ten slots each, tokens that choose experts by a Zipf distribution whose order changes with
-the prompts. The same load with experts that stay and with experts that move: balance, and the time between tokens.
+``cost`` compares two ranks of one thread with one engine of two threads, at 32 streams, for each dispatch. It also
+prints a rank's memory. ``balance`` runs four ranks with 32 experts and ten slots each. Tokens select experts by a Zipf
+distribution whose order changes with the prompts. It compares the balance and the time between tokens with fixed and
+with moving experts.
 """
 
 import argparse
@@ -53,11 +55,11 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def follow_zipf(model: Any) -> None:
-    """Make tokens choose experts by a Zipf distribution: in one order where they are of the vocabulary's first half, in another
-    where they are of the second.
+    """Make tokens select experts by a Zipf distribution. Its order differs between the first and the second half of the
+    vocabulary.
 
-    Two features of the embedding say which half it is, and routers see little else but noise. As its embeddings are also what
-    the output is compared with, an answer stays in the half of its prompt.
+    Two features of the embedding encode the half; the routers' other inputs are noise. The output layer shares the
+    embeddings, so an answer stays in the half of its prompt.
     """
     random = np.random.default_rng(0)
     weight = model.get_input_embeddings().weight
@@ -178,7 +180,7 @@ async def balance(model: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the results of the selected measurement."""
     parser = argparse.ArgumentParser(
         prog="expert_groups", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,8 +1,9 @@
-"""A mixture of experts by the kernels beside transformers' own products: ``python -m tests.benchmarks.experts``.
+"""Mixture-of-experts kernels compared with transformers' own products: ``python -m tests.benchmarks.experts``.
 
-An engine in this process, with one thread, of a model with random weights that bfloat16 holds: 36M parameters, of which 17M
-compute a token. Its experts are packed for the kernels, and left to transformers, in turn, several rounds, medians; all else is
-the same. Speeds are by the time that the process had a processor, so that others on the machine count less.
+The model runs in an engine in this process, with one thread. It has random weights that bfloat16 represents exactly:
+36M parameters, 17M of them active per token. Rounds alternate between packed experts for the kernels and transformers'
+experts; results are medians. Everything else is the same. Speeds use processor time, so that other load on the machine
+matters less.
 """
 
 import argparse

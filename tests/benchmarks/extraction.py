@@ -1,6 +1,7 @@
 """Requests to extract: five worked examples of a text and its record as JSON, the same for all, and a new text.
 
-The form is one that the demo model was trained on (``examples/demo_model/tasks.py``), so that its answers are right: keys and
+The form is one that the demo model was trained on (``examples/demo_model/tasks.py``), so that its answers are right:
+keys and
 punctuation come from the examples, values from the text.
 """
 
@@ -52,7 +53,7 @@ def extractions(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def messages(number: int) -> tuple[list[dict[str, str]], str]:
-    """Of request ``number``, and what the answer should be."""
+    """Return the messages of request ``number``, and the expected answer."""
     make = (person, item)[number % 2]
     examples, rng = random.Random(make.__name__), random.Random(number)
     turns: list[dict[str, str]] = []

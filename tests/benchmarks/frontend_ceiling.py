@@ -1,13 +1,14 @@
-"""``python -m tests.benchmarks.frontend_ceiling``: what one frontend process carries, and what a token and a request cost it.
+"""Maximum throughput of one frontend process, and its cost per token and per request: ``python -m
+tests.benchmarks.frontend_ceiling``.
 
-The frontend is a process of its own; this one is its engines (``FakeEngine``: no model, the outputs made beforehand) and its
-clients (``raw_streams``: no HTTP or gRPC library). By default the engines take a step when the clients have read the step before,
-so every token is a piece of its own however busy the machine is; ``--ahead`` lets them run ahead, and what the frontend cannot
-keep up with it merges into larger pieces. CPU time is the frontend's own, from /proc, user and system, all its threads: it is
-what can be compared on a machine that others use.
+The frontend is a process of its own. This process has its engines (``FakeEngine``: no model, prepared outputs) and its
+clients (``raw_streams``: no HTTP or gRPC library). By default the engines take a step once the clients have read the
+previous step. Every token is then a separate piece of output, however busy the machine is. With ``--ahead`` the engines
+run ahead, and the frontend merges tokens into larger pieces when it cannot keep up. CPU time is the frontend's own,
+from /proc: user and system, all threads. It can be compared even on a shared machine.
 
-``--base-url`` measures a server that runs already, with the same load: any OpenAI-compatible one, with engines of its own, whose
-processes are ``--pids``.
+``--base-url`` measures a running server with the same load. The server must be OpenAI-compatible and have its own
+engines. ``--pids`` names its processes.
 """
 
 import argparse
@@ -208,9 +209,10 @@ async def own_frontend(flags: argparse.Namespace, output_len: int) -> AsyncItera
 
 
 async def one(flags: argparse.Namespace, protocol: str, load: Load) -> Result:
-    """Some runs after a warm-up, over one protocol, against a frontend of its own or the server at ``--base-url``.
+    """Run a warm-up and some rounds over one protocol, against a new frontend or the server at ``--base-url``.
 
-    Of the times the median counts, of the CPU time the least: others on the machine only add to it.
+    The result has the median of the times and the minimum of the CPU time, because other load on the machine only adds
+    to it.
     """
     prompt = PROMPT * flags.prompt_repeats
     warm = Load(streams=load.streams, requests=load.streams, output_len=load.output_len)

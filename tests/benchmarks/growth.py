@@ -1,5 +1,6 @@
-"""What grows with what: the time of a step with the requests that run and wait, the memory of the services with the requests
-they have served. Both also as plots.
+"""Scaling of step time with running and waiting requests, and of the services' memory with served requests.
+
+Both results are also drawn as plots.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class _Steps:
         self._engine.shutdown()
 
     def measure(self, waiting: int) -> float:
-        """Median milliseconds per step with that many requests in the queue."""
+        """Return the median milliseconds per step with ``waiting`` requests in the queue."""
         params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
         for number in itertools.islice(self._numbers, self._running + waiting):
             prompt = [5 + (number * 31 + i) % 1000 for i in range(PROMPT_LEN)]

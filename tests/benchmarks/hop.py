@@ -1,10 +1,11 @@
-"""The way from an engine to a frontend: the engine's session over gRPC, outputs in columns and as messages, beside ZeroMQ.
+"""Transport from an engine to a frontend: the engine's gRPC session, with outputs in columns and as messages, compared
+with ZeroMQ.
 
-The engines are processes of their own that have no model: a busy thread emits frames, an asyncio I/O thread encodes and sends
-them. This process reads, as a frontend does, and turns every frame into ``EngineCoreOutputs``. gRPC is what the services use:
-``IoThread`` with its sessions there, ``EngineSession`` here. A request asks for ``max_tokens`` frames, each with as many
-outputs of one token as its prompt has tokens, in columns where the request has a number; never more than ``WINDOW`` frames are
-on their way, for which the reader writes acknowledgements into the engine's standard input.
+The engines are processes without a model: a busy thread emits frames, and an asyncio I/O thread encodes and sends them.
+This process reads as a frontend does, and turns every frame into ``EngineCoreOutputs``. gRPC uses the services' code:
+``IoThread`` with its sessions in the engine, ``EngineSession`` here. A request asks for ``max_tokens`` frames. Each
+frame has as many outputs of one token as the prompt has tokens; the outputs are in columns if the request has a number.
+At most ``WINDOW`` frames are in flight. The reader writes acknowledgements into the engine's standard input.
 """
 
 import asyncio
@@ -157,7 +158,7 @@ def _serve_grpc(loop: FrameLoop) -> str:
 
 
 class _Request(msgspec.Struct):
-    """What is looked at of an ``EngineCoreRequest``, whose vectors msgpack could not tell from other bytes."""
+    """The fields of ``EngineCoreRequest`` that this benchmark uses. msgpack could not tell embeddings from other bytes."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -165,7 +166,9 @@ class _Request(msgspec.Struct):
 
 
 class _ZeroMq:
-    """An I/O thread of the same kind: what the busy thread emits crosses over to its loop, is encoded there and sent."""
+    """A ZeroMQ I/O thread like the one for gRPC: frames of the busy thread are handed to its event loop, encoded there
+    and sent.
+    """
 
     def __init__(self, frames: FrameLoop) -> None:
         self._frames = frames
@@ -281,7 +284,7 @@ class _Output(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _Frame(msgspec.Struct):
-    """``EngineCoreOutputs`` likewise: without the events of the cache, which carry no tag."""
+    """``EngineCoreOutputs`` without cache events, which have no tag that msgpack could decode."""
 
     engine_index: int
     outputs: list[_Output]
@@ -343,7 +346,7 @@ LINKS: dict[str, Callable[[str, Callable[[EngineCoreOutputs], None]], Link]] = {
 
 
 class Hop:
-    """Requests to one engine, and what comes back."""
+    """Sends requests to one engine and reads its frames."""
 
     def __init__(self, transport: str, address: str, process: Process) -> None:
         assert process.stdin is not None
@@ -418,7 +421,7 @@ async def measure(rounds: int) -> list[Row]:
     async with contextlib.AsyncExitStack() as stack:
         hops = {transport: await stack.enter_async_context(_hop(transport)) for transport in LINKS}
         gc.collect()
-        gc.freeze()  # a frontend's heap does not hold what the other benchmarks have loaded
+        gc.freeze()  # exclude objects of other benchmarks from garbage collection, as in a frontend
         stack.callback(gc.unfreeze)
         for number in range(rounds + 1):
             for outputs, frames in FRAMES.items():

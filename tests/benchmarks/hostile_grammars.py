@@ -1,9 +1,9 @@
-"""What constraints written to do harm cost their engine, and the requests beside them.
+"""Cost of hostile grammars for their engine and for the other requests in its batch.
 
-``python -m tests.benchmarks.hostile_grammars``: an engine in this process serves a neighbour without a constraint and one with
-an ordinary schema, alone and then beside each hostile constraint in turn, which begins again whenever it has ended. Per
-constraint: seconds until it is refused or has its first token, the most that one of its tokens cost in milliseconds of the
-processor, what it ended with, and the neighbours' milliseconds between two tokens.
+``python -m tests.benchmarks.hostile_grammars`` runs an engine in this process. It serves two neighbours, one without a
+grammar and one with an ordinary schema. They run alone, and then with each hostile grammar in turn, whose request
+starts again when it ends. For each grammar it prints the seconds until its refusal or first token, the maximum
+processor milliseconds of one of its tokens, its final status, and the neighbours' milliseconds between two tokens.
 """
 
 import argparse

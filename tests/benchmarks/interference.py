@@ -1,15 +1,17 @@
-"""What long prompts do to streams beside them: one engine for prompts and one for outputs, against two that do both.
+"""Effect of long prompts on running streams: a prefill engine and a decode engine compared with two engines that do
+both.
 
-``python -m tests.benchmarks.interference MODEL``: streams that decode all the time, beside which prompts arrive at random (the
-same times for all) at parts of the rate at which one engine computes them. Each engine has one thread. By layout:
+``python -m tests.benchmarks.interference MODEL`` keeps streams decoding while prompts arrive at random times, the same
+for all layouts. Their rate is a fraction of the rate at which one engine computes them. Each engine has one thread. The
+layouts:
 
-- ``split``: an engine of prompts and one of outputs, keys and values go from one to the other; the frontend plans;
-- ``two legs``: the same, where all prompts go to the engine of prompts, however many wait there;
+- ``split``: a prefill engine and a decode engine with KV transfer between them; the frontend plans;
+- ``two legs``: the same, but all prompts go to the prefill engine, however many wait there;
 - ``whole``: two engines that compute a prompt in one step;
-- ``chunk N``: two engines with at most N tokens of prompts in a step beside requests that decode.
+- ``chunk N``: two engines with at most N prompt tokens in a step that also decodes.
 
-All layouts are measured in turn at every load. ``--json FILE`` adds rows to a file; ``--report FILE`` only reads it: a table with
-the ratios to the better of the others, and with ``--plot`` a picture.
+All layouts are measured in turn at every load. ``--json FILE`` appends rows to a file. ``--report FILE`` only reads the
+file and prints a table with the ratios to the better of the other layouts; ``--plot`` also draws it.
 """
 
 import argparse
@@ -33,14 +35,16 @@ from tests.fakes.systems.rank_group import metric
 
 SPLIT, TWO_LEGS = "split", "two legs"
 ITL, TTFT, RATE = 0.35, 1.2, 0.85
-"""What ``split`` has to reach of the better of the others: the first two at most, the last at least."""
+"""Targets of ``split`` relative to the better of the other layouts: maximum ITL and TTFT, minimum rate."""
 PLANNED = 0.95
-"""Likewise of all tokens per second, those of prompts too, and of ``two legs`` as well: the frontend plans as well as that."""
+"""Minimum of all tokens per second, prompts included, relative to the better of the others, among them ``two legs``."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One layout at one load. Seconds; ``gaps`` between tokens of the streams, ``itl_time_p99``: the gap in which an instant lies
-    that is chosen at random, likewise.
+    """Result of one layout at one load. Times are in seconds.
+
+    ``gaps`` are the times between tokens of the streams. ``itl_time_p99`` is the 99th percentile of the gap at a random
+    instant.
     """
 
     layout: str
@@ -63,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cluster_of(layout: str, args: argparse.Namespace) -> Cluster:
-    """Its services, not started."""
+    """Return the services of a layout, not started."""
     scheduler: dict[str, Any] = {}
     if layout == "whole":
         scheduler = {
@@ -90,7 +94,7 @@ def cluster_of(layout: str, args: argparse.Namespace) -> Cluster:
 
 
 class Load:
-    """Streams that begin again when they have ended, with next to no prompt, and prompts beside them."""
+    """Streams with very short prompts that restart when they end, and long prompts that arrive meanwhile."""
 
     def __init__(self, cluster: Cluster, args: argparse.Namespace) -> None:
         self._stub = cluster.stub
@@ -191,7 +195,7 @@ def over_time(gaps: Iterable[float], share: float) -> float:
 
 
 async def seconds_alone(args: argparse.Namespace) -> float:
-    """Of a prompt on the engine of prompts, with nothing beside it: the median of five."""
+    """Return the median of five TTFTs of a prompt on the idle prefill engine, in seconds."""
     async with cluster_of(SPLIT, args) as cluster:
         load = Load(cluster, args)
         found = [(await load.one(10_000_000 + number, 2)).ttft for number in range(6)][1:]

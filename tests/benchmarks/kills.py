@@ -1,12 +1,12 @@
 """Engines killed under load: ``python -m tests.benchmarks.kills``.
 
-A coordinator, three engines and a frontend as processes; 64 streams of all shapes, each a row of requests, over gRPC and HTTP.
-First
-undisturbed, then the same with one engine after the other killed (SIGKILL) and started again. Every output of the second run is
-compared with that of the first: token ids, text, log-probabilities, finish reason, usage. With ``--speculative METHOD`` the
-engines that are killed draft tokens, and those of the first run do not.
+The processes are a coordinator, three engines and a frontend. 64 streams of all shapes, each a row of requests, use
+gRPC and HTTP. The first run has no faults. In the second run, one engine after the other is killed (SIGKILL) and
+restarted. Every output of the second run is compared with that of the first: token ids, text, log-probabilities, finish
+reason, usage. With ``--speculative METHOD`` the engines of the second run draft tokens, and those of the first run do
+not.
 
-``--peer DIR`` kills the engine process of vLLM's gRPC server, too, under 64 streams of the same model (``DIR/venv``: see
+``--peer DIR`` also kills the engine process of vLLM's gRPC server under 64 streams of the same model (``DIR/venv``: see
 ``tests.benchmarks.peers``).
 """
 

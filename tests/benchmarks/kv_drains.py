@@ -1,11 +1,12 @@
-"""Streams on an engine that drains while another one takes them, with their keys and values and without.
+"""Streams that move from a draining engine to another one, with KV transfer and without.
 
-``python -m tests.benchmarks.kv_drains MODEL [--transports auto off] [--streams 24] [--context 1000]``: an engine computes the
-context of all streams, another one starts, the first gets SIGTERM. Told is the longest gap between two tokens of each stream from
-then on, and the tokens of prompts that the other engine computed. The outputs of all transports are compared.
+``python -m tests.benchmarks.kv_drains MODEL [--transports auto off] [--streams 24] [--context 1000]``: an engine
+computes the context of all streams, another one starts, and the first gets SIGTERM. It prints each stream's longest gap
+between two tokens from then on, and the prompt tokens that the other engine computed. The outputs of all transports are
+compared.
 
-With ``--rolling N`` two engines drain in turn, N times, each time under new streams; outputs are compared with those of an
-engine that nothing happens to.
+With ``--rolling N`` two engines drain in turn, N times, each time under new streams. Outputs are compared with those of
+an undisturbed engine.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from tests.fakes.systems.rank_group import metric
 
 
 def cluster_of(args: argparse.Namespace, transport: str, engines: int) -> Cluster:
-    """Its services, not started."""
+    """Return the cluster, not started."""
     return Cluster(
         args.model,
         engines=engines,
@@ -45,7 +46,7 @@ def cluster_of(args: argparse.Namespace, transport: str, engines: int) -> Cluste
 def begin(
     cluster: Cluster, args: argparse.Namespace, first: int = 0
 ) -> tuple[list[Stream], "asyncio.Task[list[Stream]]"]:
-    """All streams at once. Returns what comes of them as it comes, and all of it."""
+    """Start all streams. Returns the streams, which are updated while they run, and a task for their ends."""
     streams = [Stream() for _ in range(args.streams)]
     calls = [
         follow(cluster.stub, prompt(first + number, args.context), args.tokens, stream)
@@ -67,7 +68,7 @@ async def until_all_run(streams: Sequence[Stream], running: "asyncio.Task[list[S
 
 
 def computed(engine: Service) -> float:
-    """Tokens of prompts, and of outputs to go on from, that an engine has computed."""
+    """Return the number of prompt tokens that an engine has computed, including outputs of resumed requests."""
     found = metric(engine, "vllm:prefix_cache_queries_total") - metric(engine, "vllm:prefix_cache_hits_total")
     try:
         return found - metric(engine, "vllm:external_prefix_cache_hits_total")

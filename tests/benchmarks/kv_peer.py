@@ -1,17 +1,20 @@
-"""Blocks that are loaded and not computed, beside vLLM's CPU build: the same model, prompts and threads, in turn.
+"""Loading of KV blocks compared with vLLM's CPU build: the same model, prompts and threads, in turn.
 
-``python -m tests.benchmarks.kv_peer MODEL --peer DIR``: MODEL is what ``make_model`` makes, vLLM's CPU build is in ``DIR/venv``.
-Requests go to the engines and not through servers: a time is from the arrival of a request to its first token. In every round,
-each with a prompt of its own:
+``python -m tests.benchmarks.kv_peer MODEL --peer DIR``: ``make_model`` makes MODEL, and vLLM's CPU build is in
+``DIR/venv``. Requests go directly to the engines, without servers. Times are from the arrival of a request to its first
+token. Every round uses a new prompt:
 
-- vLLM without a connector computes it; one with ``ExampleConnector`` computes and saves it in files; one that has the same
-  folder loads it (``files``), and has it in its KV cache then;
-- a vLLM of a small KV cache computes it, then three others, and loads it again (``files, own``);
-- ``kv_transfer`` and ``kv_tiers`` do the same with Penstock: from another engine (``grpc``, ``shared_memory``), and after three
+- vLLM without a connector computes it. A vLLM with ``ExampleConnector`` computes it and saves it in files. Another one
+with the
+  same folder loads it (``files``), and then has it in its KV cache.
+- A vLLM with a small KV cache computes it, then three others, and loads it again (``files, own``).
+- ``kv_transfer`` and ``kv_tiers`` do the same with Penstock: from another engine (``grpc``, ``shared_memory``), and
+after three
   other prompts (``host``, ``disk``).
 
-vLLM's prompts are longer by two tokens: its connector loads whole blocks of 32 of all tokens but one. ``--connectors`` starts
-vLLM with each of its connectors and prints what it says; ``--damage`` loads what was damaged or lost.
+vLLM's prompts are two tokens longer, because its connector loads whole blocks of 32 from all tokens but one.
+``--connectors`` starts vLLM with each of its connectors and prints the result. ``--damage`` loads damaged or lost
+files.
 """
 
 import argparse
@@ -56,8 +59,9 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     "HF3FSKVConnector": {},
     "HiSparseConnector": {"host_pool_gib": 1},
 }
-"""What brings blocks, and how it is told where. Others wrap these (``MultiConnector``), make values up (``DecodeBenchConnector``)
-or bring no keys and values.
+"""Connectors that transfer blocks, with their configuration.
+
+Other connectors wrap these (``MultiConnector``), generate values (``DecodeBenchConnector``) or transfer no KV blocks.
 """
 
 
@@ -110,7 +114,9 @@ class Peer:
         ends.callback(self._process.terminate)
 
     def answer(self) -> dict[str, Any]:
-        """The next one; the first when it is ready. RuntimeError with what it said last where it has ended."""
+        """Return the next answer; the first comes when vLLM is ready. Raises RuntimeError with its last error if it has
+        ended.
+        """
         line = _output(self._process.stdout).readline()
         if not line:
             self._process.wait()
@@ -141,7 +147,7 @@ def _output(pipe: IO[str] | None) -> IO[str]:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Of this process, without what is said of its own threads and packages."""
+    """Return this process's environment without its thread and package settings."""
     return {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
 
 
@@ -165,7 +171,9 @@ class Peers:
             each.answer()
 
     def run(self, number: int) -> Iterator[tuple[str, str, float]]:
-        """A row, what was timed, and seconds. AssertionError where something was computed that should have been loaded."""
+        """Yield row, measured quantity and seconds. Raises AssertionError if a prompt was computed that should have
+        been loaded.
+        """
         prompt = peer_prompt(self._args, number)
         plain = self._plain.generate(prompt)
         saved = self._source.generate(prompt)
@@ -216,7 +224,7 @@ class Ours:
 
 
 def compare(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds by row and by what was timed, of each round but the first."""
+    """Return seconds by row and measured quantity, of each round but the first."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with ExitStack() as ends:
         folder = ends.enter_context(tempfile.TemporaryDirectory(dir=args.scratch))
@@ -232,7 +240,7 @@ def compare(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
 
 def connectors(args: argparse.Namespace) -> Iterator[str]:
-    """What vLLM says with each of its connectors."""
+    """Yield vLLM's result with each of its connectors."""
     for name in CONNECTORS:
         if args.only not in name:
             continue
@@ -265,7 +273,7 @@ def flipped(path: Path) -> None:
 
 
 def damage(args: argparse.Namespace) -> Iterator[str]:
-    """What becomes of a prompt one of whose files was damaged, and of the next prompt."""
+    """Yield the results of a prompt with a damaged file, and of the next prompt."""
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder, ExitStack() as ends:
         source = Peer(args, "source", ends, connector="ExampleConnector", folder=folder)
         source.answer()
@@ -298,7 +306,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is asked for."""
+    """Print the selected results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM's CPU build")
@@ -309,7 +317,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
     parser.add_argument("--connectors", action="store_true", help="only start vLLM with each connector")
     parser.add_argument("--only", default="", help="connectors whose name contains this")
-    parser.add_argument("--damage", action="store_true", help="only load what was damaged")
+    parser.add_argument("--damage", action="store_true", help="load only damaged files")
     args = parser.parse_args()
     args.peer = args.peer.resolve()
     if args.connectors or args.damage:

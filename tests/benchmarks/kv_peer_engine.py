@@ -1,8 +1,9 @@
-"""An engine of vLLM in a process of its own, told what to do over pipes: ``kv_peer`` starts it with vLLM's interpreter.
+"""vLLM engine in a process of its own, controlled over pipes; ``kv_peer`` starts it with vLLM's interpreter.
 
-``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It says ``{}`` when it is ready and
-answers each line of its input by one of its output; vLLM's log goes to its standard error. Lines are ``{"prompt": token ids,
-"tokens": how many to generate}`` or ``{"reset": true}``, which empties the prefix cache.
+``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It prints ``{}`` when it is
+ready, and then answers each input line with one output line. vLLM's log goes to standard error. Input lines are
+``{"prompt": token ids, "tokens": number of tokens to generate}`` or ``{"reset": true}``, which empties the prefix
+cache.
 """
 
 import json
@@ -45,6 +46,6 @@ def main(answers: IO[str]) -> None:
 
 if __name__ == "__main__":
     ours = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # keep vLLM's prints out of the answers
     with os.fdopen(ours, "w") as output:
         main(output)

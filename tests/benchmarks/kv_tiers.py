@@ -1,13 +1,16 @@
-"""What KV blocks in host memory and on a disk save, and cost: an engine in this process.
+"""Savings and costs of KV blocks in host memory and on disk, with an engine in this process.
 
 ``python -m tests.benchmarks.kv_tiers MODEL [--tokens 1024] [--threads 2] [--rounds 5]``. Five parts:
 
-- ``loads``: seconds to the first token of a prompt that is computed, and of one whose blocks come from the host, from the disk
-  (in the page cache), or are in the KV cache; a load's own time is what is left beyond the last.
-- ``neighbour``: the gaps between the tokens of a stream beside loads, and without.
+- ``loads``: seconds to the first token of a prompt that is computed, loaded from host memory, loaded from disk (in the
+page cache),
+  or in the KV cache. A load's own time is the excess over the last.
+- ``neighbour``: the gaps between the tokens of a stream during loads, and without loads.
 - ``fits``: a working set that fits the KV cache, with host memory and without.
-- ``beyond``: a working set of four times the KV cache: hits and first tokens, of none, host memory, and an endless KV cache.
-- ``restart``: the same working set on a disk, found again by an engine that has started anew.
+- ``beyond``: a working set of four times the KV cache. Hits and first tokens without a tier, with host memory, and with
+an unlimited
+  KV cache.
+- ``restart``: the same working set on disk, used by an engine after a restart.
 """
 
 import argparse
@@ -145,7 +148,7 @@ def loading(arguments: argparse.Namespace, name: str, directory: str) -> Iterato
 
 
 def loads(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Each prompt is computed, makes room for others, and comes again."""
+    """Measure prompts that are computed, evicted from the KV cache by others, and sent again."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as directory:
         for name in ("host", "disk"):

@@ -1,8 +1,9 @@
-"""What it takes to have a prompt's blocks brought from another engine, over what it takes to compute it.
+"""Time to pull a prompt's blocks from another engine, relative to the time to compute it.
 
-``python -m tests.benchmarks.kv_transfer MODEL [--tokens 1024] [--threads 2] [--runs 7] [--transports grpc shared_memory]``: two
-processes of an engine each, MODEL is what ``make_model`` makes. Times are from the arrival of a request to its first token, so
-both have a step of one token in them at least, as long as that of a prompt in the cache takes; compared are medians.
+``python -m tests.benchmarks.kv_transfer MODEL [--tokens 1024] [--threads 2] [--runs 7] [--transports grpc
+shared_memory]`` runs two processes with one engine each; ``make_model`` makes MODEL. Times are from the arrival of a
+request to its first token. Both include at least a step of one token, which takes as long as a prompt in the cache.
+Results are medians.
 """
 
 import argparse
@@ -62,7 +63,7 @@ class Times(NamedTuple):
 
 
 class Pair:
-    """An engine in this process that pulls from one in another. Both end with ``ends``."""
+    """An engine in this process that pulls from an engine in another process. ``ends`` closes both."""
 
     def __init__(self, args: argparse.Namespace, transport: str, ends: ExitStack) -> None:
         self._args = args

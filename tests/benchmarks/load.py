@@ -22,8 +22,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of one run: tokens per second over all streams, time to first token and between tokens in milliseconds, and the
-    mean time per token after the first of a request.
+    """Medians of one run.
+
+    ``tokens_per_s`` counts all streams. Time to first token, time between tokens, and mean time per token after the
+    first are in milliseconds.
     """
 
     tokens_per_s: float

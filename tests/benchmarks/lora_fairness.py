@@ -1,16 +1,20 @@
-"""A thousand adapters on one server: ``python -m tests.benchmarks.lora_fairness --model MODEL thousand neighbours hot``.
+"""A thousand adapters on one server: ``python -m tests.benchmarks.lora_fairness --model MODEL thousand neighbours
+hot``.
 
-A server of the whole stack over HTTP with room for fifty adapters of rank 8 on all seven projections.
+The server runs the whole stack over HTTP. It has memory for fifty adapters of rank 8 on all seven projections.
 
-- ``thousand``: 32 streams of requests whose adapters are drawn by Zipf's law. None may fail, and the engine's process may not
-  grow by more than the budget and a tenth of it over what it had after as many requests of the base model.
-- ``neighbours``: streams of the base model beside such requests, and beside as many of the base model, in turn: gaps between
-  their tokens.
-- ``hot``: two adapters at a time, one of which has always requests that wait. From request to first token, others may not wait
-  longer than ``max_wait`` and what the longest request takes.
+- ``thousand``: 32 streams of requests with adapters from a Zipf distribution. No request may fail. The engine's process
+may grow by
+  at most 1.1 times the adapter budget over its size after as many requests of the base model.
+- ``neighbours``: streams of the base model run with such requests, and with as many requests of the base model, in
+turn. The results
+  are the gaps between their tokens.
+- ``hot``: two adapters at a time, one of which always has waiting requests. From request to first token, others may
+wait at most
+  ``max_wait`` plus the time of the longest request.
 
-Adapters are files with holes: each tensor begins with random numbers, so digests differ and nothing is kept in bfloat16, and the
-rest is zeros, which cost an engine what other numbers cost.
+Adapters are sparse files. Each tensor begins with random numbers, so that digests differ and no tensor is kept in
+bfloat16. The rest is zeros, which cost an engine as much as other numbers.
 """
 
 import argparse
@@ -107,7 +111,7 @@ class Answer(msgspec.Struct):
 
 
 class Client:
-    """Asks a server, each time with a prompt that nobody has asked before."""
+    """Sends requests to a server, each with a new prompt."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -156,7 +160,7 @@ class Client:
 
 
 class Loads(msgspec.Struct):
-    """What the engine has counted."""
+    """The engine's counters."""
 
     loads: float
     seconds: float
@@ -165,7 +169,7 @@ class Loads(msgspec.Struct):
     cached: float
 
     def since(self, before: "Loads") -> dict[str, float]:
-        """What has come since then."""
+        """Return the increase over the counters ``before``."""
         loads = self.loads - before.loads
         mean = 1000 * (self.seconds - before.seconds) / loads if loads else 0.0
         return {"loads": loads, "mean_load_ms": round(mean, 1), "evictions": self.evictions - before.evictions}

@@ -1,8 +1,9 @@
-"""What loading an adapter does to the steps beside it: ``python -m tests.benchmarks.lora_pauses --model MODEL --rank 16 64``.
+"""Effect of adapter loads on concurrent steps: ``python -m tests.benchmarks.lora_pauses --model MODEL --rank 16 64``.
 
-An engine in this process computes requests without adapters, alone and while adapters that none of them names are loaded and
-removed, one after the other, from the page cache. Both are measured in turn. What counts is the longest of the steps, and how
-long a load takes, alone and beside steps: of an adapter that was never read, and of one that was and has not changed.
+An engine in this process computes requests without adapters. In turn, it computes them alone and while unrelated
+adapters are loaded from the page cache and removed, one after the other. The results are the longest step, and the
+duration of a load, alone and during steps. Loads are measured for an adapter that was never read, and for an unchanged
+adapter that was read before.
 """
 
 import argparse
@@ -78,7 +79,7 @@ class Bench:
         return taken
 
     def run(self, steps: int, *, loading: bool, new: bool = False) -> tuple[list[float], list[float]]:
-        """Milliseconds of each step, and of each load that ended beside them."""
+        """Return the milliseconds of each step, and of each load that ended during these steps."""
         for _ in range(STREAMS):
             self._add(WARM_UP + steps + 50)
         for _ in range(WARM_UP):

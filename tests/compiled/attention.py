@@ -34,8 +34,7 @@ ALIGNED = frozenset(
         "value_stride",
     ]
 )
-"""Alignments that the launcher checks or that torch's allocator ensures. The stride of block tables may have any value.
-"""
+"""Aligned arguments: the launcher checks them, or torch allocates them. The stride of block tables may have any value."""
 
 
 def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
