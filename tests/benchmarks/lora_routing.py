@@ -1,8 +1,9 @@
-"""Where requests with adapters go among real engines: ``python -m tests.benchmarks.lora_routing``.
+"""Routing of requests with adapters over real engines: ``python -m tests.benchmarks.lora_routing``.
 
-A coordinator, four engines and two frontends as processes, and 64 adapters of random numbers, of which each engine has room for
-16. Streams ask both frontends in turn, for popular adapters more often (Zipf) or for all alike, by policy. Engines count the
-requests that find their adapter in memory. All share the machine's cores, so no time is told.
+The processes are a coordinator, four engines and two frontends. There are 64 random adapters, and each engine has
+memory for 16. Streams use both frontends in turn, with a Zipf or a uniform distribution of adapters, by policy. Engines
+count the requests that find their adapter in memory. No times are reported, because all processes share the machine's
+cores.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from tests.fakes.systems.cluster import Cluster, read
 MODEL = Path(__file__).parents[2] / "examples/demo_model/penstock-tiny"
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 FOUND, UNEVEN = 0.9, 1.3
-"""What the policy that is the default has to reach."""
+"""Targets of the default policy: minimum share of requests that find their adapter, maximum load relative to the mean.
+"""
 
 
 class Row(NamedTuple):
@@ -91,7 +93,7 @@ class Streams:
             await read(next(self._stubs).Generate(request))
 
     async def run(self, weights: Sequence[float], count: int) -> None:
-        """So many requests."""
+        """Send ``count`` requests."""
         loras = iter(self._random.choices(self._names, weights, k=count))
         async with asyncio.TaskGroup() as group:
             for _ in range(self._at_once):
@@ -118,7 +120,7 @@ async def serving(folders: Sequence[Path], policy: str, options: argparse.Namesp
 
 
 def since(before: Sequence[stats_pb2.SchedulerStats], after: Sequence[stats_pb2.SchedulerStats]) -> Row:
-    """What engines have counted meanwhile."""
+    """Return the increase of the engines' counters."""
     fields = ("num_requests", "num_found", "num_loads")
     counts = [
         [getattr(b.lora, name) - getattr(a.lora, name) for a, b in zip(before, after, strict=True)] for name in fields
@@ -127,7 +129,7 @@ def since(before: Sequence[stats_pb2.SchedulerStats], after: Sequence[stats_pb2.
 
 
 async def measure(folders: Sequence[Path], policy: str, options: argparse.Namespace) -> AsyncIterator[tuple[str, Row]]:
-    """By how popular adapters are. What comes before the first half of a phase's requests is not counted."""
+    """Yield results by popularity of the adapters. The first half of each phase is a warm-up and not counted."""
     async with serving(folders, policy, options) as cluster, contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_channel(each.address)) for each in cluster.frontends]
         streams = Streams(

@@ -1,9 +1,10 @@
-"""What LoRA adapters cost a server: ``python -m tests.benchmarks.lora_serving --model MODEL --json FILE``.
+"""Cost of LoRA adapters for a server: ``python -m tests.benchmarks.lora_serving --model MODEL --json FILE``.
 
-Two servers of the whole stack over HTTP, one without adapters and one with, are asked in turn: 16 streams of requests of 128
-tokens that nobody asked before, 64 tokens out. Requests of a case name the base model or adapters of random numbers on all seven
-projections, in turn. What counts is the median of the rounds' ratios. ``--peer DIR`` has vLLM's CPU build in ``DIR/venv`` asked
-the same, one of its servers after the other, since its threads do not rest beside each other's.
+Two servers of the whole stack, one without adapters and one with, get requests over HTTP in turn: 16 streams of
+requests with new prompts of 128 tokens and 64 output tokens. The requests of a case use the base model or random
+adapters on all seven projections, in turn. The result is the median of the rounds' ratios. With ``--peer DIR``, vLLM's
+CPU build in ``DIR/venv`` gets the same load. Its servers run one after the other, because their idle threads keep the
+cores busy.
 """
 
 import argparse

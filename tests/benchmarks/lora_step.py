@@ -1,11 +1,11 @@
-"""What adapters cost a step of the CPU kernels: ``python -m tests.benchmarks.lora_step MODEL``.
+"""Cost of LoRA adapters per step of the CPU kernels: ``python -m tests.benchmarks.lora_step MODEL``.
 
-Streams of one token each, behind prompts of 89, have adapters with random numbers on all projections: the same one all of them,
-or some in turn. Steps without adapters are timed in turn with each case, in the same process; a case is the median of its
-rounds, and its share of the speed without is the median of the rounds' shares. Prompts are timed as steps of many tokens of two
-requests. One thread is timed by the time that it had a processor, so that others on the machine count less; several share out a
-step by who is free, and their time is the clock's: that needs a quiet machine. ``--plot FILE`` draws the share by rank and number
-of adapters instead.
+Streams of one token each, after prompts of 89 tokens, have random adapters on all projections: all the same adapter, or
+several in turn. Steps without adapters alternate with each case in the same process. A case is the median of its
+rounds, and its relative speed is the median of the rounds' ratios. Prompts are timed as steps of many tokens of two
+requests. One thread is timed by its processor time, so that other load on the machine matters less. Several threads
+share a step dynamically and are timed by the clock, which needs an idle machine. ``--plot FILE`` draws the relative
+speed by rank and number of adapters instead.
 """
 
 import argparse
@@ -115,7 +115,7 @@ class Steps:
 
 
 def measure(steps: Steps, case: Case, rounds: int, count: int) -> tuple[float, float, float]:
-    """Milliseconds of a step without adapters and with those of ``case``, and its share of the speed without."""
+    """Return the milliseconds of a step without adapters and with those of ``case``, and the relative speed."""
     digests = steps.add(case)
     steps.forward.bind(steps.forward.memory.throwaway(BLOCK_SIZE, 1 + case.streams * BLOCKS_OF_A_REQUEST))
     plain = steps.batch(case, [None])

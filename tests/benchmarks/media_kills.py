@@ -1,8 +1,8 @@
 """Engines killed under streams with images: ``python -m tests.benchmarks.media_kills``.
 
-A coordinator, three engines and a frontend as processes, and streams whose prompts have an image. Five waves of them, first
-undisturbed, then with an engine killed (SIGKILL) once all of them stream; what other engines have of the images then differs
-between waves. Token ids are compared with those of the undisturbed wave.
+The processes are a coordinator, three engines and a frontend. Streams have prompts with an image. Five waves of streams
+run, first without faults, then with an engine killed (SIGKILL) once all of them stream. The waves differ in the image
+data that the other engines have cached. Token ids are compared with those of the wave without faults.
 """
 
 import argparse
@@ -43,7 +43,8 @@ STREAMING = 8
 
 class Case(msgspec.Struct, frozen=True):
     """``first``: the image stands before all that differs between streams, so that prefixes are shared. ``own``: each
-    stream has an image of its own. Forgotten just before the kill: ``inputs``, that is processed images, and ``embeds``.
+    stream has an image of its own. Forgotten just before the kill: ``inputs``, that is processed images, and
+    ``embeds``.
     """
 
     name: str
@@ -63,9 +64,15 @@ CASES = (
 
 
 class Killed(msgspec.Struct, frozen=True):
-    """A wave with a kill. Times in ms: the longest wait for a token of ``moved`` streams, of the ``others`` across the kill,
-    and of all in the ``undisturbed`` wave: median, 99th percentile, longest. ``sent``: images that engines were sent after the
-    kill, ``again``: requests that were sent twice to one engine; ``embeds``: embeddings that were computed after it.
+    """Result of a wave with a kill.
+
+    Times are in ms, as median, 99th percentile and maximum: the longest wait for a token of ``moved`` streams, of the
+    ``others`` across the kill, and of all streams in the ``undisturbed`` wave.
+
+    Attributes:
+        sent: Images sent to engines after the kill.
+        again: Requests that were sent twice to one engine.
+        embeds: Embeddings computed after the kill.
     """
 
     case: str

@@ -1,8 +1,8 @@
-"""Images that come again: ``python -m tests.benchmarks.media_repeats --model MODEL``.
+"""Repeated images: ``python -m tests.benchmarks.media_repeats --model MODEL``.
 
-MODEL is a checkpoint with a tower, as ``make_model --tower`` makes one. A server of the whole stack is asked over HTTP at one
-stream, for each of ``--images`` images: first, then the same again, then with another question behind the image, then with one
-before it. What counts is the time to the first token.
+MODEL is a checkpoint with a vision encoder from ``make_model --tower``. A server of the whole stack gets requests over
+HTTP at one stream. Each of ``--images`` images is sent four times: first, the same again, with another question after
+the image, and with a text before it. The result is the time to the first token.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WORDS = ("def show(", "class Picture(", "import ")
 
 
 def bodies(part: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By what is asked about an image, in order."""
+    """Return the requests about an image by kind, in order."""
     text, other, before = ({"type": "text", "text": words} for words in WORDS)
     contents = {
         "first": [part, text],
@@ -47,7 +47,7 @@ async def first_token(client: httpx.AsyncClient, body: dict[str, Any]) -> float:
 
 
 async def measure(url: str, images: int) -> dict[str, list[float]]:
-    """Milliseconds of each image, by what was asked."""
+    """Return the milliseconds of each image, by kind of request."""
     pictures = Pictures()
     found: dict[str, list[float]] = {}
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:

@@ -1,13 +1,18 @@
-"""What images do to the text beside them, and how fast they are: ``python -m tests.benchmarks.multimodal_serving --model MODEL``.
+"""Effect of images on concurrent text requests, and speed of images: ``python -m tests.benchmarks.multimodal_serving
+--model MODEL``.
 
-MODEL is a checkpoint with a tower, as ``make_model --tower`` makes one. Servers of the whole stack are asked over HTTP, in turn:
+MODEL is a checkpoint with a vision encoder from ``make_model --tower``. Servers of the whole stack get requests over
+HTTP, in turn:
 
-- *neighbours*: eight streams of text, alone and while images arrive one after the other, each another one. What counts is the
-  longest gap between two pieces of a stream, beside the time of a block of the tower alone. Once as the server comes, once with
-  towers that are not sliced and steps that are not shared; with ``--peer`` once vLLM.
-- *text*: tokens per second of text alone, beside the same checkpoint without its tower.
-- *images*: seconds to the first token at one stream, images per second at eight; with ``--peer DIR`` beside vLLM's CPU build in
-  ``DIR/venv``.
+- *neighbours*: eight streams of text, alone and while different images arrive one after the other. The result is the
+longest gap
+  between two pieces of a stream, next to the time of a block of the vision encoder alone. It is measured with default
+  settings,
+  without slicing the encoder or sharing steps, and for vLLM with ``--peer``.
+- *text*: tokens per second of text alone, compared with the same checkpoint without its vision encoder.
+- *images*: seconds to the first token at one stream, and images per second at eight; with ``--peer DIR`` also for
+vLLM's CPU build
+  in ``DIR/venv``.
 """
 
 import argparse
@@ -56,7 +61,7 @@ class Pictures:
 
 
 def text_body(tokens: int) -> dict[str, Any]:
-    """A completion of a prompt that nobody asked before."""
+    """Return a completion request with a new random prompt."""
     prompt = [random.randrange(300, 8000) for _ in range(PROMPT)]
     return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
@@ -183,7 +188,7 @@ def neighbours(url: str, images: int) -> dict[str, float]:
 
 
 def block_seconds(model: Path) -> float:
-    """Of a block of the tower with nothing beside it, the median of an image's, in a process of its own."""
+    """Return the median seconds of a vision encoder block for one image, measured alone in a process of its own."""
     program = f"from {__name__ if __name__ != '__main__' else 'tests.benchmarks.multimodal_serving'} import time_blocks"
     command = [sys.executable, "-c", f"{program}; print(time_blocks({str(model)!r}))"]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -224,10 +229,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="multimodal_serving", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--peer", type=Path, help="where vLLM's CPU build is")
-    parser.add_argument("--peer-packages", type=Path, help="what vLLM imports besides: torchvision")
+    parser.add_argument(
+        "--peer-packages", type=Path, help=("folder of the additional packages that vLLM imports: torchvision")
+    )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--images", type=int, default=4, help="of a round")
-    parser.add_argument("--server", choices=("penstock", "not sliced", "vLLM"), action="append", help="these alone")
+    parser.add_argument("--images", type=int, default=4, help="number of images per round")
+    parser.add_argument(
+        "--server",
+        choices=("penstock", "not sliced", "vLLM"),
+        action="append",
+        help=("measure only this server; repeatable"),
+    )
     parser.add_argument("--only", choices=("neighbours", "text", "images"), action="append")
     parser.add_argument("--set", action="append", default=[], help="more settings of the servers with a tower")
     parser.add_argument("--folder", type=Path, default=Path("build/multimodal_serving"))

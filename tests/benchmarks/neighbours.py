@@ -1,7 +1,8 @@
-"""What constrained requests, and asynchronous scheduling, do to the steps of everybody else: an engine in this process.
+"""Effect of constrained requests and of asynchronous scheduling on the steps of other requests, with an engine in this
+process.
 
-A row compares engines that do the same amount of work: ``extra`` requests join the neighbours, constrained or not. All rows are
-measured in turn in every round.
+A row compares engines that do the same amount of work: ``extra`` requests join the neighbours, constrained or not. All
+rows are measured in turn in every round.
 """
 
 import itertools
@@ -89,7 +90,7 @@ class Bench:
         return milliseconds
 
     def tokens_per_s(self, streams: int, tokens: int = 64) -> float:
-        """Throughput of that many requests at once, from the first step to the last."""
+        """Return the throughput of ``streams`` concurrent requests, from the first step to the last."""
         for _ in range(streams):
             self._add(None, max_tokens=tokens)
         started = time.perf_counter()

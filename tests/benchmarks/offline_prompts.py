@@ -1,8 +1,9 @@
-"""Memory of ``LLM.generate_iter`` over a thousand prompts and over a million, from a generator, on an engine without a model.
+"""Memory of ``LLM.generate_iter`` over a thousand prompts and over a million, from a generator, on an engine without a
+model.
 
-``python -m tests.benchmarks.offline_prompts`` prints the resident set behind each. The engine is the fake one with known
-tokens, so that a million requests take about five minutes; every eighth prompt is text, the others are token
-ids. Everything else, the tokenizer included, is what any ``LLM`` has. ``--prompts N`` for fewer.
+``python -m tests.benchmarks.offline_prompts`` prints the resident set after each. The engine is the fake one with known
+tokens, so a million requests take about five minutes. Every eighth prompt is text, the others are token ids. Everything
+else, including the tokenizer, is the same as in any ``LLM``. Use ``--prompts N`` for fewer prompts.
 """
 
 import argparse
@@ -24,7 +25,7 @@ _VOCAB_SIZE = 2048
 
 
 def resident() -> int:
-    """Bytes of this process in memory, once what was freed has gone back."""
+    """Return the resident bytes of this process after freed memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     fields = Path("/proc/self/statm").read_text(encoding="ascii").split()

@@ -1,7 +1,9 @@
-"""Services away under load: ``python -m tests.benchmarks.outages [coordinator|frontend|frozen|rolling]``, one of them or all.
+"""Outages of services under load: ``python -m tests.benchmarks.outages [coordinator|frontend|frozen|rolling]``, one of
+them or all.
 
-A coordinator, three engines and two frontends as processes. The coordinator is killed for 30 seconds; a frontend is killed; one
-is frozen; every service is restarted in turn (SIGTERM). Every output is compared with that of the same request undisturbed.
+The processes are a coordinator, three engines and two frontends. The coordinator is killed for 30 seconds; a frontend
+is killed; one is frozen; every service is restarted in turn (SIGTERM). Every output is compared with that of the same
+request without faults.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from tests.fakes.systems.cluster import Cluster
 
 LEASE_SECONDS = 5
 FROZEN_SECONDS = 15
-"""A frontend that answers nothing: its engines ping it every so often, and wait."""
+"""Seconds for which a frontend is frozen. Its engines send it gRPC pings and wait."""
 console = Console()
 
 

@@ -22,7 +22,9 @@ def measure(
     detokenize: bool = True,
     in_columns: bool = True,
 ) -> float:
-    """Median microseconds per output of one token, ``running`` outputs in a step. Nobody reads what is collected."""
+    """Return the median microseconds per output of one token, with ``running`` outputs in a step. The collected outputs
+    are not read.
+    """
     processor = OutputProcessor(Tokenizer(tokenizer), FrontendMetrics("bench"))
     params = SamplingParams(max_tokens=steps + 1, detokenize=detokenize)
     requests = [

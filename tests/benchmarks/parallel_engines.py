@@ -1,8 +1,9 @@
-"""What several workers make of two cores: ``python -m tests.benchmarks.parallel_engines --model DIR``.
+"""Throughput of several workers on two cores: ``python -m tests.benchmarks.parallel_engines --model DIR``.
 
-An engine of two workers of one thread each beside one of one worker of two threads, by the same kernels. In this process, in
-turn, several rounds, medians. Stages whose layers are dealt out by hand are beside those that are not, and stages without their
-decodes dealt out. Each row has the largest worker's share of the weights, and the most idle stage.
+An engine with two workers of one thread each is compared with one worker of two threads, with the same kernels. The
+engines run in this process, in turn, for several rounds; results are medians. Pipeline stages are measured with manual
+and automatic layer partitions, and without splitting decodes over microbatches. Each row has the largest worker's share
+of the weights, and the idle share of the most idle stage.
 """
 
 import argparse
@@ -85,7 +86,7 @@ async def measure(model: str, row: Row, item: Load, seed: int) -> Found:
             warm = msgspec.structs.replace(item, requests=min(item.requests, 4), output_len=4)
             await load.run(engine.stream, warm, load.prompts(warm, engine.vocab_size, seed=seed + 1000))
             result = await load.run(engine.stream, item, load.prompts(item, engine.vocab_size, seed=seed))
-            await asyncio.sleep(1.5)  # what workers say of themselves comes a second late
+            await asyncio.sleep(1.5)  # workers report their statistics with a delay of a second
             stats = executor.worker_stats()
     return Found(
         result.tokens_per_s,

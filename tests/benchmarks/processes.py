@@ -15,7 +15,7 @@ def engine(model: str, threads: int) -> Service:
 
 
 def frontend(model: str, engine_address: str) -> Service:
-    """A public port whose requests go to that engine."""
+    """Return a frontend that sends its requests to the engine at ``engine_address``."""
     return Service(
         "penstock_frontend",
         model__path=model,

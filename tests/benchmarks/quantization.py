@@ -1,8 +1,9 @@
-"""What weights rounded to 8-bit integers save and cost: ``python -m tests.benchmarks.quantization --model DIR``.
+"""Savings and costs of weights rounded to 8-bit integers: ``python -m tests.benchmarks.quantization --model DIR``.
 
-One product of 2048 inputs and 8192 outputs by rows, then engines of two threads in this process, each in turn, several rounds,
-medians: float32 weights, those that bfloat16 holds, and integers, with a head that bfloat16 holds. With ``--text`` what rounding
-does to a model's predictions of a text as well, position by position, by its own modules.
+It first measures a product of 2048 inputs and 8192 outputs by number of rows, then engines with two threads in this
+process. They run in turn over several rounds; results are medians. The weights are float32, bfloat16, or integers with
+a bfloat16 output layer. With ``--text`` it also measures the effect of rounding on a model's predictions of a text, for
+each position.
 """
 
 import argparse
@@ -32,7 +33,7 @@ ROWS = (1, 2, 4, 8, 16, 64)
 _WINDOW = 256
 _OUTPUTS, _INPUTS = 8192, 2048
 _COPIES = 4
-"""Weights of each kind, so that none of them is in a cache when its turn comes."""
+"""Number of weights of each kind. They are used in turn, so that none is in a cache."""
 
 
 def products(library: NativeLibrary, rows: int, rounds: int) -> dict[str, float]:

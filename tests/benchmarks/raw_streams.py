@@ -1,7 +1,7 @@
-"""Streaming clients that cost next to nothing: bytes over sockets, no HTTP or gRPC library.
+"""Streaming clients with minimal cost: bytes over sockets, without an HTTP or gRPC library.
 
-Each ``start`` sends one request; ``on_piece(count)`` is told of every piece of output as it comes, ``on_end(tokens)`` of the end
-with the tokens that the request got, as the server counts them.
+Each ``start`` sends one request. ``on_piece(count)`` is called for the pieces of output as they arrive, and
+``on_end(tokens)`` at the end, with the token count from the server.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class _HttpConnection(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        # What was looked at already and may be the begin of a word goes before what is new.
+        # Prepend the end of the previous data, which may be the beginning of a searched word.
         text = self._tail + data
         if (count := text.count(self._PIECE)) > 0:
             self._on_piece(count)

@@ -1,10 +1,9 @@
-"""How near the kernels' products come to what the processor gives: ``python -m tests.benchmarks.roofline``.
+"""Speed of the kernels' matrix products relative to the processor's limits: ``python -m tests.benchmarks.roofline``.
 
-The ceilings are the machine's own, measured between the products by a program with the same vectors and threads
-(``ceilings.cpp``): the rate at which memory can be read, or copied, and the rate of products in registers. Time is processor time
-of the thread, and the fastest round counts: others on the machine take turns with it, and what they do to its caches and memory
-only makes a round slower. Several threads share out a product by who is free, so their time is the clock's: that needs a quiet
-machine.
+A program with the same vectors and threads (``ceilings.cpp``) measures the machine's limits between the products: the
+rates of reading and copying memory, and of products in registers. Time is the thread's processor time, and the fastest
+round counts. Other load on the machine can only make a round slower, through caches and memory. Several threads share a
+product dynamically and are timed by the clock, which needs an idle machine.
 """
 
 import argparse
@@ -28,7 +27,7 @@ SHAPES = ((4096, 768), (8192, 2048), (2048, 8192))
 ROWS = (1, 4, 8, 16, 64, 1024)
 DTYPES = (torch.float32, torch.bfloat16)
 _SWEPT = 128 * 1024 * 1024
-"""Bytes of weights of a shape: what is read in turn is in no cache."""
+"""Bytes of weights per shape. Weights are used in turn, so that none is in a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape of product ``[rows, k]`` by ``[n, k]`` and what its weight is kept in."""
+    """A product of ``[rows, k]`` by ``[n, k]``, and the dtype of its weight."""
 
     dtype: torch.dtype
     n: int
@@ -91,7 +90,9 @@ class Case:
 
 
 def products(library: NativeLibrary) -> Iterator[tuple[Case, float]]:
-    """Each case once, with the seconds of its fastest product; of kernels that may round inputs those that they round."""
+    """Yield each case with the seconds of its fastest product. If the kernels may round inputs, only cases with
+    rounding are measured.
+    """
     clock = time.thread_time if library.num_threads == 1 else time.perf_counter
     for n, k in SHAPES:
         weight = torch.randn(n, k).bfloat16().float()

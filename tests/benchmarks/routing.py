@@ -1,12 +1,13 @@
-"""Where conversations go: cached prompts, even load and time of a choice, by policy, over engines that are simulated.
+"""Routing of conversations over simulated engines: prefix cache hits, load balance and the time of a choice, by policy.
 
     python -m tests.benchmarks.routing [--engines 8] [--conversations 600] [--tokens-per-point 32 512] [--plot FILE]
 
-The engines' block pools, the router and its view of the caches are the real ones; time is counted in tokens. An engine computes
-``--prefill`` tokens of prompts in a second, one request after the other, then lets each of its requests have a token every 25 ms.
-Conversations share a few system prompts, and a turn repeats all that was said. Loads are told every 100 ms.
-The hit rate is that of prompt tokens, beside one engine that has all the memory; the load is the tokens that an engine
-computed, prompts and output, the largest beside the mean.
+The engines' block pools, the router and its view of the caches are the real ones; time is counted in tokens. An engine
+computes ``--prefill`` prompt tokens per second, one request after the other. It then generates a token every 25 ms for
+each of its requests. Conversations share a few system prompts, and a turn repeats the whole conversation. Loads are
+reported every 100 ms. The hit rate counts prompt tokens, and is compared with one engine that has all the memory. The
+load of an engine is the number of tokens that it computed, prompts and output; the table has the largest load relative
+to the mean.
 """
 
 import argparse
@@ -69,8 +70,10 @@ class Result(NamedTuple):
 
 
 def turns(conversations: int, rate: float, seed: int = 0) -> list[Turn]:
-    """Conversations that begin ``rate`` times in a second, in order of arrival: a system prompt of some 1000 tokens that one of
-    eight applications has, then questions of some 100 tokens and answers of some 150.
+    """Return the turns of conversations that begin ``rate`` times per second, in order of arrival.
+
+    Each conversation has a system prompt of about 1000 tokens, shared by the conversations of one of eight
+    applications. Questions have about 100 tokens and answers about 150.
     """
     rng = random.Random(seed)
     systems = [_tokens(rng, rng.randint(400, 1600)) for _ in range(8)]
@@ -124,7 +127,7 @@ class Engine:
         return self.free_at
 
     def until(self, now: float) -> None:
-        """End what is done."""
+        """Complete the work that ends by the time ``now``."""
         while self.waiting and self.waiting[0] <= now:
             heapq.heappop(self.waiting)
         while self.running and self.running[0][0] <= now:

@@ -1,8 +1,9 @@
-"""Where conversations go among real engines: ``python -m tests.benchmarks.routing_engines [--model DIR]``.
+"""Routing of conversations over real engines: ``python -m tests.benchmarks.routing_engines [--model DIR]``.
 
-Three engines and a frontend on loopback, by policy, and one engine with the memory of all three: the same conversations, some at
-once, each turn sent when the answer before it is there. Hits are those that engines count; an engine's load is the tokens that
-it computed, prompts and output. The engines share the machine's cores, so no time is told.
+Three engines and a frontend run on loopback with each policy; one engine with the memory of all three is the reference.
+All get the same conversations, several at a time. Each turn is sent after the previous answer. The engines count the
+hits. An engine's load is the number of tokens that it computed, prompts and output. No times are reported, because the
+engines share the machine's cores.
 """
 
 import argparse
@@ -32,7 +33,7 @@ POLICIES: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "prefix_aw
 
 
 class Row(NamedTuple):
-    """Tokens of prompts that engines were asked for, those of them that they had, and what each computed."""
+    """Prompt tokens of all requests, the tokens of them found in caches, and the tokens that each engine computed."""
 
     asked: int
     found: int
@@ -61,7 +62,9 @@ class CountingExecutor(UniprocExecutor):
 
 
 def conversations(count: int, seed: int = 0) -> list[list[list[int]]]:
-    """Of each, what is said before every answer: first one of four system prompts of 100 to 400 tokens and a question."""
+    """Return the user's side of each conversation, by turn. The first turn has one of four system prompts of 100 to 400
+    tokens.
+    """
     rng = random.Random(seed)
 
     def said(low: int, high: int) -> list[int]:
@@ -77,7 +80,7 @@ def conversations(count: int, seed: int = 0) -> list[list[list[int]]]:
 
 @contextlib.contextmanager
 def serving(model: Path, count: int, num_blocks: int) -> Iterator[dict[EngineServer, CountingExecutor]]:
-    """So many engines of so many blocks each."""
+    """Run ``count`` engines of ``num_blocks`` blocks each."""
     with contextlib.ExitStack() as stack:
         engines = {}
         for _ in range(count):

@@ -1,7 +1,8 @@
-"""``make bench``: the engine in this process, through its session, through the public API, and transformers beside them; and its
-parts by themselves.
+"""Benchmarks of ``make bench``: the engine in this process, through its session and through the public API, compared
+with transformers.
 
-What is compared is measured in turn, several rounds, and the medians are printed: machines drift by tens of percent.
+Parts of the engine are also measured alone. Alternatives are measured in turn over several rounds, and medians are
+printed, because the speed of a machine drifts by tens of percent.
 """
 
 import argparse
@@ -119,7 +120,7 @@ def sampling_table(args: argparse.Namespace) -> tuple[Table, dict[str, dict[str,
 
 
 def schema_table(args: argparse.Namespace) -> tuple[Table, dict[str, float]]:
-    """What constrained requests cost their neighbours, milliseconds per step."""
+    """Return a table of the cost of constrained requests for their neighbours, in milliseconds per step."""
     made = Table(title=f"{neighbours.NEIGHBOURS} unconstrained requests and what runs beside them; median ms per step")
     for column in ("scheduling", "beside them", "ms"):
         made.add_column(column, justify="right" if column == "ms" else "left")
@@ -238,7 +239,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], tuple[RenderableType,
     "prefix": ("prefix_ms", prefix_table),
     "load": ("load", load_table),
 }
-"""What ``--only`` names: the key of its numbers in JSON, and what measures."""
+"""Measurements by their name for ``--only``: the key of the numbers in JSON, and the function that measures."""
 
 
 def main() -> int:

@@ -72,7 +72,7 @@ def _sampler() -> Sampler:
 
 
 def _step(params: Mapping[str, Any], sampler: Sampler) -> Callable[[torch.Tensor], None]:
-    """What the worker does with the logits of a step of ``ROWS`` requests."""
+    """Return the worker's sampling function for the logits of a step of ``ROWS`` requests."""
     batch = InputBatch(max_model_len=2 * PROMPT_LEN, block_size=16, num_groups=1, eos_token_ids=frozenset({2}))
     ids = [str(i) for i in range(ROWS)]
     given = {name: value for name, value in params.items() if name != "grammar"}

@@ -20,7 +20,7 @@ from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeR
 
 
 class NullExecutor:
-    """Answers every step with token 7; keeps just what tells whether a prompt is done."""
+    """Executor that returns token 7 in every step. It keeps only the lengths that tell whether a prompt is complete."""
 
     experts = None
 
@@ -29,7 +29,7 @@ class NullExecutor:
         self.seconds = 0.0
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """It does not fail."""
+        """Do nothing; this executor does not fail."""
 
     def worker_stats(self) -> list[WorkerStats]:
         """Nothing computes."""
@@ -70,7 +70,7 @@ class NullExecutor:
         """Nobody waits for it."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Remember what to answer. Its own time is not the scheduler's."""
+        """Record the answers. The executor's own time is excluded from the scheduler's."""
         began = time.perf_counter()
         for request_id in scheduler_output.finished_request_ids:
             self._lengths.pop(request_id, None)

@@ -1,8 +1,8 @@
-"""What drafts bring: ``python -m tests.benchmarks.speculation --model PADDED --drafter DRAFTER``.
+"""Speedup from drafts: ``python -m tests.benchmarks.speculation --model PADDED --drafter DRAFTER``.
 
-Two servers of the whole stack over HTTP, one without drafts and one with, asked in turn in rounds; the median of the rounds'
-ratios counts. ``examples/demo_model/pad_model.py`` makes a model that speaks as the demo model does and costs what 100 million
-parameters do.
+Two servers of the whole stack, one without drafts and one with, get requests over HTTP in turn. The result is the
+median of the rounds' ratios. ``examples/demo_model/pad_model.py`` makes a model with the demo model's outputs and the
+cost of 100 million parameters.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FIELDS = ("name", "age", "title", "color", "size", "count", "owner", "city", "ki
 
 
 def story(number: int) -> str:
-    """What is asked for a story."""
+    """Return a prompt for a story."""
     return f"Tell me a story about a {WORDS[number % len(WORDS)]} and a {WORDS[(number * 7 + 3) % len(WORDS)]}."
 
 
@@ -156,11 +156,11 @@ SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "JSON schemas, prediction": ("prediction", 1, lambda: objects(12, temperature=0), 1.4),
     "useless drafter": (USELESS, 1, lambda: stories(5, 160, temperature=0), 0.97),
 }
-"""By name: the method, streams, requests, and what the ratio is to be at least."""
+"""Cases by name: the method, streams, requests, and the minimum ratio."""
 
 
 def make_useless(drafter: Path, folder: Path) -> Path:
-    """A draft model as ``drafter`` whose weights are drawn anew: what it guesses never holds, and costs as much."""
+    """Write a draft model like ``drafter`` with random weights. It costs as much, and its drafts are always rejected."""
     made = folder / "useless-drafter"
     shutil.copytree(drafter, made, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)

@@ -1,14 +1,19 @@
-"""Speculation beside vLLM's CPU build: the same checkpoints, methods and requests, one server after the other.
+"""Speculative decoding compared with vLLM's CPU build: the same checkpoints, methods and requests, one server after the
+other.
 
-``python -m tests.benchmarks.speculation_peer --peer DIR --model PADDED --drafter DRAFTER --json RUNS`` needs vLLM's CPU build in
-``DIR/venv``, and arctic-inference there for ``suffix``. Every server, without drafts and with each method, gets 24 requests
-alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each, all of whose prompts are in its prefix cache. They
-are sent a few at a time, and sent again where other processes took more than a tenth of the processors meanwhile: what
-is sent is added to the JSON file, of which the least disturbed counts, and a later call measures what is missing there.
-``--minutes`` bounds a call, ``--servers``, ``--methods`` and ``--dtypes`` what it measures; ``--report`` prints the table alone.
+``python -m tests.benchmarks.speculation_peer --peer DIR --model PADDED --drafter DRAFTER --json RUNS`` needs vLLM's CPU
+build in ``DIR/venv``, with arctic-inference for ``suffix``. Every server runs without drafts and with each method. It
+gets 24 requests alone and 64 at 8 streams, greedy and at temperature 0.8 with a seed each. All prompts are in its
+prefix cache.
 
-vLLM 0.32 without triton-cpu samples drafted requests at a temperature that was never written (``repaired``): texts are noise and
-no draft holds. ``--repair`` writes three lines into its virtual environment that do what its Triton kernel does.
+Requests are sent in small groups. A group is repeated if other processes used more than a tenth of the processors
+meanwhile. All runs are added to the JSON file. The least disturbed run of a group counts, and a later call measures the
+missing groups. ``--minutes`` bounds a call. ``--servers``, ``--methods`` and ``--dtypes`` limit the measurements.
+``--report`` only prints the table.
+
+vLLM 0.32 without triton-cpu samples drafted requests at a temperature that was never written (``repaired``): texts are
+noise and no draft is accepted. ``--repair`` writes three lines into its virtual environment that replace its Triton
+kernel.
 """
 
 import argparse
@@ -58,14 +63,18 @@ REPAIR = """    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zer
 
 
 def repaired(source: str) -> str:
-    """vLLM's ``cpu_triton_utils.py`` with per-request values that reach their tokens: the kernel behind it writes into a copy
-    of its output, as integers. As it was where the fault is not there.
+    """Return vLLM's ``cpu_triton_utils.py`` with a fix for per-request values of tokens. If the fault is absent, the
+    text is unchanged.
+
+    The original kernel writes into a copy of its output, as integers.
     """
     return source.replace(FAULT, REPAIR)
 
 
 def records(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Requests to write a sentence as JSON, behind three that have been: what is looked up has something to be found in."""
+    """Return requests to write a sentence as JSON, each with three examples in the prompt, so that lookup methods find
+    matches.
+    """
     names, cities = ("Nora", "Theo", "Rosa", "Omar", "Clara", "Adam", "Luca"), ("Prague", "Dublin", "Cairo", "Lisbon")
     jobs = ("gardener", "baker", "teacher", "farmer", "painter")
 
@@ -153,7 +162,7 @@ class Peers:
         return ["--speculative-config", json.dumps(config)]
 
     def settings(self, server: str) -> str:
-        """What distinguishes runs of a server."""
+        """Return the settings that distinguish runs of a server."""
         if server != "vLLM":
             return ""
         return f"{'eager' if self._options.peer_eager else 'compiled'}, threads {self._options.peer_threads}"
@@ -243,7 +252,7 @@ def _healthy(url: str) -> bool:
 
 
 def main() -> int:
-    """Measure what is asked for, add it to the file, and print the table."""
+    """Run the selected measurements, add them to the file, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--json", type=Path, required=True, help="the file of runs")

@@ -1,4 +1,4 @@
-"""Runs of ``speculation_peer``, what they say of the two servers, and the table of it."""
+"""Runs of ``speculation_peer``, the comparison of the two servers, and its table."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ QUIET = 0.1
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server was asked. ``part``: which of the requests, ``AT_ONCE`` of them, from 0."""
+    """Load of a run. ``part`` is the number of its group of ``AT_ONCE`` requests, from 0."""
 
     workload: str
     streams: int
@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_runs(path: Path) -> list[Run]:
-    """What is in the file; nothing where there is none."""
+    """Return the runs in the file; empty if the file does not exist."""
     return msgspec.json.decode(path.read_bytes(), type=list[Run]) if path.exists() else []
 
 
@@ -92,8 +92,10 @@ def texts(runs: dict[int, Run], parts: Iterable[int]) -> list[str]:
 
 
 def cell(runs: list[Run], before: list[Run]) -> dict[str, float]:
-    """Of one server with a method, and without (``before``): tokens/s of both, tokens per step that had drafts, and per step of a
-    request, the share of texts that differ between the two, and between two runs without, and what others took at most.
+    """Return the results of one server with a method (``runs``) and without drafts (``before``).
+
+    They are: tokens/s of both; tokens per step that had drafts, and per step of a request; the share of texts that
+    differ between the two, and between two runs without drafts; and the maximum processor share of other processes.
     """
     on, off = counting(runs), counting(before)
     again = {part: each for each in before if each is not off[part := each.place.part]}

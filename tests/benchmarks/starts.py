@@ -32,8 +32,10 @@ _VOCAB = 1000
 
 
 def first_tokens(model: str, rounds: int) -> tuple[float, list[float]]:
-    """Seconds from the start of ``penstock serve`` to the first token: of a start as after an installation, which has compiled
-    the dependencies' Python but not this project's, and of ``rounds`` more.
+    """Return the seconds from the start of ``penstock serve`` to the first token, of a first start and of ``rounds``
+    more.
+
+    The first start is as after an installation: the dependencies' Python is compiled, but this project's is not.
     """
     for package in _SERVICES.glob("*/penstock_*"):
         for cache in package.rglob("__pycache__"):

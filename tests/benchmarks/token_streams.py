@@ -41,7 +41,7 @@ def prompt(number: int, length: int, *, vocab_size: int = 2000) -> list[int]:
 async def follow(
     stub: "rpc.InferenceServiceAsyncStub", prompt_token_ids: Sequence[int], max_tokens: int, stream: Stream
 ) -> Stream:
-    """Ask for a greedy output of just that length, and note in ``stream`` what comes."""
+    """Request a greedy output of exactly ``max_tokens`` tokens, and record its messages in ``stream``."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt_token_ids),
         sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False),

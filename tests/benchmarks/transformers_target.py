@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` on the same model, as one batch: what a user has without a server."""
+"""transformers' own ``generate`` on the same model, as one batch, as a baseline without a server."""
 
 import multiprocessing
 import statistics
@@ -15,10 +15,10 @@ _model: Any = None
 
 
 class TransformersGenerate:
-    """Greedy, fixed output length.
+    """Greedy generation with a fixed output length, in a process of its own.
 
-    In a process of its own: a second pool of OpenMP threads beside the engine's would slow both down, because libgomp
-    stops spinning once a process has more threads than there are cores.
+    A second pool of OpenMP threads in the engine's process would slow both down, because libgomp stops spinning once a
+    process has more threads than there are cores.
     """
 
     def __init__(self, model: str, threads: int) -> None:

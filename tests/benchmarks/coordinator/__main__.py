@@ -3,7 +3,8 @@
     python -m tests.benchmarks.coordinator                # in simulation, then as streams on the loopback interface
     python -m tests.benchmarks.coordinator --only streams --engines 200 --frontends 20
 
-Simulations run on a clock of their own, and count the processor time of the coordinator's state and encoders alone. Streams are
+Simulations run on a clock of their own, and count the processor time of the coordinator's state and encoders alone.
+Streams are
 real: the coordinator's share of a core is then that of its process, gRPC among it.
 """
 
@@ -26,7 +27,7 @@ def show(title: str, measured: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Print what was measured."""
+    """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["simulation", "streams", "pick"])
     parser.add_argument("--engines", type=int, default=1000)

@@ -13,13 +13,13 @@ from penstock_coordinator.view_channel import Subscription
 from tests.benchmarks.coordinator.fleet import MODEL, quantile, register, report
 
 STEP = 0.01
-"""Seconds of the clock between two looks at what is due."""
+"""Seconds of the simulated clock between two checks for due events."""
 REPORT_INTERVAL = 0.1
 """Seconds between two reports of an engine, unless the coordinator tells it otherwise."""
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """What a simulation measured. Times are in seconds, bytes of payload."""
+    """Results of a simulation. Times are in seconds, sizes in bytes of payload."""
 
     core_share: float
     """Seconds of processor time per second of the clock."""
@@ -110,7 +110,7 @@ class Simulation:
         return 0
 
     def _messages(self, step: int) -> list[tuple[int, bytes]]:
-        """What engines whose turn it is report, as it comes off the wire."""
+        """Return the serialized reports of the engines that are due at this step."""
         told = self._cluster.report_interval((MODEL, self._pools[0])).newest or 0.0
         every = round(max(REPORT_INTERVAL, told) / STEP)
         return [(n, report(n, step).SerializeToString()) for n in range(step % every, self._num_engines, every)]
@@ -121,7 +121,7 @@ class Simulation:
         self.reports += 1
 
     def _send(self) -> bool:
-        """Encode what every frontend has not been sent. Returns whether there was anything."""
+        """Encode all unsent changes for every frontend. Returns whether there were any."""
         before = self.sent_views
         for stream in self._streams:
             for view in stream.take():

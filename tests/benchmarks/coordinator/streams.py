@@ -1,7 +1,7 @@
 """The coordinator as a process, with engines and frontends as real gRPC streams on the loopback interface.
 
-A process has the engines, another the frontends, and the parent looks at the coordinator's processor time. Frontends read bytes
-and look for the names of newcomers in them: what a frontend makes of a view is not measured here.
+One process has the engines and another has the frontends. The parent measures the coordinator's processor time.
+Frontends search the received bytes for the names of new engines; decoding of views is not measured here.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Engines:
         self.joined: dict[str, float] = {}
 
     async def run(self, seconds: float) -> dict[str, Any]:
-        """Register, and report for so long; returns what was done."""
+        """Register the engines and report for ``seconds``. Returns counts of the work done."""
         tasks = [asyncio.create_task(self._engine(number)) for number in range(self._count)]
         while self.registered < self._count:
             await asyncio.sleep(0.1)
@@ -109,7 +109,7 @@ class Frontends:
         self.seen: dict[str, list[float]] = {}
 
     async def run(self, seconds: float) -> dict[str, Any]:
-        """Read for so long; returns what was read and when newcomers were seen."""
+        """Read views for ``seconds``. Returns counts, and the times at which new engines were seen."""
         tasks = [asyncio.create_task(self._frontend(number)) for number in range(self._count)]
         while self.up < self._count:
             await asyncio.sleep(0.1)
@@ -157,7 +157,7 @@ def processor_seconds(pid: int) -> float:
 
 
 async def measure(engines: int, frontends: int, seconds: float) -> dict[str, float]:
-    """The coordinator and two processes of clients; returns what was measured, times in seconds."""
+    """Run the coordinator and two client processes. Returns the results; times are in seconds."""
     service = Service("penstock_coordinator", restart_grace=0, lease_seconds=60)
     sides: list[Any] = []
     async with asyncio.timeout(seconds + LIMIT):

@@ -1,4 +1,4 @@
-"""What the device gives at most: a copy in its memory, and a product of random matrices."""
+"""Measured limits of the device: a copy in its memory, and a product of random matrices."""
 
 import torch
 

@@ -10,7 +10,7 @@ from tests.benchmarks.gpu.plans import PLANS
 from tests.device.phases import Row, Settings, Stage
 
 SHAPES = {"8B": "llama-8b", "1B": "llama-1b"}
-"""Names of ``kernel_cache.shapes`` by those of this benchmark."""
+"""Names of ``kernel_cache.shapes`` by this benchmark's names."""
 
 
 def stages(settings: Settings) -> list[Stage]:

@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 class Decoder:
-    """What an engine would run the shape with. Rows of a stage share it."""
+    """The forward pass of a model shape, as in an engine. The rows of a stage share it."""
 
     def __init__(self, plan: Plan, device: torch.device, built: BuiltForward) -> None:
         self.plan = plan
@@ -38,14 +38,15 @@ class Decoder:
         self._host: torch.Tensor | None = None
 
     def told(self) -> dict[str, Any]:
-        """Return what computes, for the record of the build."""
+        """Return the names of the kernels, for the record of the build."""
         return {"computing": self._computing}
 
     def step(self, batch: ForwardBatch, rows: IntArray, *, per_stream: int | None = 1) -> Step:
-        """Return what runs the step.
+        """Return a function that runs the step.
 
-        On a GPU that chooses tokens it does as in an engine: the first of ``per_stream`` tokens of each stream comes from the
-        device, the next ones are chosen there, and these are copied to page-locked memory. A prompt has None.
+        On a GPU that chooses tokens, the step works as in an engine. The first of ``per_stream`` tokens of each stream
+        comes from the device. The next tokens are chosen there and copied to page-locked memory. ``per_stream`` is None
+        for a prompt.
         """
         launcher = self._launcher
         if launcher is None:
@@ -74,8 +75,10 @@ class Decoder:
         return run
 
     def timed(self, step: Step, *, rounds: int = ROUNDS, alone: bool = False, replays: bool = True) -> dict[str, Any]:
-        """Return milliseconds of a step among many, of one that is waited for if ``alone``, and what computed it. ``replays``:
-        steps of this shape are to be replayed.
+        """Return the milliseconds of a step among many, of a single awaited step if ``alone``, and the kernels that
+        computed it.
+
+        ``replays``: whether steps of this shape should be replayed from a CUDA graph.
         """
         seconds = machine.seconds_in_a_row(self.device, step, rounds=rounds)
         before = None if self._graphs is None else self._graphs()
@@ -104,7 +107,7 @@ class Decoder:
 def decoder(
     plan: Plan, device: torch.device, kernels: KernelsConfig | None = None, lora: SlotLimits | None = None
 ) -> Iterator[Decoder]:
-    """Load random weights, and build what an engine would run them with."""
+    """Load random weights and build the forward pass as an engine does."""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = plan.shape.write(Path(folder))
         checkpoint = ModelConfig(path=str(path), load_format="dummy", dtype=plan.shape.dtype)

@@ -49,14 +49,14 @@ def stages(settings: Settings) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Target:
-    """What is loaded, on an event loop that runs while it is asked something."""
+    """A loaded engine or server, with an event loop that runs during requests."""
 
     runner: asyncio.Runner
     stream: Stream
     described: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
-        """Return what computes, for the record of the build."""
+        """Return the names of the kernels, for the record of the build."""
         return self.described
 
 
@@ -91,7 +91,7 @@ async def _over_grpc(runner: asyncio.Runner, stack: contextlib.AsyncExitStack, c
 
 
 def _measure(plan: Plan, streams: int, target: Target) -> dict[str, Any]:
-    """Return medians of rounds behind one to warm up."""
+    """Return medians of the rounds after a warm-up round."""
     item = Load(streams=streams, requests=streams, input_len=plan.input_len, output_len=plan.output_len)
     results = [
         target.runner.run(load.run(target.stream, item, load.prompts(item, plan.shape.vocab, seed=number)))

@@ -21,7 +21,7 @@ def _adapt() -> None:
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        # The first change has kept what is put back behind the kernel.
+        # The original attribute, saved at the first change, is restored after the kernel.
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     interpreter._patch_lang_tensor = patch_with_index

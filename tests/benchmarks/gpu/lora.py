@@ -27,8 +27,10 @@ WARM_UP = 3
 def stages(settings: Settings) -> list[Stage]:
     """Return two stages.
 
-    Rows of ``model`` have milliseconds of whole steps with adapters and without, and of the first step, which copies adapters to
-    their slots. Rows of ``updates`` have milliseconds of the two kernels of a product, and their largest difference from float64,
+    Rows of ``model`` have milliseconds of whole steps with adapters and without, and of the first step, which copies
+    adapters to
+    their slots. Rows of ``updates`` have milliseconds of the two kernels of a product, and their largest difference
+    from float64,
     as a share of the largest number.
     """
     interpreter.prepare(settings)
@@ -70,7 +72,7 @@ def _update(plan: Plan, case: UpdateCase, limits: SlotLimits, device: torch.devi
 
 
 def _error(found: torch.Tensor, x: torch.Tensor, segments: list[LoraSegment], made: list[LoraAdapter]) -> float:
-    """Return the largest difference of ``found`` from what float64 gives, as a share of the largest number."""
+    """Return the largest difference of ``found`` from the float64 result, relative to the largest number."""
     digests = {adapter.digest: adapter for adapter in made}
     expected = torch.zeros_like(found)
     for segment in segments:

@@ -17,7 +17,7 @@ SHOWN = ("torch", "triton", "transformers")
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return one row: which device this is, and the versions of what computes."""
+    """Return one row: the device, and the versions of the software."""
     return [Stage("machine", [Row("machine", partial(describe, settings))])]
 
 
@@ -60,7 +60,7 @@ def median_seconds(device: torch.device, work: Callable[[], object], *, rounds: 
 
 
 def seconds_in_a_row(device: torch.device, work: Callable[[], object], *, rounds: int, warm_up: int = 3) -> float:
-    """Of one ``work`` among ``rounds`` that follow each other without a wait: what a device takes that is never idle."""
+    """Return the seconds of one ``work`` among ``rounds`` without waits in between, so that the device is never idle."""
     for _ in range(warm_up):
         work()
     synchronize(device)

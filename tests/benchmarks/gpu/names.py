@@ -9,9 +9,9 @@ from tests.device.records import Results
 IDLE = "idle"
 IN_PROCESS, OVER_GRPC = TARGETS = "in-process", "over gRPC"
 COMPUTING = ("passes", "invariant", "lora", "engine")
-"""Phases whose rows say what computed them."""
+"""Phases whose rows record the kernels that computed them."""
 PEER_STREAMS = 32
-"""As many as the targets compare."""
+"""Number of streams for which the targets compare servers."""
 
 
 def verify(row: DecodeRow, tokens: int) -> str:

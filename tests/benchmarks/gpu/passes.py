@@ -44,7 +44,9 @@ def decode(model: Decoder, row: DecodeRow) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prefill(model: Decoder, prompt: Prefill) -> dict[str, Any]:
-    """Return milliseconds of a prompt. Each is waited for: prompts do not follow one another in an engine."""
+    """Return the milliseconds of a prompt. Each prompt is awaited, because prompts do not follow one another directly
+    in an engine.
+    """
     step = model.step(*prefill_batch(model.plan, prompt), per_stream=None)
     rounds = max(5, ROUNDS // 3)
     with cache(model.forward, prefill_blocks(prompt)):

@@ -1,4 +1,4 @@
-"""Others at the same load on the same device: transformers' continuous batching, and vLLM where it is installed."""
+"""Other servers with the same load on the same device: transformers' continuous batching, and vLLM if it is installed."""
 
 import importlib.util
 import inspect
@@ -57,7 +57,7 @@ def _timed(plan: Plan, device: torch.device, prompts: list[list[int]], generate:
 
 
 def _transformers(path: Path, plan: Plan, device: torch.device) -> Generate:
-    """Its continuous batching over a paged cache."""
+    """Return transformers' continuous batching over a paged cache."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     auto: Any = AutoModelForCausalLM

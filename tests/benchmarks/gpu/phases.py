@@ -1,7 +1,8 @@
 """The phases of ``make bench-gpu``. Imports no torch.
 
-Seconds are those of an H100 or H200 with the shape of Llama 3.1 8B. ``worth`` weighs what a phase's figures decide: the forward
-pass first, since others are compared to it; then what has been measured least.
+Seconds are those of an H100 or H200 with the shape of Llama 3.1 8B. ``worth`` weighs the importance of a phase's
+results. The forward pass comes first, because the others are compared with it. Then come the phases with the fewest
+results so far.
 """
 
 from tests.device.phases import ALWAYS, Phase

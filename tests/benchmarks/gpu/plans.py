@@ -1,4 +1,4 @@
-"""What is measured, by the names of shapes on the command line."""
+"""Plans of measurements, by the names of shapes on the command line."""
 
 from tests.benchmarks.gpu.shapes import FULL, SMALL, SMOKE, Plan
 from tests.device.phases import Settings

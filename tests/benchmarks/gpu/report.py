@@ -1,4 +1,4 @@
-"""Tables of a run, read from its records: what was measured beside floors and targets, and what computed it."""
+"""Tables of a run, read from its records: results with lower bounds and targets, and the kernels that computed them."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +67,7 @@ class Tables:
         self._limits = limits
 
     def computing(self) -> Iterator[str]:
-        """What computed each phase's rows, and whether they were replayed."""
+        """Yield a table of the kernels of each phase's rows, and whether steps were replayed."""
         ways: list[Line] = []
         for phase in names.COMPUTING:
             rows = self._results.of(phase)
@@ -148,7 +148,7 @@ class Tables:
         yield from _table("batch invariant | ms | of the floor | beside the default | same bits", rows)
 
     def adapted(self) -> Iterator[str]:
-        """Decode steps with adapters, each beside that of its streams without."""
+        """Yield a table of decode steps with adapters, each compared with the same streams without adapters."""
         rows: list[Line] = []
         for case in names.step_cases(self._plan):
             found = self._results.get("lora", case.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock_enginecore.config.model import Dtype
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "examples" / "demo_model" / "penstock-tiny"
-"""Whose tokenizer stands in: prompts are random token ids."""
+"""Checkpoint that provides a tokenizer. Its vocabulary does not matter, because prompts are random token ids."""
 BLOCK_SIZE = 16
 
 
@@ -73,7 +73,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """A decode step of ``streams`` sequences of ``context`` tokens. ``target_ms``: what is aimed at on an H200."""
+    """A decode step of ``streams`` sequences of ``context`` tokens. ``target_ms`` is the target on an H200."""
 
     streams: int
     context: int
@@ -100,7 +100,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of a shape."""
+    """Measurements of a shape."""
 
     shape: ModelShape
     decode: tuple[DecodeRow, ...]
@@ -166,7 +166,7 @@ SMOKE = Plan(
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was measured to do: bytes copied (read and written) and floating-point operations, per second."""
+    """Measured limits of a device: bytes copied (read and written) and floating-point operations, per second."""
 
     copy_rate: float
     product_rate: float
