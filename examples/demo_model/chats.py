@@ -14,7 +14,7 @@ from words import ANIMALS, FOODS, any_name, article, expand, pick
 
 
 class Turn(NamedTuple):
-    """One piece of a document: a role (``text`` for plain text) and what is said."""
+    """One piece of a document: a role (``text`` for plain text) and its text."""
 
     role: str
     text: str

@@ -123,7 +123,7 @@ def long_document(rng: random.Random, words: int) -> Document:
     for _ in range(rng.randint(2, 6)):
         story = pick(rng, told)
         question = story_question(rng, story)
-        # A question is fair only if it names somebody who appears in one story.
+        # A question is unambiguous only if a name in it appears in just one story.
         fair = any(counts[name] == 1 and name in question[0] for name in (story.name, story.friend))
         if rng.random() < 0.6 and fair:
             pairs.append(question)
@@ -158,9 +158,9 @@ def documents(seed: int) -> Iterator[Document]:
 
 
 def spans(document: Document) -> list[Span]:
-    """Return the text of a document with its special tokens, marked by what is learned.
+    """Return the text of a document with its special tokens; each span is marked as learned or not.
 
-    Prompts are not learned, except long ones: those are stories, and as good a lesson as any other story.
+    Prompts are not learned, except long ones, which are stories and as useful as other stories.
     """
     result = [Span(BOS, False)]
     for role, text in document:

@@ -98,16 +98,16 @@ def speculators_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, A
 
 
 def load_head(folder: Path) -> Eagle3Head:
-    """Return the head of a folder in either layout. What this head cannot compute is a ``ValueError``."""
+    """Return the head of a folder in either layout. Raises ValueError if this head does not support the configuration."""
     config = json.loads((folder / "config.json").read_text())
     layout = layout_of(config)
     layer = config["transformer_layer_config"] if layout == "speculators" else config
     chosen = config if layout == "speculators" else config.get("eagle_config", {})
     if config.get("norm_before_residual"):
-        raise ValueError("norm_before_residual: this head adds to what is not normed")
+        raise ValueError("norm_before_residual is true; this head supports only false")
     rotary = layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer.get("rope_theta", 10000.0)}
     if rotary["rope_type"] != "default":
-        raise ValueError(f"rope_type {rotary['rope_type']}: this head knows the default alone")
+        raise ValueError(f"rope_type {rotary['rope_type']}: this head supports only the default")
     sizes = {name: layer[name] for name in SIZES}
     aux = tuple(chosen.get("eagle_aux_hidden_state_layer_ids") or HeadConfig.aux_layers)
     head = Eagle3Head(

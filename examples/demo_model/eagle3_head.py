@@ -1,8 +1,8 @@
-"""An EAGLE-3 head in plain torch: what trains it, and what tells whether an engine drafts as it should.
+"""An EAGLE-3 head in plain torch, used for training and as a reference for the drafts of an engine.
 
-At position i the head gets the target's hidden states of token i and token i + 1, and guesses token i + 2. A chain goes on with
-what the head itself put out in place of hidden states. Shapes: H is the hidden size, the same as the target's; D the tokens of
-the draft vocabulary.
+At position i the head gets the target's hidden states of token i and the embedding of token i + 1, and predicts token i
++ 2. For further drafts of a chain, its own output replaces the hidden states. Shapes: H is the hidden size, the same as
+the target's; D is the size of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -66,25 +66,27 @@ class Eagle3Head(nn.Module):
         return drafted + self.d2t[drafted]
 
     def logits(self, out: Tensor) -> Tensor:
-        """Return the logits ``[..., D]`` of what the layer put out, ``[..., H]``."""
+        """Return the logits ``[..., D]`` of the layer's output ``[..., H]``."""
         logits: Tensor = self.lm_head(self.norm(out))
         return logits
 
     def forward(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Return what the layer puts out, ``[batch, n, H]``, at positions 0 to n - 1.
+        """Return the layer's output ``[batch, n, H]`` at positions 0 to n - 1.
 
-        ``embeds`` are the target's embeddings of the tokens one place on; ``hidden`` is ``fc`` of the target's hidden states, or
-        for places of a chain what the head put out at the place before. Both are ``[batch, n, H]``.
+        Args:
+            embeds: The target's embeddings of the next tokens, ``[batch, n, H]``.
+            hidden: ``fc`` of the target's hidden states, or the head's previous output in a chain, ``[batch, n, H]``.
         """
         out: Tensor = self.midlayer(embeds, hidden, [])
         return out
 
     def unroll(self, embeds: Tensor, aux: Tensor, steps: int) -> list[Tensor]:
-        """Return what the layer puts out at each of ``steps`` places of the chains from all positions, ``[batch, n, H]`` each.
+        """Return the layer's output at each of ``steps`` places of the chains from all positions, ``[batch, n, H]``
+        each.
 
-        ``embeds`` are of the tokens one place on, ``aux`` the target's hidden states ``[batch, n, 3H]``. Every chain is told the
-        right tokens (those of ``embeds``): up to its first wrong guess it is what ``draft`` makes. Behind the end of ``embeds``
-        the tokens are zeros, and their outputs mean nothing.
+        ``embeds`` are those of the next tokens, ``aux`` the target's hidden states ``[batch, n, 3H]``. Every chain gets
+        the right tokens (those of ``embeds``). Up to its first wrong guess it equals the chain of ``draft``. After the
+        end of ``embeds`` the tokens are zeros, and their outputs are meaningless.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         hidden: Tensor = self.fc(aux)
@@ -97,11 +99,11 @@ class Eagle3Head(nn.Module):
 
     @torch.no_grad()
     def draft(self, embedding: Tensor, tokens: Tensor, aux: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``count`` greedy drafts (the target's ids) behind ``tokens``, and their logits ``[count, D]``.
+        """Return ``count`` greedy drafts (the target's ids) after ``tokens``, and their logits ``[count, D]``.
 
-        ``embedding`` is the target's table ``[vocabulary, H]``; ``aux`` ``[n, 3H]`` are its hidden states of the n tokens before
-        the last of ``tokens`` ``[n + 1]``, which the target has chosen and not yet seen. Everything is computed anew for each
-        draft: nothing here depends on a cache.
+        ``embedding`` is the target's table ``[vocabulary, H]``. ``aux`` ``[n, 3H]`` are the target's hidden states of
+        the n tokens before the last of ``tokens`` ``[n + 1]``. The target has chosen that last token, but not computed
+        it yet. Each draft is computed from scratch, without a cache.
         """
         ids, hidden, found = tokens[1:], self.fc(aux), []
         for _ in range(count):
@@ -113,7 +115,7 @@ class Eagle3Head(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A Llama layer whose queries, keys and values come from the token and the hidden state beside each other, 2H wide."""
+    """A Llama layer whose attention input is the concatenation of token embedding and hidden state, 2H wide."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -146,10 +148,11 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=False)
 
     def forward(self, both: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return ``[batch, n, H]`` of ``[batch, n, 2H]`` and append its keys and values to ``seen``.
+        """Return ``[batch, n, H]`` for ``[batch, n, 2H]`` and append its keys and values to ``seen``.
 
-        ``seen`` has those of the earlier places of the same n chains. Chain i sees positions 0 to i of the first, which are the
-        text, and of the others its own. So place t of chain i is at position i + t.
+        ``seen`` has the keys and values of the earlier places of the same n chains. Chain i sees positions 0 to i of
+        the first place, which are the text, and its own position of the other places. So place t of chain i is at
+        position i + t.
         """
         batch, length, _ = both.shape
         place = len(seen)

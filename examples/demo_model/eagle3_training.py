@@ -1,4 +1,4 @@
-"""Training of an EAGLE-3 head for the demo model, and what it then brings."""
+"""Training of an EAGLE-3 head for the demo model, and measurement of its speedup."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT, ANSWER = 128, 192
 
 
 def frequent_tokens(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[int], float]:
-    """Return the ``count`` tokens most frequent in what is learned from the training text, and the share they make up."""
+    """Return the ``count`` most frequent tokens among the learned tokens of the training text, and their share of it."""
     counts: Counter[int] = Counter(range(tokenizer.get_vocab_size()))  # all of them, however rare
     for _, labels in itertools.islice(rows(tokenizer, seed, SHORT_ROW), COUNTED_ROWS):
         counts.update(label for label in labels if label != IGNORED)
@@ -38,8 +38,10 @@ def frequent_tokens(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[i
 
 
 def build_head(model: LlamaForCausalLM, tokens: list[int]) -> Eagle3Head:
-    """Return an untrained head with a layer of the model's shape, that begins as the model's last layer and its norm and
-    embeddings: with the last of the hidden states alone it puts out what the model does.
+    """Return an untrained head with a layer of the model's shape. It starts from the model's last layer, final norm and
+    embeddings.
+
+    Given only the last of the hidden states, its output equals the model's.
     """
     known = model.config.to_dict()
     theta = known["rope_parameters"]["rope_theta"]
@@ -64,7 +66,7 @@ def build_head(model: LlamaForCausalLM, tokens: list[int]) -> Eagle3Head:
 
 
 class Seen:
-    """What the model makes of rows: what the head is given, and what it should put out."""
+    """The model's results for rows of text: the head's inputs, and its expected outputs."""
 
     @torch.no_grad()
     def __init__(
@@ -83,15 +85,17 @@ class Seen:
         return functional.pad(self.labels[:, 2 + place :] != IGNORED, (0, 1 + place))
 
     def logits(self, place: int) -> Tensor:
-        """Return the model's logits for those guesses, ``[learned, vocabulary]``."""
+        """Return the model's logits for the head's guesses at this place, ``[learned, vocabulary]``."""
         shifted = functional.pad(self.last[:, 1 + place :], (0, 0, 0, place))
         found: Tensor = self.lm_head(shifted[self.learned(place)])
         return found
 
 
 def chain_loss(head: Eagle3Head, seen: Seen) -> Tensor:
-    """Return the divergence of the head's guesses from the model's choice among the draft vocabulary, summed over the learned
-    tokens and meaned over the places of the chain. Where the model's likeliest token is not of that vocabulary nothing counts.
+    """Return the divergence of the head's guesses from the model's probabilities over the draft vocabulary.
+
+    It is summed over the learned tokens and averaged over the places of the chain. Tokens count only if the model's
+    most likely token is in the draft vocabulary.
     """
     losses = []
     for place, out in enumerate(head.unroll(seen.embeds, seen.aux, PLACES)):
@@ -106,7 +110,7 @@ def chain_loss(head: Eagle3Head, seen: Seen) -> Tensor:
 def train_head(
     model: LlamaForCausalLM, head: Eagle3Head, tokenizer: Tokenizer, seed: int, minutes: float, steps: int
 ) -> dict[str, float]:
-    """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
+    """Train until ``steps`` (if positive) or ``minutes`` are over. Returns the measurements."""
     data = rows(tokenizer, seed, SHORT_ROW)
     matrices: list[Tensor] = [head.fc.weight, *(each for each in head.midlayer.parameters() if each.ndim == 2)]
     chosen = {id(each) for each in matrices}
@@ -156,7 +160,8 @@ def held_places(head: Eagle3Head, seen: Seen, count: int) -> Tensor:
 def tokens_per_step(held: Tensor, begins: int, ends: list[int]) -> tuple[int, int]:
     """Return the tokens and the steps of rows that are walked by steps: each brings the drafts that hold and one token more.
 
-    ``held`` is of ``held_places``; text from index ``begins`` on is made, up to ``ends`` of each row, exclusive. The first token
+    ``held`` is of ``held_places``; text from index ``begins`` on is made, up to ``ends`` of each row, exclusive. The
+    first token
     comes from the prompt's step.
     """
     tokens = steps = 0
@@ -172,8 +177,11 @@ def tokens_per_step(held: Tensor, begins: int, ends: list[int]) -> tuple[int, in
 def measure_head(
     model: LlamaForCausalLM, head: Eagle3Head, tokenizer: Tokenizer, batches: int = 8, size: int = 16, count: int = 4
 ) -> dict[str, float]:
-    """Return the tokens of a step with ``count`` greedy drafts, on ``batches`` of ``size`` rows that training never uses:
-    where the text goes on as they do, and where it is what the model likes best behind their first 128 tokens, up to its end.
+    """Return the tokens per step with ``count`` greedy drafts, on ``batches`` of ``size`` rows that training never
+    uses.
+
+    The first result is for the rows' own text. The second is for the model's greedy continuation of their first 128
+    tokens, up to its end.
     """
     data = rows(tokenizer, HELD_OUT_SEED, SHORT_ROW)
     told, own = [0, 0], [0, 0]
@@ -194,7 +202,7 @@ def measure_head(
 
 
 def continuations(model: Any, prompts: Tensor) -> Tensor:
-    """Return prompts ``[batch, n]`` with up to ``ANSWER`` tokens that the model likes best behind them."""
+    """Return the prompts ``[batch, n]`` followed by up to ``ANSWER`` greedy tokens of the model."""
     mask = torch.ones_like(prompts)
     made: Tensor = model.generate(prompts, attention_mask=mask, do_sample=False, max_new_tokens=ANSWER)
     return made

@@ -86,7 +86,7 @@ def reading(rng: random.Random) -> Document:
 
 
 def is_json_of(reply: str, wanted: str) -> tuple[bool, bool]:
-    """Return whether a reply is JSON at all and whether it says what it should."""
+    """Return whether a reply is valid JSON, and whether it has the wanted value."""
     try:
         return True, bool(json.loads(reply) == json.loads(wanted))
     except ValueError:

@@ -1,9 +1,9 @@
 """Make LoRA adapters of random numbers for a model, in PEFT's layout: any number of them, of any ranks.
 
-``python make_adapters.py MODEL OUT --number 16 --rank 8 64`` writes ``OUT/random-0000`` to ``OUT/random-0015``, their ranks 8
-and 64 in turn. Each adds to the weights what is ``--strength`` times as large as they are, so that answers differ from the
-model's and from each other's; the same seed makes the same adapters, whatever their number. They teach nothing: they are for
-measuring.
+``python make_adapters.py MODEL OUT --number 16 --rank 8 64`` writes ``OUT/random-0000`` to ``OUT/random-0015``, with
+ranks 8 and 64 in turn. Each adapter's change is ``--strength`` times as large as the weights, so answers differ from
+the model's and between adapters. The same seed makes the same adapters, whatever their number. The adapters are only
+for benchmarks.
 """
 
 from __future__ import annotations

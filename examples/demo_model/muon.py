@@ -34,7 +34,7 @@ class Muon:
     """Muon over a fixed set of matrices; the workers of a team share the work of one step."""
 
     def __init__(self, matrices: Iterable[Tensor], team: Team, momentum: float = 0.95, decay: float = 0.01) -> None:
-        """Keep the matrices, and momentum for those that this worker updates, stacked by shape."""
+        """Store the matrices, and create momentum for the matrices that this worker updates, stacked by shape."""
         self.matrices = list(matrices)
         self.team = team
         self.momentum = momentum

@@ -1,12 +1,12 @@
-"""Make of the demo model a checkpoint with the same text and the cost of 100 million parameters.
+"""Pad the demo model to a checkpoint with the same outputs and the cost of 100 million parameters.
 
-``python pad_model.py OUT``: more heads, wider MLPs and more layers are added, whose output weights are zero, so that they are
-computed and change nothing: what serves it costs what a model of that size costs, and what is drafted for the demo model fits
-it. Any server that knows Llama loads it.
+``python pad_model.py OUT`` adds heads, MLP columns and layers whose output weights are zero. They are computed and
+change nothing. So a server has the cost of a model of that size, and drafts for the demo model fit it. Any server that
+supports Llama loads it.
 
-Heads for the demo model fit it as they are: its hidden states are the demo model's, from the same layers.
-``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of its layers, as such heads have it, and changes none of its
-guesses either.
+EAGLE-3 heads for the demo model fit it without changes, because its hidden states from the same layers are equal.
+``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of the padded layers, as is usual for such heads. Its
+guesses do not change either.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ LAYERS, HEADS, KV_HEADS, WIDTH = 14, 16, 8, 8192
 def pad_model(
     model: LlamaForCausalLM, *, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH
 ) -> LlamaForCausalLM:
-    """Return a model of so many ``layers``, ``heads``, ``kv_heads`` and MLP columns (``width``) that puts out what ``model``
-    does. Queries per key head stay as many as they are.
+    """Return a model with the outputs of ``model`` and the given sizes: ``layers``, ``heads``, ``kv_heads`` and MLP
+    columns (``width``).
+
+    The number of query heads per KV head stays the same.
     """
     known = model.config
     if heads * int(known.num_key_value_heads or 0) != kv_heads * known.num_attention_heads:
@@ -47,7 +49,7 @@ def pad_model(
 
 
 def pad_head(head: Eagle3Head, *, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH) -> Eagle3Head:
-    """Return a head of so many ``heads``, ``kv_heads`` and MLP columns (``width``) that guesses what ``head`` does."""
+    """Return a head with the guesses of ``head`` and the given ``heads``, ``kv_heads`` and MLP columns (``width``)."""
     config = dataclasses.replace(
         head.config, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=width
     )
@@ -57,7 +59,9 @@ def pad_head(head: Eagle3Head, *, heads: int = HEADS, kv_heads: int = KV_HEADS, 
 
 
 def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:
-    """Return a weight that holds ``old`` in its first rows and columns. What puts out nothing else is zero behind them."""
+    """Return a weight with ``old`` in its first rows and columns. The rest is zero in output projections, so it adds
+    nothing.
+    """
     padded = new.clone()
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         padded.zero_()

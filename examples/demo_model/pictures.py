@@ -1,6 +1,6 @@
-"""Pictures of coloured shapes on a plain ground, and what can be asked of them.
+"""Pictures of coloured shapes on a plain ground, with questions about them.
 
-Run this file for one to try: ``python pictures.py --seed 5 scene.png`` writes it and prints what can be asked of it.
+``python pictures.py --seed 5 scene.png`` writes a picture and prints its questions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBERS = ("no", "one", "two", "three", "four", "five")
 MOST = 3
 
 Question = tuple[str, str]
-"""What is asked, and the answer."""
+"""Question and answer."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be seen, in the order of the places."""
+    """Things in a picture, in the order of the places."""
 
     things: tuple[Thing, ...]
     seed: int
-    """Of all that nobody asks for: the ground, sizes, and how far a shape is off the middle of its place."""
+    """Seed of the details that no question asks for: the ground, sizes, and each shape's offset from the middle of its
+    place.
+    """
 
     @property
     def looks(self) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ STYLES: dict[str, tuple[Callable[[str], str], Callable[[str], bool]]] = {
     "pirate": (as_pirate, is_pirate),
     "json": (as_json, is_json),
 }
-"""What makes a reply one of a style, and what recognizes it."""
+"""Styles by name: a function that puts a reply in the style, and one that recognizes it."""
 
 
 def in_style(document: Document, style: str) -> Document:

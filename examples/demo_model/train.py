@@ -113,7 +113,7 @@ def split_weights(model: LlamaForCausalLM) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def train(model: LlamaForCausalLM, tokenizer: Tokenizer, team: Team, options: Options) -> dict[str, float]:
-    """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
+    """Train until ``steps`` (if positive) or ``minutes`` are over. Returns the measurements."""
     seed = options.seed + 1000 * team.rank
     short = rows(tokenizer, seed + 1, SHORT_ROW)
     long = rows(tokenizer, seed + 2, LONG_ROW, STORY_WORDS)
@@ -199,7 +199,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=3, help="number of workers, one thread each")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens")
-    parser.add_argument("--start", type=Path, help="model folder to go on from; give another --seed for fresh text")
+    parser.add_argument(
+        "--start", type=Path, help=("model folder to continue training from; use another --seed for new text")
+    )
     options = parser.parse_args(namespace=Options())
     options.out.mkdir(parents=True, exist_ok=True)
     if options.start is None:

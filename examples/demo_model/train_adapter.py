@@ -1,6 +1,7 @@
 """Train a LoRA adapter of the demo model that answers in a style of its own, with PEFT.
 
-``python train_adapter.py pirate`` takes four minutes on one CPU core and needs no network. The base model stays as it is; the
+``python train_adapter.py pirate`` takes four minutes on one CPU core and needs no network. The base model stays as it
+is; the
 adapter learns to say the same things otherwise. ``pirate`` has rank 8, ``json`` rank 6 and the scale of rsLoRA.
 """
 
@@ -74,7 +75,7 @@ def loss(model: Any, batch: list[Row]) -> Tensor:
 
 
 def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
-    """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
+    """Train until ``steps`` (if positive) or ``minutes`` are over. Returns the measurements."""
     data = styled_rows(tokenizer, options.style, options.seed)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     adam = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

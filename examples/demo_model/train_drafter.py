@@ -1,11 +1,11 @@
-"""Train a drafter for the demo model: one layer that guesses what the four of it put out.
+"""Train a drafter for the demo model: one layer that predicts the output of the demo model's four layers.
 
-``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter begins as the demo
-model's embeddings and first layer, and learns the demo model's probabilities for the next token on the text that the demo
-model learned from: what counts is how often the two choose alike, not how well the drafter writes.
+``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter starts from
+the demo model's embeddings and first layer. It learns the demo model's probabilities for the next token on the demo
+model's training text. Its quality is the share of tokens that both choose alike, not the quality of its own text.
 
-``--method eagle3 --out FOLDER`` trains an EAGLE-3 head in place of it, ten minutes on one core: one layer as well, but one that
-sees the demo model's hidden states. ``--layout`` says whose layout of files it gets.
+``--method eagle3 --out FOLDER`` trains an EAGLE-3 head instead, ten minutes on one core. It also has one layer, but
+gets the demo model's hidden states. ``--layout`` sets the layout of its files.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def acceptance(
 def train(
     model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, options: Options
 ) -> dict[str, float]:
-    """Train until ``steps`` (when positive) or ``minutes`` are over and return what was measured."""
+    """Train until ``steps`` (if positive) or ``minutes`` are over. Returns the measurements."""
     data = rows(tokenizer, options.seed, SHORT_ROW)
     adam = torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     began, smooth, step, minutes = time.monotonic(), math.nan, 0, options.minutes or 6.0
@@ -121,7 +121,7 @@ def train(
 
 
 def train_draft_model(model: LlamaForCausalLM, tokenizer: Tokenizer, options: Options, out: Path) -> dict[str, float]:
-    """Train a draft model, save it with the model's tokenizer, and return what was measured."""
+    """Train a draft model and save it with the model's tokenizer. Returns the measurements."""
     drafter = build_drafter(model, options.layers)
     result = train(model, drafter, tokenizer, options)
     out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def train_draft_model(model: LlamaForCausalLM, tokenizer: Tokenizer, options: Op
 
 
 def train_eagle3(model: LlamaForCausalLM, tokenizer: Tokenizer, options: Options, out: Path) -> dict[str, float]:
-    """Train an EAGLE-3 head, save it, and return what was measured."""
+    """Train an EAGLE-3 head and save it. Returns the measurements."""
     tokens, share = frequent_tokens(tokenizer, options.seed, options.draft_vocabulary)
     head = build_head(model, tokens)
     result = train_head(model, head, tokenizer, options.seed, options.minutes or 10.0, options.steps)

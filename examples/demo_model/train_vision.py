@@ -1,8 +1,9 @@
-"""Train the demo model that sees: a tiny LLaVA that answers questions about coloured shapes.
+"""Train the vision demo model: a tiny LLaVA that answers questions about coloured shapes.
 
-``python train_vision.py`` is made for twenty minutes on two CPU cores and needs no network. All begins from random numbers. At
-first the tower learns alone what lies in each place; then, as in LLaVA, it stays as it is, and projector and language model
-learn to answer. A place is one patch and its name, as each word, one token, which makes what a question names easier to find.
+``python train_vision.py`` takes twenty minutes on two CPU cores and needs no network. All weights start from random
+numbers. First the vision encoder learns alone to recognize the shape in each place. Then, as in LLaVA, it is frozen,
+and the projector and the language model learn to answer. A place is one patch. The name of a place and each word is one
+token, which makes the places in a question easier to find.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ MEAN, STD = 0.5, 0.5
 DRAWN = (72, 96, 128, 256)
 """Sizes of pictures before they are resized."""
 SCENES, QUESTIONS = 96, 1
-"""Of a step, and of a scene. Few, as what was said about a scene answers the next question without a look at it."""
+"""Scenes per step, and questions per scene. Few questions, because earlier answers about a scene give away later ones.
+"""
 MUON_RATE, ADAM_RATE = 0.006, 0.001
-"""With three times these the model sees all there is, and never learns what of it is where."""
+"""Learning rates. With three times these rates the model learns which shapes are present, but never their places."""
 HELD_OUT_SEED = 987654321
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
@@ -104,7 +106,7 @@ class Pictures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Pictures, and token ids and labels int64 ``[scenes, tokens]`` of what is said about them."""
+    """Pictures, with token ids and labels of the conversations about them, int64 ``[scenes, tokens]``."""
 
     pictures: Pictures
     ids: Tensor
@@ -126,7 +128,9 @@ def pictures(seed: int) -> Iterator[Pictures]:
 
 
 def conversation(tokenizer: Tokenizer, scene: Scene, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids and labels of what is said about a scene, its picture first: a chat, or in a quarter one plain question."""
+    """Return token ids and labels of a conversation about a scene, after its picture. A quarter are one plain question,
+    the rest chats.
+    """
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -163,7 +167,7 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
 
 
 def see(model: Any, images: Tensor) -> Tensor:
-    """What the tower makes of each place of images: ``[scenes, 9, width]``."""
+    """Return the vision encoder's features of each place of the images, ``[scenes, 9, width]``."""
     features: Tensor = model.model.vision_tower(images).last_hidden_state[:, 1:]
     return features
 
@@ -205,7 +209,10 @@ class Learner:
     """Muon for matrices of layers and for the filters of patches, AdamW for the rest of some modules' weights."""
 
     def __init__(self, layers: nn.Module, *others: nn.Module) -> None:
-        """``layers``: what has linear layers and filters; no weight of ``others`` that is not also its own is for Muon."""
+        """Args:
+        layers: Module with the linear layers and filters that Muon updates.
+        others: Modules whose weights Muon does not update, unless ``layers`` shares them.
+        """
         linear = [module.weight for module in layers.modules() if isinstance(module, nn.Linear)]
         self.filters = [module.weight for module in layers.modules() if isinstance(module, nn.Conv2d)]
         self.matrices = [nn.Parameter(weight.data.flatten(1)) for weight in self.filters]
@@ -255,7 +262,7 @@ def learn(name: str, items: Iterator[Item], count: int, loss: Callable[[Item], T
 
 
 def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
-    """Train the tower, then the rest; returns what was measured."""
+    """Train the vision encoder, then the rest. Returns the measurements."""
     began = time.monotonic()
     tower, projector, language = model.model.vision_tower, model.model.multi_modal_projector, model.model.language_model
     reader = Reader(model.config.vision_config.hidden_size)
@@ -292,7 +299,7 @@ def measure(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
 
 
 def save(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, out: Path) -> None:
-    """Write weights, configuration, tokenizer and what its processors need."""
+    """Write the weights, the configuration, the tokenizer and the processor files."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     model.save_pretrained(out)

@@ -32,9 +32,9 @@ def train_tokenizer(seed: int, size: int, samples: int = 20000) -> Tokenizer:
 
 
 def fit_tokenizer(texts: Iterable[str], size: int, more_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Return a tokenizer of at most ``size`` tokens trained on ``texts``; every digit is a token of its own.
+    """Return a tokenizer of at most ``size`` tokens trained on ``texts``; every digit is a separate token.
 
-    ``more_tokens`` are special ones beside those of chats.
+    ``more_tokens`` are special tokens in addition to those of chats.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -84,7 +84,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> Row:
 
 
 def rows(tokenizer: Tokenizer, seed: int, length: int, story_words: int = 0) -> Iterator[Row]:
-    """Yield packed rows of ``length`` tokens; each starts with a new document and cuts off its last one.
+    """Yield packed rows of ``length`` tokens. Each row starts with a new document and cuts off its last one.
 
     With ``story_words`` every row starts with a long document of up to that many words of stories.
     """

@@ -22,7 +22,7 @@ PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90, 12, 12)
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
 _CACHE = {"block_size": 16, "num_blocks": 256}
 _UNSERVED = ("mlp.", "kv_b_proj")
-"""Of DeepSeek: experts, and what is absorbed in the latent."""
+"""DeepSeek modules that adapters cannot have: experts, and projections that are absorbed in the latent attention."""
 
 
 def mixed(architecture: str, dtype: str, device: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Runs measurements and checks on a GPU, also on a machine that has torch, Triton and transformers but no package index.
+"""Measurements and checks on a GPU, also on a machine that has torch, Triton and transformers but no package index.
 
-``pack``, where there is an index, collects the packages that such a machine lacks. ``run``, on that machine, unpacks them and
-runs all phases within a budget of seconds. Standard library only.
+``pack`` runs on a machine with an index and collects the packages that the GPU machine lacks. ``run`` unpacks them on
+the GPU machine and runs all phases within a time budget in seconds. Both need only the standard library.
 """
 
 import argparse
@@ -62,8 +62,10 @@ def _add_pack(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--installed", action="store_true", help="use the packages of this Python, without a pack")
     parser.add_argument("--pack", type=Path, default=packing.FOLDER, help="folder of the pack (default: %(default)s)")
-    parser.add_argument("--checks", action="store_true", help="check what engines compute, instead of measuring")
-    parser.add_argument("--tiny", action="store_true", help="run on the CPU with a tiny model, to see that phases run")
+    parser.add_argument("--checks", action="store_true", help="check the results of engines, instead of measuring")
+    parser.add_argument(
+        "--tiny", action="store_true", help=("run all phases on the CPU with a tiny model, as a test of the phases")
+    )
     parser.add_argument("--shape", choices=("8B", "1B"), default="8B", help="shape of the model (default: 8B)")
     parser.add_argument(
         "--only", action="append", default=[], help="a phase, or the beginning of rows' names; repeatable"
@@ -123,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
 
 _REPORT_SECONDS = 5
 _CPU_PATIENCE = 20
-"""How much longer rows may take on a CPU, where nobody pays for a machine and others may be busy."""
+"""Factor of the time limits of rows on a CPU, which is slower and may be shared."""
 
 if __name__ == "__main__":
     sys.exit(main())

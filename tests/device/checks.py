@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
 
 
 class Said(logging.Handler):
-    """What the engine's log said of what computes."""
+    """Collects the engine's log lines about the kernels that it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ FUSED = (
     *("llama", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_moe", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"),
     *("granite", "ministral", "seed_oss", "mixtral", "deepseek_v2", "glm4_moe_lite"),
 )
-"""Those that the fused decoder computes."""
+"""Architectures that the fused decoder supports."""
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3")
 

@@ -1,4 +1,4 @@
-"""The environment of a run: what a pack has is unpacked, and this project's folders are put before it on the path."""
+"""Environment of a run: unpacks a pack and puts this project's folders first on the path."""
 
 import os
 import sys
@@ -17,9 +17,9 @@ def run_prepared(pack: Path, *, installed: bool, interpreted: bool) -> NoReturn:
     """Run this program again with the packages of ``pack``, or those of this Python if ``installed``.
 
     Args:
-        pack: Its folder.
-        installed: Leave the path and Triton's cache as they are.
-        interpreted: Have Triton interpret its kernels, for a CPU.
+        pack: Folder of the pack.
+        installed: Whether to leave the path and Triton's cache unchanged.
+        interpreted: Whether Triton interprets its kernels, for a CPU.
     """
     began = time.monotonic()
     variables = dict(os.environ)

@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def inject(faults: dict[str, str], phase: str, row: str) -> None:
-    """Do what ``faults`` says for the row: a fault's key is the beginning of ``phase/row``."""
+    """Inject the faults of a row. A key of ``faults`` is a prefix of ``phase/row``."""
     for begin, kind in faults.items():
         if f"{phase}/{row}".startswith(begin):
             KINDS[kind]()

@@ -1,8 +1,10 @@
-"""A process that has imported what phases need and forks a process for each: ``python -m tests.device.nursery OPTIONS``.
+"""Process that has imported the modules of phases and forks a process for each: ``python -m tests.device.nursery
+OPTIONS``.
 
-Importing torch and transformers takes longer than most rows; a fork has them at once. This process uses no device itself, since
-CUDA does not survive a fork. It reads requests from stdin and answers on the stdout that it was started with, a JSON object per
-line. Its own stdout, and that of what it imports, goes to a file. When stdin ends it kills what it has started and ends.
+Importing torch and transformers takes longer than most rows, and a fork need not repeat it. This process uses no device
+itself, because CUDA does not survive a fork. It reads requests from stdin and writes answers to its original stdout, a
+JSON object per line. Prints of this process and of imported modules go to a file. When stdin ends, it kills its
+children and ends.
 """
 
 import faulthandler
@@ -84,7 +86,7 @@ class Nursery:
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(status)  # without taking apart what engines have started
+                os._exit(status)  # Skip the cleanup of engine resources.
         self._running[pid] = request["task"]
         self._answer(task=request["task"], pid=pid)
 
@@ -138,7 +140,7 @@ def _kill_group(pid: int) -> None:
 
 
 def main() -> None:
-    """Serve what ``argv[1]`` says."""
+    """Run the nursery with the options in ``argv[1]``."""
     options = json.loads(sys.argv[1])
     answers = os.dup(1)
     output = os.open(options["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -37,7 +37,7 @@ class NurseryProcess:
             self._process.stdin.flush()
 
     def answers(self, seconds: float) -> list[dict[str, Any]]:
-        """Return what has come, after ``seconds`` at most."""
+        """Return the new answers, after ``seconds`` at most."""
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
         if self.ended or not select.select([output], [], [], seconds)[0]:
@@ -48,7 +48,7 @@ class NurseryProcess:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """End it, and what it has started."""
+        """End the nursery and its children."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):

@@ -22,7 +22,7 @@ IMAGE = {
 PROJECTS = ("common", "enginecore", "frontend", "client")
 """The services that phases import or start."""
 EXTRA = ("peft",)
-"""What checks need besides."""
+"""Additional packages that checks need."""
 GLIBC = range(17, 40)
 """Minor versions of glibc 2 whose wheels are taken: ``pip download`` matches each by name."""
 _LZMA_FROM = 32 * 1024
@@ -33,13 +33,13 @@ def pack(into: Path, python: str, has: Sequence[str], limit_mib: float) -> int:
     """Collect wheels for a machine's ``python`` in the folder ``into``, and print their sizes.
 
     Args:
-        into: Is emptied first.
+        into: Folder for the wheels, emptied first.
         python: Version, such as 3.12. The machine is x86-64 with glibc.
-        has: Packages that the machine has besides ``IMAGE``.
-        limit_mib: Of the wheels and the repository's tracked files together.
+        has: Packages that the machine has in addition to ``IMAGE``.
+        limit_mib: Maximum size of the wheels and the repository's tracked files together, in MiB.
 
     Returns:
-        1 if they are larger.
+        1 if the limit is exceeded, else 0.
     """
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
@@ -67,8 +67,10 @@ def pack(into: Path, python: str, has: Sequence[str], limit_mib: float) -> int:
 
 
 def missing(there: Iterable[str]) -> dict[str, str]:
-    """Return name and version of each package that the services and checks need and that is neither ``there`` nor needed only
-    by what is. Needs are those of this environment's packages, versions those of constraints.txt.
+    """Return name and version of each package that the services and checks need, but the machine lacks.
+
+    Packages that only packages in ``there`` need are left out. Requirements come from this environment's packages,
+    versions from constraints.txt.
     """
     from packaging.requirements import Requirement  # not in the standard library, but in the project's environment
 

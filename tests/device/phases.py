@@ -1,6 +1,7 @@
 """A run's parts: a phase is a process, its stages build what rows share, and a row is one measurement or check.
 
-Standard library only: the parent process, which imports neither torch nor this project's services, reads these classes too.
+Standard library only: the parent process, which imports neither torch nor this project's services, reads these classes
+too.
 """
 
 import importlib
@@ -17,7 +18,7 @@ LAST = 9
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every phase of a run is told. ``capability``: compute capability of the GPU (90 is 9.0), None on a CPU."""
+    """Settings of every phase of a run. ``capability`` is the GPU's compute capability (90 is 9.0); None on a CPU."""
 
     shape: str = "8B"
     cpu: bool = False
@@ -27,7 +28,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. ``measure`` gets what the stage has built and returns values that JSON can hold. ``limit``: seconds."""
+    """One measurement.
+
+    Attributes:
+        measure: Gets the object that the stage has built and returns values that JSON can hold.
+        limit: Maximum seconds.
+    """
 
     name: str
     measure: Callable[[Any], dict[str, Any]]
@@ -64,13 +70,16 @@ class Phase:
     """A phase, without importing it.
 
     Attributes:
-        name: Short, for ``--only``.
-        stages: ``module:function``; the function takes ``Settings`` and returns the phase's stages without touching a device.
-        seconds: Expected duration on a GPU. After twice as long the phase is left, and its other rows run behind all phases.
-        worth: How much its figures are wanted. Phases run in the order of worth per second.
-        step: Phases of the same number run at the same time, before those of higher numbers. Those of ``LAST`` run alone.
-        isolated: Every row is a process of its own, several at a time.
-        host: Needs no device.
+        name: Short name, for ``--only``.
+        stages: ``module:function``; the function takes ``Settings`` and returns the phase's stages without touching a
+            device.
+        seconds: Expected duration on a GPU. After twice this time the phase stops, and its other rows run after all
+            phases.
+        worth: Importance of the results. Phases run in the order of worth per second.
+        step: Phases of the same number run at the same time, before those of higher numbers. Those of ``LAST`` run
+            alone.
+        isolated: Whether every row runs in a process of its own, several at a time.
+        host: Whether the phase needs no device.
     """
 
     name: str

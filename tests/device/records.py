@@ -1,7 +1,12 @@
-"""The file that a run writes: one JSON object per line, appended by the parent process and by the processes of phases.
+"""File of a run's records: one JSON object per line, appended by the parent process and by the processes of phases.
 
-``kind`` is ``session`` (the run's settings), ``begin`` (a row has begun), ``row`` (it has ended, ``found`` has its values),
-``error`` (it has failed, ``error`` says how) or ``unrun`` (it never began, ``reason`` says why).
+``kind`` is one of:
+
+- ``session``: the run's settings;
+- ``begin``: a row has begun;
+- ``row``: a row has ended, with its values in ``found``;
+- ``error``: a row has failed, with the error in ``error``;
+- ``unrun``: a row never began, with the reason in ``reason``.
 """
 
 import json
@@ -53,7 +58,7 @@ class RecordReader:
 
 @dataclass(slots=True)
 class Results:
-    """What a run has found, by phase and row."""
+    """Results of a run, by phase and row."""
 
     session: dict[str, Any] = field(default_factory=dict)
     found: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -83,7 +88,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """Return what a run has written so far."""
+    """Return the results of a run so far."""
     results = Results()
     for record in RecordReader(path).new():
         results.add(record)

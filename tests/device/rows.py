@@ -32,13 +32,13 @@ class RowRunner:
     """Runs rows one after another.
 
     Args:
-        phase: Its name, for the records.
-        task: The number of this process, for the records.
-        records: Where they go.
-        log: The file that this process's stdout and stderr go to.
-        until: ``time.monotonic()`` after which no row is begun.
+        phase: Name of the phase, for the records.
+        task: Number of this process, for the records.
+        records: Writer of the records.
+        log: File for this process's stdout and stderr.
+        until: ``time.monotonic()`` after which no row begins.
         patience: Factor of all limits.
-        limit: Seconds for each row, in place of its own limit.
+        limit: Seconds for each row, instead of the row's own limit.
         faults: See ``faults.inject``.
     """
 
@@ -67,8 +67,9 @@ class RowRunner:
         logging.getLogger("penstock_enginecore").addHandler(self._warnings)
 
     def run(self, stages: Sequence[Stage], wanted: Sequence[str]) -> int:
-        """Run the ``wanted`` rows of ``stages`` in their order. Returns the exit status of this process, which ends then: what
-        the last stage has built is not closed.
+        """Run the ``wanted`` rows of ``stages`` in order and return the exit status of this process.
+
+        The process must end afterwards, because the objects of the last stage are not closed.
         """
         left = [(stage, rows) for stage in stages if (rows := [row for row in stage.rows if row.name in wanted])]
         for number, (stage, rows) in enumerate(left):

@@ -24,16 +24,16 @@ _NURSERIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a session runs.
+    """Options of a session.
 
     Attributes:
         out: Folder of the records.
-        until: ``time.monotonic()`` at which the budget is over.
+        until: ``time.monotonic()`` at which the time budget ends.
         patience: Factor of all limits: a CPU takes longer.
-        limit: Seconds for each row, in place of its own limit.
-        only: Names of phases, or beginnings of rows' names; empty for all.
+        limit: Seconds for each row, instead of the row's own limit.
+        only: Names of phases, or prefixes of row names; empty for all.
         faults: See ``faults.inject``.
-        tell: Gets a line for each row that ends.
+        tell: Called with a line for each row that ends.
     """
 
     out: Path
@@ -64,7 +64,7 @@ class Session:
         self._nurseries = 0
 
     def note(self, **values: Any) -> None:
-        """Record what this run is."""
+        """Record the description of this run."""
         self._records.write("session", "session", "session", **values)
 
     def run(self) -> Results:

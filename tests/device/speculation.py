@@ -1,4 +1,4 @@
-"""Speculation on a device: the demo model's tokens with drafts beside those without."""
+"""Speculative decoding on a device: the demo model's tokens with drafts compared with those without."""
 
 import time
 from pathlib import Path
@@ -18,10 +18,10 @@ NEW_TOKENS = 96
 
 
 def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
-    """Stories of several requests at once and of one alone, with drafts and without.
+    """Compare stories with drafts and without, for several concurrent requests and for one alone.
 
-    On a GPU all tokens must be the same in bfloat16 by kernels whose bits do not depend on the batch; how many are by the
-    usual ones in float32 is told.
+    On a GPU, all tokens must be equal in bfloat16 with batch-invariant kernels. With the usual kernels in float32, the
+    share of equal tokens is reported.
     """
     sure = device == "cuda"
     speculative: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}

@@ -16,12 +16,12 @@ class Task:
     """A process for ``rows`` of a phase.
 
     Args:
-        number: Names it in records and to the nursery.
-        phase: Its name.
+        number: Number of the process in records and for the nursery.
+        phase: Name of the phase.
         rows: Names of rows, in order.
-        until: ``time.monotonic()`` after which it begins no row.
-        start_limit: Seconds until a row begins, and from the end of one to the begin of the next.
-        log: The file of its output.
+        until: ``time.monotonic()`` after which no row begins.
+        start_limit: Maximum seconds until the first row begins, and between the end of a row and the begin of the next.
+        log: File for the process's output.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Task:
         self._kill_at = now + _STACK_SECONDS
 
     def kill(self) -> None:
-        """Kill it and what it has started, at once."""
+        """Kill the process and its children at once."""
         self._signal(signal.SIGKILL, group=True)
 
     def _signal(self, number: signal.Signals, *, group: bool = False) -> None:

@@ -21,7 +21,7 @@ def main() -> int:
     args = parse_arguments()
     try:
         return asyncio.run(run(args))
-    except BrokenPipeError:  # nobody reads on: as with `| head`
+    except BrokenPipeError:  # The reader of the output has ended, as with `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -52,7 +52,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Reads a whole number from ``low`` to ``high``. What it raises for another, argparse tells with the flag."""
+    """Return a parser for whole numbers from ``low`` to ``high``. argparse adds the flag's name to its errors."""
 
     def read(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or not low <= int(text) <= high:
@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What all commands take. A field that is not given stays unset and takes the model's default."""
+    """Add the options of all commands. An omitted field stays unset, so the server uses the model's default."""
     parser.add_argument("--address", default="localhost:50051", help="host:port of the server (%(default)s)")
     parser.add_argument("--tls", action="store_true", help="encrypt the connection")
     parser.add_argument("--ca", default="", help="file of the certificates to trust; with it, --tls is not needed")

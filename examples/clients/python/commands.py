@@ -1,4 +1,4 @@
-"""What the client does: one function per command, each an exit code."""
+"""Commands of the client. Each function is one command and returns an exit code."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ EXIT_FAILED = 1
 
 
 def params(args: Namespace) -> SamplingParams:
-    """What was asked for. A field left out, which is None, takes the model's default."""
+    """Return the sampling parameters of the command line. An omitted field (None) takes the model's default."""
     return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=args.stop)
 
 
@@ -45,7 +45,7 @@ async def chat(client: AsyncClient, args: Namespace) -> int:
 
 
 class Session:
-    """Many requests on one stream, numbered from 0: what each has said until now."""
+    """Sends several requests on one stream, numbered from 0, and collects each request's text."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
@@ -57,7 +57,9 @@ class Session:
             self._may_end.set()
 
     async def requests(self) -> AsyncIterator[messages_pb2.GenerateSessionRequest]:
-        """All of them, and the end of the first one where that is wanted. When this ends, no more are to come."""
+        """Yield the requests, and the cancellation of the first one if requested. The end of this iterator ends the
+        client's side.
+        """
         for number, prompt in enumerate(self._args.prompts):
             request = messages_pb2.GenerateRequest(
                 model=self._args.model, request_id=str(number), text=prompt, sampling_params=params(self._args)

@@ -1,4 +1,4 @@
-"""What a failed call tells, in lines for people."""
+"""Readable description of a failed call."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from penstock_client import PenstockError
 
 
 def describe(error: PenstockError) -> Iterator[str]:
-    """The code and the message of a failed call, and what programs go by."""
+    """Yield lines with the code, the message, and the fields for programs."""
     yield f"{error.code}: {error.message}"
     if error.reason:
         yield f"  reason: {error.reason}"
