@@ -1,4 +1,4 @@
-"""One cluster for all tests of a run; ``make cluster-test`` makes the namespaces that it needs."""
+"""One cluster for all tests of a run. ``make cluster-test`` creates the namespaces that it needs."""
 
 import os
 from collections.abc import Callable, Iterator

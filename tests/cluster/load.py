@@ -37,7 +37,7 @@ class Answer(msgspec.Struct):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where a release is reached: the address of its Service, and the name that has one address per frontend."""
+    """Address of the release's Service, and the DNS name with one address per frontend."""
 
     service: str
     headless: str
@@ -52,7 +52,7 @@ def seed(prompt: str) -> int:
 
 
 async def over_grpc(stub: Any, answer: Answer, max_tokens: int) -> None:
-    """A stream of ``max_tokens`` tokens, sampled with a seed of its own for each prompt."""
+    """Receive a stream of ``max_tokens`` tokens, sampled with a seed for each prompt."""
     params = SamplingParams(seed=seed(answer.prompt), max_tokens=max_tokens, ignore_eos=True)
     request = pb.GenerateRequest(text=answer.prompt, sampling_params=params)
     finished = False
@@ -194,7 +194,7 @@ class Load:
         return words
 
     async def calls(self, count: int) -> None:
-        """Wait until so many more have ended."""
+        """Wait until ``count`` more calls have ended."""
         target = len(self.answers) + count
         while len(self.answers) < target:
             await asyncio.sleep(0.05)
@@ -207,7 +207,7 @@ class Load:
 
 
 async def undisturbed(clients: Clients, max_tokens: int) -> dict[str, list[int]]:
-    """What each prompt answers while nothing happens; every kind of client has to agree."""
+    """Return each prompt's answer without disruptions. All kinds of clients must agree."""
     known: dict[str, list[int]] = {}
     async for kind, answer in _one_by_one(clients, max_tokens):
         assert not answer.error, f"{kind}: {answer.error}"

@@ -10,7 +10,7 @@ from tests.cluster.tools.build import ROOT
 INSIDE = "PENSTOCK_CLUSTER_NAMESPACES"
 HOLDER = ROOT / "cluster.pid"
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Before a command: namespaces of its own. What it starts there ends with it."""
+"""Prefix of a command that runs it in new namespaces. Its children end with it."""
 NEEDED = {
     "runc": "runc",
     "nft": "nftables",

@@ -24,7 +24,7 @@ class HelmError(Exception):
 
 
 class Release:
-    """The release ``name`` in a namespace of its own. ``helm``: the program."""
+    """The release ``name`` in its own namespace. ``helm`` is the path of helm."""
 
     def __init__(self, cluster: Cluster, helm: str, name: str, namespace: str, *, chart: Path = CHART) -> None:
         self.cluster = cluster
@@ -34,7 +34,7 @@ class Release:
         self.helm_program = Path(helm)
 
     def helm(self, *arguments: str) -> str:
-        """What ``helm ARGUMENTS`` prints. HelmError when it fails."""
+        """Run ``helm ARGUMENTS`` and return its output. Raises HelmError on failure."""
         config = str(self.cluster.control_plane.admin)
         done = subprocess.run(
             [self.helm_program, *arguments, "--kubeconfig", config, "--namespace", self.namespace],
@@ -97,11 +97,11 @@ class Release:
 
     @property
     def fullname(self) -> str:
-        """What the chart's objects are named after."""
+        """Prefix of the names of the chart's objects."""
         return self.name if "penstock" in self.name else f"{self.name}-penstock"
 
     def target(self, model: str) -> Target:
-        """Where clients reach it, once kube-proxy here has heard of its frontends."""
+        """Return the address for clients, once kube-proxy on this host knows the frontends."""
         service = self.fullname + "-frontend"
         address = self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
         until(f"{service} reached", lambda: connects(address, 50051))
@@ -135,7 +135,7 @@ class Release:
 
 
 def connects(address: str, port: int) -> bool:
-    """Whether something takes connections there, once kube-proxy here has heard of it."""
+    """Return whether the address accepts connections, once kube-proxy on this host knows it."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError:
@@ -144,6 +144,6 @@ def connects(address: str, port: int) -> bool:
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod is, by its own conditions."""
+    """Return whether a pod is ready, by its conditions."""
     conditions = pod["status"].get("conditions", [])
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

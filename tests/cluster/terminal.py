@@ -1,4 +1,4 @@
-"""A person's terminal beside a release: the commands that pages and notes tell people to type, typed as printed."""
+"""Terminal of a user of a release, which runs the commands of pages and notes as printed."""
 
 import contextlib
 import os
@@ -38,7 +38,9 @@ class Terminal:
         assert forwarding.stdout.readline().startswith("Forwarding from")
 
     def type(self, command: str, *, status: int = 0) -> str:
-        """What it prints; on standard error where it is to fail. AssertionError for another exit status."""
+        """Return the command's output, or its standard error if it should fail. Raises AssertionError for another exit
+        status.
+        """
         done = subprocess.run(
             ["bash", "-c", command], env=self._environment, check=False, capture_output=True, text=True
         )

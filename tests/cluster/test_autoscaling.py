@@ -38,7 +38,7 @@ def keda(cluster: Cluster) -> None:
 
 
 def scaled(mode: str, **changes: Any) -> dict[str, Any]:
-    """One to four engines of few slots, whose steps take 50 ms."""
+    """Return values with one to four engines of few slots, whose steps take 50 ms."""
     own = {
         "config": {"scheduler": {"max_num_seqs": SLOTS}},
         "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}],

@@ -16,7 +16,7 @@ from tests.cluster.release import Release
 from tests.cluster.values import MODEL, merged, oracle
 
 STREAMS = 32
-"""Of each language."""
+"""Number of calls of each language."""
 AGE = 10
 """Seconds after which a frontend moves a connection."""
 WINDOW = 15.0
@@ -30,7 +30,7 @@ SUMMARY = re.compile(r"calls: (\d+), failed: (\d+), ")
 
 
 def languages() -> dict[str, list[str]]:
-    """The command line of each client that is there."""
+    """Return the command line of each available client."""
     built = {language.name: BUILD / f"{language.name}.built" for language in LANGUAGES}
     return {name: json.loads(path.read_text())["command"] for name, path in built.items() if path.exists()}
 
@@ -72,7 +72,7 @@ class Callers:
 
 
 async def shares(release: Release) -> list[float]:
-    """What each frontend answers of an even share, over a while."""
+    """Return each frontend's answers over a while, relative to an even share."""
     before = await asyncio.to_thread(release.served)
     await asyncio.sleep(WINDOW)
     after = await asyncio.to_thread(release.served)
@@ -103,5 +103,5 @@ async def test_no_call_fails_while_frontends_come_and_go(new_release: NewRelease
         told = await callers.stop()
     print(f"{by}: {told}; shares of five: {even}")
     assert all(calls and not failed and not said for calls, failed, said in told.values()), told
-    if by == "headless":  # a connection is a language's only one behind the Service's address
+    if by == "headless":  # with one Service address, a language has only one connection
         assert all(1 - SHARE <= share <= 1 + SHARE for share in even), even

@@ -40,7 +40,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(new_release: NewRelease) -> Scene:
-    """Two frontends and three engines, whose streams last two seconds."""
+    """Return values with two frontends and three engines, whose streams last two seconds."""
     values = oracle(merged(merged(SLOW, MOVED_SOON), {"enginecore": {"replicas": 3}}))
     release = new_release()
     release.install(values)
@@ -53,12 +53,12 @@ def empty(cluster: Cluster, node: Node) -> None:
 
 
 async def in_background(action: object, *arguments: object) -> None:
-    """Run what blocks beside the clients."""
+    """Run a blocking action concurrently with the clients."""
     await asyncio.get_running_loop().run_in_executor(None, action, *arguments)  # type: ignore[arg-type]
 
 
 async def under_load(scene: Scene, action: object, *arguments: object) -> Load:
-    """Do it while every kind of client calls, and return what they saw, some of it after it was over."""
+    """Run the action while every kind of client calls, and return their results, including some after its end."""
     async with Clients(scene.release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         async with Load(clients, known, streams=STREAMS, max_tokens=MAX_TOKENS) as load:
@@ -105,7 +105,7 @@ def pod_ids(release: Release) -> set[str]:
 
 
 def has_reread(release: Release, pod: str, setting: str) -> bool:
-    """Whether the pod's service says that it goes by another value of the setting."""
+    """Return whether the pod's service reports a new value of the setting."""
     lines = [json.loads(line) for line in release.kubectl("logs", pod).splitlines() if line.startswith("{")]
     told = [line for line in lines if line["event"] == "config: these settings hold from now on"]
     return any(setting in line["settings"] for line in told)
@@ -203,7 +203,7 @@ async def test_a_node_is_lost(new_release: NewRelease, cluster: Cluster) -> None
 
 
 async def test_pods_are_evicted_one_at_a_time(scene: Scene) -> None:
-    """As a node upgrade asks for it, only faster: the disruption budgets hold it back."""
+    """Evict pods like a node upgrade, but faster. The disruption budgets limit it."""
     release = scene.release
 
     def evict() -> None:
@@ -218,7 +218,7 @@ async def test_pods_are_evicted_one_at_a_time(scene: Scene) -> None:
 
 
 def evicted(release: Release, name: str) -> bool:
-    """Whether the API server took the eviction of a pod; a budget that is used up refuses."""
+    """Return whether the API server accepted the eviction of a pod. It refuses when a budget is used up."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     path = f"/api/v1/namespaces/{release.namespace}/pods/{name}/eviction"
     try:

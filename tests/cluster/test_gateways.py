@@ -1,4 +1,4 @@
-"""The chart's routes through a real gateway: the same tokens as without it, each as soon as there is one."""
+"""The chart's routes through a real gateway: the same tokens as without it, each without delay."""
 
 import json
 import time
@@ -35,7 +35,7 @@ def gateway(cluster: Cluster) -> str:
 
 
 def routed(*hostnames: str) -> dict[str, object]:
-    """Two frontends and two engines whose steps take 50 ms, with a route of each kind."""
+    """Return values with two frontends, two engines whose steps take 50 ms, and a route of each kind."""
     kinds = {
         kind: {
             "enabled": True,

@@ -16,12 +16,12 @@ GPU_NODE_NAME = f"node-{GPU_NODE}"
 
 
 def with_gpus(**changes: object) -> dict[str, object]:
-    """Two engines with a GPU each: as many as there are."""
+    """Return values with two engines of one GPU each, which uses all GPUs."""
     return oracle({"enginecore": merged({"gpu": {"count": 1}, "replicas": 2}, changes)})
 
 
 def nodes_of(release: Release, component: str) -> set[str]:
-    """Where its pods run."""
+    """Return the nodes of its pods."""
     return {pod["spec"]["nodeName"] for pod in release.pods(component) if "nodeName" in pod["spec"]}
 
 

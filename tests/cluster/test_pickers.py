@@ -1,4 +1,4 @@
-"""Frontends as an InferencePool: a real endpoint picker chooses among them by their metrics, behind a real Envoy."""
+"""Frontends as an InferencePool: a real endpoint picker chooses among them by their metrics, for a real Envoy."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def kinds(cluster: Cluster) -> None:
 
 
 def pooled(pool: str, **enginecore: object) -> dict[str, object]:
-    """Two frontends that the picker of ``pool`` may choose from."""
+    """Return values with two frontends from which the picker of ``pool`` chooses."""
     picker = {"enabled": True, "endpointPicker": {"name": service(pool)}}
     return oracle(merged(SLOW, {"frontend": {"inferencePool": picker}, "enginecore": enginecore}))
 
@@ -66,7 +66,7 @@ async def test_the_frontends_of_a_pool_are_called_and_replaced_without_a_failed_
 
 
 async def ask(address: str, prompts: list[str]) -> None:
-    """One short completion for each prompt, one after the other."""
+    """Send one short completion for each prompt, one after the other."""
     async with openai.AsyncOpenAI(base_url=f"http://{address}:{PORT}/v1", api_key="none", max_retries=0) as client:
         for prompt in prompts:
             await client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)

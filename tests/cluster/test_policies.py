@@ -24,7 +24,7 @@ CLIENTS, MONITORING, ELSEWHERE = "policies-clients", "policies-monitoring", "pol
 COMPONENTS = ("frontend", "enginecore", "coordinator")
 PATIENCE = 120.0
 
-# A pod of its own network: whatever it listens on, on any address but its loopback, over IPv4 and IPv6.
+# Listening ports of a pod's network, on any address but its loopback, over IPv4 and IPv6.
 LISTENING = """
 import json
 ports = set()
@@ -98,7 +98,7 @@ def pod(namespace: str, name: str, node: str) -> dict[str, Any]:
 
 
 def python(cluster: Cluster, namespace: str, name: str, *program: str) -> Any:
-    """What a program prints as JSON in a pod."""
+    """Run a program in a pod and return its JSON output."""
     return json.loads(cluster.kubectl("--namespace", namespace, "exec", name, "--", "python", "-c", *program))
 
 
@@ -150,7 +150,7 @@ class Guarded:
         self.cluster.kubectl("delete", "namespace", *self.namespaces, "--ignore-not-found", "--timeout=120s")
 
     def reached(self, namespace: str, name: str) -> Reached:
-        """What of the release a pod gets a connection to."""
+        """Return the release's ports that a pod can connect to."""
         addresses = json.dumps([(host, port) for _, host, port in self.targets])
         answers = python(self.cluster, namespace, name, REACH, addresses)
         found = zip(self.targets, answers, strict=True)
@@ -158,7 +158,7 @@ class Guarded:
 
     @property
     def everything(self) -> Reached:
-        """All ports that something listens on."""
+        """Return all listening ports."""
         return {(component, port) for component, _, port in self.targets}
 
     async def differences(self) -> list[str]:
@@ -197,7 +197,7 @@ class Guarded:
 def scene(new_release: NewRelease) -> Iterator[Guarded]:
     """Yield a running scene with all pods. No policy is enforced yet."""
     release = new_release()
-    # The tests' own clients are beside the control plane.
+    # The tests' own clients run on the host of the control plane.
     release.install(guarded(namespace_of(CLIENTS), {"ipBlock": {"cidr": f"{CONTROL_PLANE}/32"}}))
     other = new_release("other", namespace=release.namespace)
     other.install(oracle({"frontend": {"replicas": 1}, "enginecore": {"replicas": 1}}))

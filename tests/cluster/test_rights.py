@@ -1,4 +1,4 @@
-"""What the coordinator's account may do, asked of the API server itself: what the chart's README says, and nothing else."""
+"""Rights of the coordinator's account, asked of the API server: exactly those in the chart's README."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def scaled(**coordinator: object) -> dict[str, object]:
 
 
 def account(release: Release) -> str:
-    """Whom the API server knows the coordinator as."""
+    """Return the API server's name of the coordinator's account."""
     return f"system:serviceaccount:{release.namespace}:{release.fullname}-coordinator"
 
 
@@ -62,7 +62,7 @@ def allowed(release: Release, namespace: str) -> set[tuple[str, str]]:
 
 
 def documents(printed: str) -> Iterator[dict[str, Any]]:
-    """One JSON document after the other."""
+    """Yield concatenated JSON documents one by one."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(printed.rstrip()):
         document, at = decoder.raw_decode(printed, at)

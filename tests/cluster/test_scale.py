@@ -26,7 +26,7 @@ def forwarded(release: Release, terminal: Terminal) -> None:
 
 
 def wanted(release: Release) -> int:
-    """Engines that there are to be."""
+    """Return the desired number of engines."""
     deployment = json.loads(release.kubectl("get", f"deployment/{release.fullname}-enginecore", "-o", "json"))
     return int(deployment["spec"]["replicas"])
 

@@ -106,7 +106,7 @@ def roll(release: Release, deployment: str) -> None:
 
 
 def version_of(release: Release, component: str) -> str:
-    """What all its pods run."""
+    """Return the version that all pods of the component run."""
     images = {str(pod["spec"]["containers"][0]["image"]) for pod in release.pods(component)}
     [version] = {image.rpartition(":")[2] for image in images}
     return version

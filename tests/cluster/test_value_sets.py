@@ -13,7 +13,7 @@ from tests.cluster.system.definitions import define
 
 @pytest.fixture(scope="module", autouse=True)
 def definitions(cluster: Cluster) -> None:
-    """What Gateways, monitors and the like are."""
+    """Define the kinds of other API groups, such as Gateways and monitors."""
     define(cluster)
 
 

@@ -28,7 +28,7 @@ def cpu_profile(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def oracle(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Two engines that need no torch and compute the same tokens for the same prompt, and two frontends."""
+    """Return values with two frontends and two engines that need no torch. Equal prompts give equal tokens."""
     small = {"requests": {"cpu": "50m", "memory": "128Mi"}}
     own = {
         "frontend": {"replicas": 2, "resources": small},

@@ -67,7 +67,7 @@ class Watch:
                 found = json.loads(self._release.kubectl("get", self._workload, "-o", "json"))
                 self._compare(self._now_ready())
             except NotUpError:
-                continue  # the API server is what some tests stop
+                continue  # some tests stop the API server
             ready = found["status"].get("readyReplicas", 0)
             at = time.monotonic() - self._began
             self.samples.append(Sample(at=at, streams=self.streams, wanted=found["spec"]["replicas"], ready=ready))
@@ -127,6 +127,6 @@ class Watch:
 
 
 def turns(numbers: list[int]) -> int:
-    """How often a row of numbers changes its direction."""
+    """Return the number of times that a sequence of numbers changes direction."""
     steps = [after - before for before, after in itertools.pairwise(numbers) if after != before]
     return sum((before > 0) != (after > 0) for before, after in itertools.pairwise(steps))

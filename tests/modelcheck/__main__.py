@@ -23,7 +23,7 @@ from tests.modelcheck.world import World
 
 
 def check(configurations: Iterable[Configuration], jobs: int) -> bool:
-    """Whether all invariants hold in all of them."""
+    """Return whether all invariants hold in all configurations."""
     chosen, states, sound = list(configurations), 0, True
     began = time.monotonic()
     with ProcessPoolExecutor(max_workers=jobs, max_tasks_per_child=1) as pool:
@@ -45,7 +45,7 @@ def check(configurations: Iterable[Configuration], jobs: int) -> bool:
 
 
 def show_mutations() -> bool:
-    """Whether each is found."""
+    """Return whether every defect is found."""
     every = True
     for mutation in MUTATIONS:
         found = explore(World(mutation.bounds, mutation.protocol), 100_000)

@@ -16,7 +16,7 @@ class Configuration(NamedTuple):
 
 
 def bounds(**more) -> Bounds:
-    """Two ranks, a frontend and a request unless said otherwise."""
+    """Return bounds, by default with two ranks, a frontend and a request."""
     return Bounds(**{"requests": (0,), **more})
 
 

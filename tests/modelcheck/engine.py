@@ -1,4 +1,4 @@
-"""An engine around a rank, as small as it can be: requests, what they lack, and the collective that it is in."""
+"""Minimal engine around a rank: requests, their state, and the engine's current collective."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ class Entered(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """One that all have entered, whose result the engine has not taken."""
+    """A collective that all have entered, and whose result the engine has not taken."""
 
     collective: Exchange | Forward
     batch: tuple[int, ...]

@@ -18,7 +18,10 @@ BEAT = 250_000
 
 @dataclass(frozen=True)
 class Explored:
-    """``complete``: whether there are no more states than these. ``seconds`` are of the processor."""
+    """Result of an exploration without a violation.
+
+    ``complete`` tells whether all states were explored. ``seconds`` is processor time.
+    """
 
     states: int
     transitions: int
@@ -55,7 +58,9 @@ def shown(label: Sequence[Any]) -> str:
 
 
 def explore(world: World, limit: int, *, said: Callable[[str], None] | None = None) -> Explored | Found:
-    """All states breadth first, up to about ``limit``. From every one a run without further faults must come to its rest."""
+    """Explore the states breadth first, up to about ``limit``. From each state, a run without further faults must come
+    to rest.
+    """
     with world.protocol.in_force():
         return _explore(world, limit, said or (lambda _: None))
 

@@ -212,7 +212,7 @@ class History:
     # Rest.
 
     def _is_of_new_request(self, message: Any) -> bool:
-        """Whether a frontend has told a rank of a request that went to another one, where it may not have come yet."""
+        """Return whether the message may be a frontend's report of a request that another rank has not received yet."""
         if not isinstance(message, StartDpWave) or self._under_way(message):
             return False
         return all(rank.phase in (Phase.IDLE, Phase.OUTSIDE) for rank in self.living.values())
@@ -261,7 +261,7 @@ def _registers(before: Machine, message: Told) -> bool:
 
 
 def _plain(message: Any) -> Any:
-    """Without the target size, which no machine knows."""
+    """Return the message without the target size, which no machine knows."""
     return msgspec.structs.replace(message, target_size=0) if isinstance(message, Reconfigure) else message
 
 

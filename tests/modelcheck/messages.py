@@ -47,7 +47,7 @@ NAMES = {
 
 
 def is_stale_for_engine(engine: Engine, message: Any) -> bool:
-    """Whether the message changes nothing now and later."""
+    """Return whether the message has no effect now or later."""
     rank = engine.rank
     if isinstance(message, Reconfigure):
         begun = message.group == rank.standby and rank.ready and not message.base

@@ -14,7 +14,7 @@ SEAMS = {
     "penstock_enginecore": ("penstock_enginecore.data_parallel.core.driver", "Rank"),
     "penstock_coordinator": ("penstock_coordinator.groups", "GroupMachine"),
 }
-"""Where each service makes its machine, and what it calls the class there."""
+"""Module in which each service creates its machine, and the name of the class there."""
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ class Recorder(contextlib.ExitStack):
         self._made = 0
 
     def maker(self, name: str, machine: type[Machine] | None = None) -> Callable[..., Machine]:
-        """Makes machines of this name that are recorded; of another class if there is one, such as one with a defect."""
+        """Return a factory of recorded machines of this name. ``machine`` sets another class, for example one with a
+        defect.
+        """
         machine = machine or MACHINES[name]
 
         def make(*args: Any, **kwargs: Any) -> Machine:

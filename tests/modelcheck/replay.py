@@ -1,4 +1,4 @@
-"""Traces of real processes, through the machines that are explored, and along the invariants that are checked there."""
+"""Replay of real processes' traces through the state machines, with checks of the invariants."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ def replay(folder: Path) -> Replayed:
 
 
 def traces_in(folder: Path) -> list[Trace]:
-    """All. Raises Violation where there are none."""
+    """Return the traces in the folder. Raises Violation if there are none."""
     traces = [read(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     if not traces:
         raise Violation("there are no traces", str(folder))
@@ -50,7 +50,7 @@ def traces_in(folder: Path) -> list[Trace]:
 
 
 def at_rest(traces: list[Trace]) -> bool:
-    """Of a coordinator and ranks that run: whether all have said again where they are since the last of them changed."""
+    """Return whether all ranks and the coordinator have repeated their state since the last change."""
     states = [trace.last for trace in traces]
     ranks = [state for state in states if isinstance(state, Rank)]
     changed = max(trace.changed for trace in traces)
@@ -60,7 +60,7 @@ def at_rest(traces: list[Trace]) -> bool:
 
 
 def check_machine(trace: Trace) -> None:
-    """The machine, given the events, does what it did in the process."""
+    """Check that the machine reacts to the recorded events as it did in the process."""
     state = trace.first
     if state != _new(state):
         raise Violation("a machine began in the middle", f"{trace.name}: {state}")
@@ -131,7 +131,7 @@ class _Process:
 
 
 def merged(traces: list[Trace]) -> History:
-    """All events in one order: as the clock has them, except that nothing is received before it was sent."""
+    """Return all events in the order of the clock, except that every message is sent before it is received."""
     history = History([event for trace in traces for event in trace.events])
     processes = [_Process(trace) for trace in traces]
     while processes:

@@ -1,4 +1,4 @@
-"""What a machine of a process has been through: a file per machine, a line per event."""
+"""Traces of state machines in processes: a file per machine, a line per event."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -19,7 +19,9 @@ SUFFIX = ".jsonl"
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first line. ``time``: nanoseconds of a monotonic clock, which orders only what no message orders."""
+    """First line of a trace. ``time`` is in nanoseconds of a monotonic clock; it orders only events that no message
+    orders.
+    """
 
     machine: str
     time: int

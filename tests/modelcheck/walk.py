@@ -51,7 +51,7 @@ class Walked(NamedTuple):
 
 
 def walk(bounds: Bounds, seed: str, protocol: Protocol | None = None) -> Walked:
-    """One way through a network. From each of its states a run without further faults must come to its rest."""
+    """Take one random path through a network. From each of its states, a run without further faults must come to rest."""
     world, labels = World(bounds, protocol or Protocol()), []
     state, rests = world.initial(), set[State]()
     chance = random.Random(seed)
@@ -85,7 +85,7 @@ def _steps(world: World, state: State, chance: random.Random) -> Iterator[tuple[
 
 
 def walk_all(seed: str, walks: int, until: float) -> tuple[int, Walked | None]:
-    """Walks one after another, until something breaks. Returns how many there were, and the one that broke."""
+    """Take random walks until a violation. Returns the number of walks, and the walk with the violation."""
     for number in range(walks):
         if time.monotonic() > until:
             return number, None

@@ -179,7 +179,7 @@ class World:
                 yield ("cannot join", at), self._engine(self._spend(state, "failed_preparations"), at, "cannot join")
 
     def _engine_alone(self, state: State, at: int, engine: Engine, left: Left) -> Iterator[tuple[Label, State]]:
-        """What happens without a fault."""
+        """Yield the engine's events without a fault."""
         if type(engine.slot) is Ended:
             yield ("result", at), self._engine(state, at, "result")
         if engine.slot is not None and self._is_broken(state, engine):
@@ -203,7 +203,7 @@ class World:
         return False
 
     def _ticks(self, state: State, at: int, engine: Engine) -> bool:
-        """Whether it matters that a rank says again where it is."""
+        """Return whether a repeated report of the rank has an effect."""
         rank = engine.rank
         if rank.phase is Phase.EXCHANGE and rank.step == 0 and not rank.opening:
             return type(engine.slot) is Entered
@@ -567,7 +567,7 @@ class World:
         return self._send(state, mask) if mask else state
 
     def _other_step(self, number: int, event: Any) -> tuple[int, int]:
-        """What a message or an event makes of a frontend or the coordinator."""
+        """Return the effect of a message or an event on a frontend or the coordinator."""
         key = number, event
         step = self._others.get(key)
         if step is not None:
@@ -599,7 +599,7 @@ class World:
         return {machine.group, machine.standby} | inside | {rank.standby for rank in ranks} | told
 
     def _complete(self, parts: list[int], at: int) -> None:
-        """All members have entered a collective: it ends for each of them."""
+        """End the collective for each member, after all members have entered it."""
         group = self.parts.values[parts[at]].rank.group
         ats = [self.names.index(name) for name in group.members]
         key = tuple(parts[i] for i in ats)

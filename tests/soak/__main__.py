@@ -164,7 +164,7 @@ class Soak:
         await self.watch.sample()
 
     async def _left(self) -> str:
-        """What requests still hold, in words; empty when that is nothing."""
+        """Describe the resources that requests still hold. Empty if there are none."""
         for number, stats in enumerate(await self._cluster.stats()):
             if stats.num_running_reqs or stats.num_waiting_reqs or stats.kv_cache_usage:
                 return f"engine-{number}: {stats}"
@@ -176,12 +176,12 @@ class Soak:
 
 
 def counts_of(traffics: Sequence[Traffic]) -> Counter[str]:
-    """Of all of them together."""
+    """Return the sum of the counts."""
     return sum((traffic.counts for traffic in traffics), Counter())
 
 
 def table(growth: list[Growth]) -> Table:
-    """One row per process and quantity."""
+    """Return a table with a row per process and quantity."""
     made = Table(title="held when idle, after the warm-up and at the end")
     for column in ("service", "", "start", "end", "slope per minute while busy", "allowed more", ""):
         made.add_column(column, justify="left" if column in ("service", "") else "right")

@@ -29,7 +29,7 @@ class SoakCluster(Cluster):
             return await catalogue(client, self.requests(tokens), streams=STREAMS)
 
     def requests(self, tokens: int) -> list[Request]:
-        """All that are sent."""
+        """Return all requests to send."""
         return short_ones(COUNT, tokens)
 
     def next_turn(self, request: Request) -> tuple[Request, Outcome] | None:

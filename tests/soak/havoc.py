@@ -48,7 +48,7 @@ class Havoc:
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """One accident after the other, until ``end``."""
+        """Cause one accident after the other, until ``end``."""
         accidents: Accidents = {
             "engine killed": (3, self._kill_engine),
             "two engines killed": (1, self._kill_two),
@@ -68,7 +68,7 @@ class Havoc:
             await self._cluster.until_engines_are_seen(len(self._cluster.engines))
 
     def end(self) -> None:
-        """No more accidents after the one under way."""
+        """Stop after the current accident."""
         self._over.set()
 
     async def _ended_within(self, seconds: float) -> bool:

@@ -32,11 +32,11 @@ from tests.soak.memory import files_of, owners_of
 from tests.soak.watch import gauge, metrics, total
 
 ROLES = ("prefill", "decode", "prefill", "decode", "both")
-"""Of the engines. The first of prompts and the first of outputs are never ended."""
+"""Roles of the engines. The first prefill engine and the first decode engine are never ended."""
 BY_MESSAGES = "both"
 """The role whose engines have no shared memory for blocks."""
 POOL_BYTES = 16 * 2**20
-"""Of an engine's KV cache: 4096 tokens. Contexts have ten thousand."""
+"""Size of an engine's KV cache: 4096 tokens. All contexts together have ten thousand."""
 HOST_BYTES, DISK_BYTES, ARENA_BYTES = 8 * 2**20, 24 * 2**20, 2 * 2**20
 MIN_PREFILL_TOKENS = 256
 ENDS_WITHIN = 10.0
@@ -48,7 +48,7 @@ GONE = ("UNAVAILABLE", "CANCELLED")
 RECONNECTED = 3.0
 """Seconds until clients have reconnected to a restarted frontend."""
 HELD = ("kv_leases", "kv_leased_blocks", "kv_pulls", "kv_arena_blocks", "num_requests_held")
-"""Of an engine, 0 when nothing is asked."""
+"""Metrics of an engine that must be 0 when there are no requests."""
 DONE: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "handed over": ("penstock:handover_gap_seconds_count", {}),
     "leases released": ("penstock:kv_lease_ends_total", {"end": "released"}),
@@ -74,7 +74,7 @@ class KvCluster(SoakCluster):
         self._turns: dict[int, tuple[Request, Outcome]] = {}
         self._owners: set[str] = set()
         self._outages: list[tuple[float, float]] = []
-        """Of the second frontend, from when to when."""
+        """Outages of the second frontend, as start and end times."""
         self._wrong: list[str] = []
         super().__init__(
             model,
@@ -193,7 +193,7 @@ class KvCluster(SoakCluster):
                 self._wrong.append(f"engine-{number}: {sizes} on its disk, which may have {DISK_BYTES} bytes")
 
     async def left(self) -> str:
-        """Leases, pulls, blocks on their way and segments that are there though nothing is asked."""
+        """Return leases, pulls, blocks in flight and segments that exist although there are no requests."""
         self.look()
         async with httpx.AsyncClient(verify=False, trust_env=False) as http:
             for number, engine in enumerate(self.engines):

@@ -25,7 +25,9 @@ from tests.soak.watch import children_of, gauge, metrics
 
 WORKERS = 2
 STORE_BYTES = 2 * 1024 * 1024
-"""Of a frontend, and so small that items go and are made again: twenty of a hundred thousand bytes."""
+"""Size of a frontend's media store. It holds twenty items of a hundred thousand bytes, so items are evicted and made
+again.
+"""
 RECEIVER_BYTES = 1024 * 1024
 ENCODER_ROWS = 128
 IN_FLIGHT_BYTES = 32 * 1024 * 1024
@@ -34,7 +36,7 @@ _WORKER = re.compile(r"media[.-]worker")
 
 
 class MediaCluster(SoakCluster):
-    """A cluster of a tiny model with towers, small caches, and a folder of its own for temporary files."""
+    """A cluster of a tiny multimodal model, with small caches and a separate folder for temporary files."""
 
     fresh = 0.25
 
@@ -102,7 +104,7 @@ class MediaCluster(SoakCluster):
         await forget(self.admin_port)
 
     def accidents(self, rng: random.Random) -> Accidents:
-        """By their names, with their weights, for ``Havoc``."""
+        """Return the accidents by name, each with its weight, for ``Havoc``."""
 
         async def kill_worker() -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -114,7 +116,9 @@ class MediaCluster(SoakCluster):
         return {"media worker killed": (3, kill_worker), "media forgotten": (3, self.reset)}
 
     async def left(self) -> str:
-        """What media still hold when nothing is asked and the caches have been emptied, in words; empty when that is nothing."""
+        """Describe the media resources that are held when there are no requests and caches are empty. Empty if there
+        are none.
+        """
         await self.reset()
         if len(pids := self.workers()) != WORKERS:
             return f"frontend: {len(pids)} media workers instead of {WORKERS}"

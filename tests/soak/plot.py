@@ -16,11 +16,11 @@ KV_PANELS = {
     "host_usage": "host memory for blocks, used (0 to 1)",
     "disk_usage": "disk for blocks, used (0 to 1)",
 }
-"""Where anything of it has been."""
+"""Panels that are drawn if any process used KV transfer or offloading."""
 
 
 def plot(path: Path, samples: Sequence[Held]) -> None:
-    """One line per service, broken where its process was replaced; circles where nothing was asked of it."""
+    """Draw one line per service, broken where its process was replaced. Circles mark samples without requests."""
     panels = PANELS | (KV_PANELS if any(getattr(held, what) for held in samples for what in KV_PANELS) else {})
     rows = len(panels) // 2
     figure = Figure(figsize=(11, 4 * rows), dpi=110, layout="constrained")

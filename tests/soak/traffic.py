@@ -133,5 +133,5 @@ class Traffic:
 
 
 def known_kinds(known: Sequence[tuple[Request, Outcome]]) -> int:
-    """How many shapes of requests there are."""
+    """Return the number of kinds of requests."""
     return len({request.kind for request, _ in known})

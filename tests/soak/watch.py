@@ -54,18 +54,18 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Tolerance(msgspec.Struct, frozen=True):
-    """How much more a process may hold at the end than after the warm-up, both times idle: so much, or this share."""
+    """Allowed increase of a quantity between two idle samples, after the warm-up and at the end: an amount or a share."""
 
     most: float
     share: float = 0.0
 
     def allows(self, start: float, end: float) -> bool:
-        """Whether ``end`` is within it."""
+        """Return whether the increase is within the tolerance."""
         return end - start <= max(self.most, self.share * start)
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    "rss_mib": Tolerance(16, 0.08),  # allocators keep what the busiest moment took
+    "rss_mib": Tolerance(16, 0.08),  # allocators keep their peak size
     "fds": Tolerance(4),  # connections that close later
     "threads": Tolerance(4),  # pools start their threads when these are first needed
     "tasks": Tolerance(3),
@@ -74,7 +74,9 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Of one quantity of one process that lived throughout. ``per_minute``: its slope while it was busy, by least squares."""
+    """Growth of one quantity of a process that lived throughout. ``per_minute`` is its slope under load, by least
+    squares.
+    """
 
     service: str
     what: str
@@ -100,7 +102,7 @@ class Watch:
             await asyncio.sleep(interval)
 
     async def sample(self) -> None:
-        """One of each that runs. A service that is frozen, on its way up, or has just ended is passed over."""
+        """Take a sample of each running service. Services that are frozen, starting, or just ended are skipped."""
         async with httpx.AsyncClient(timeout=1, verify=False, trust_env=False) as http:
             found = await asyncio.gather(*(self._sample(http, name) for name in self.services))
         self.samples += [held for held in found if held is not None]
@@ -136,7 +138,9 @@ class Watch:
         )
 
     def growth(self, busy: str) -> list[Growth]:
-        """Of the processes that were there, idle, before and after the phase ``busy``. RuntimeError when there is none."""
+        """Return the growth of the processes that were idle before and after the phase ``busy``. Raises RuntimeError if
+        there are none.
+        """
         by_process: dict[tuple[str, int], list[Held]] = defaultdict(list)
         for held in self.samples:
             by_process[held.service, held.pid].append(held)
@@ -163,7 +167,7 @@ def process(pid: int) -> tuple[str, int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Ids of the processes that one has started, whichever of its threads did."""
+    """Return the ids of the process's children, started by any of its threads."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -186,7 +190,9 @@ async def metrics(http: httpx.AsyncClient, service: Service) -> str:
 
 
 def gauge(text: str, name: str, default: float | None = None) -> float:
-    """Sum over the labels. ``default``, or KeyError where that is None, when there is no such metric."""
+    """Return the sum over the labels. If the metric does not exist, returns ``default``, or raises KeyError if that is
+    None.
+    """
     if (family := _families(text).get(name)) is not None:
         return sum(sample.value for sample in family.samples)
     if default is None:

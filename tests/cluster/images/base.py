@@ -25,7 +25,7 @@ APT_SETTINGS = (
     "Acquire::http::Proxy",
     "Acquire::https::Proxy",
 )
-"""What of this machine's apt the image's apt takes over."""
+"""Configuration of this machine's apt that is copied into the image's apt."""
 
 
 def why_not() -> str:
@@ -34,7 +34,7 @@ def why_not() -> str:
 
 
 def build() -> str:
-    """Build it unless it is there; returns its name."""
+    """Build the image unless it exists. Returns its name."""
     command = _command()
     recipe = hashlib.sha256(repr(command).encode()).hexdigest()
     found = buildah.inspect(NAME)

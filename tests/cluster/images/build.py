@@ -16,7 +16,7 @@ from tests.cluster.images import base, buildah, sources
 OUT = sources.ROOT / "build" / "cluster" / "images"
 IMAGES = ("coordinator", "frontend", "oracle-engine", "tools", "enginecore")
 BY_DEFAULT = IMAGES[:-1]
-"""Without the engine with torch, for which gigabytes are downloaded."""
+"""Default images. The engine with torch is left out, because it requires downloads of gigabytes."""
 TOOLS = "penstock.test/tools:1"
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ class Release:
     cuda: bool = False
 
     def name(self, image: str) -> str:
-        """As containerd knows what the chart calls ``penstock/IMAGE:TAG``."""
+        """Return containerd's name of the chart's image ``penstock/IMAGE:TAG``."""
         if image == "tools":
             return TOOLS
         suffix = "-cpu" if image == "enginecore" else ""

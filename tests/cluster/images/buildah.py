@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {"BUILDAH_ISOLATION": "chroot"}
-"""No container runtime: it would need cgroups, and a network of its own that has no way out."""
+"""Environment of builds. They use no container runtime, which would need cgroups and a network without outside access."""
 FROM_THE_MACHINE = ("/etc/pip.conf", "/etc/ssl/certs")
-"""How this machine reaches a package index; builds see these files, images do not hold them."""
+"""Files for access to a package index. Builds see these files, but images do not contain them."""
 
 
 def why_not() -> str:
@@ -24,7 +24,9 @@ def why_not() -> str:
 
 
 def run(*arguments: str, cwd: Path | None = None, quiet: bool = False) -> str:
-    """What ``buildah ARGUMENTS`` prints. CalledProcessError when it fails; it says why itself unless ``quiet``."""
+    """Run ``buildah ARGUMENTS`` and return its output. Raises CalledProcessError on failure; errors are printed unless
+    ``quiet``.
+    """
     done = subprocess.run(
         ["buildah", *arguments],
         cwd=cwd,
@@ -83,7 +85,7 @@ def build(
 
 
 def archive(name: str, file: Path) -> bool:
-    """Write the image into ``file``, under its name. False when it is there already, of the same image."""
+    """Write the image into ``file``, under its name. Returns False if the file already has this image."""
     found = inspect(name)
     if found is None:
         raise LookupError(f"there is no image {name}")

@@ -25,7 +25,7 @@ def chart_version() -> str:
 
 
 def revision(commit: str = "HEAD") -> str:
-    """The full id of a commit. CalledProcessError where there is none."""
+    """Return the full id of a commit. Raises CalledProcessError if it does not exist."""
     return _git("rev-parse", "--verify", f"{commit}^{{commit}}").strip()
 
 
@@ -66,7 +66,9 @@ def _with_oracle(sources: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """With the times of files, which layers are recognized by; without what the interpreter and the compiler have made."""
+    """Copy the tree with file times, by which layers are recognized, and without generated files of interpreter and
+    compiler.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "kernels_*.so"))

@@ -37,7 +37,7 @@ def exported(library: Path) -> dict[str, list[str]]:
 
 
 def soname(library: Path) -> str:
-    """What others ask for when they need it."""
+    """Return the library's soname, by which other libraries load it."""
     said = subprocess.run(["readelf", "--dynamic", str(library)], check=True, capture_output=True, text=True)
     found = re.search(r"SONAME.*\[(.+)\]", said.stdout)
     return found[1] if found else library.name

@@ -6,7 +6,7 @@ SERVICES_V6 = "fd79::/112"
 """Services may have such addresses as well. Nothing leads to them: nodes and pods have none."""
 PODS = "10.78.0.0/16"
 
-# The bridge between the nodes ends here, beside the control plane.
+# The bridge between the nodes has an address on the control plane's host.
 CONTROL_PLANE = "10.77.0.1"
 API_SERVICE = "10.79.0.1"
 DNS_SERVICE = "10.79.0.10"

@@ -87,7 +87,7 @@ class Cluster:
             node.import_image(archive)
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """What ``kubectl`` prints as the cluster's administrator."""
+        """Run ``kubectl`` as the cluster's administrator and return its output."""
         return run(*self.control_plane.kubectl, *arguments, stdin=stdin)
 
     def patch(self, path: str, body: dict[str, Any], *, user: str) -> tuple[int, dict[str, Any]]:
@@ -120,7 +120,7 @@ class Cluster:
         run("sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
 
     def _resolve_names(self) -> None:
-        """Let programs beside the control plane, the tests' clients among them, find Services by name."""
+        """Let programs on the control plane's host, such as the tests' clients, resolve the names of Services."""
         own = self.directory / "resolv.conf"
         own.write_text(f"nameserver {DNS_SERVICE}\nsearch svc.{CLUSTER_DOMAIN} {CLUSTER_DOMAIN}\n")
         run("mount", "--bind", str(own), "/etc/resolv.conf")
@@ -132,7 +132,7 @@ class Cluster:
 
 
 def own_images() -> list[Path]:
-    """The images of the cluster's own pods, written where they are not there."""
+    """Return the images of the cluster's own pods; missing ones are written."""
     directory = ROOT / "images"
     pause, coredns = directory / "pause.tar", directory / "coredns.tar"
     if not pause.exists():

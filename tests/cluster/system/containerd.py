@@ -23,7 +23,7 @@ def program(name: str, directory: Path, *, root: str = "/var/lib/containerd", en
 
 
 def answers(*, enter: Sequence[str] = ()) -> bool:
-    """Whether it takes calls."""
+    """Return whether containerd accepts calls."""
     try:
         run(*enter, built("containerd", "ctr"), "--address", SOCKET, "--timeout", "2s", "version")
     except NotUpError:
@@ -38,7 +38,7 @@ def import_image(archive: Path, *, enter: Sequence[str] = ()) -> None:
 
 
 def filled(archives: Sequence[Path]) -> Path:
-    """A data directory with the images of all archives, unpacked; made where it is not there."""
+    """Return a data directory with all archives' images unpacked. It is created if missing."""
     known = [(archive.name, archive.stat().st_size, archive.stat().st_mtime_ns) for archive in archives]
     directory = ROOT / f"containerd-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}"
     if directory.exists():
@@ -56,7 +56,7 @@ def filled(archives: Sequence[Path]) -> Path:
 
 
 def copy(filled: Path, target: Path) -> None:
-    """Give a node such a directory of its own: layers never change and are shared, only the databases are copied."""
+    """Give a node a copy of such a directory. Layers never change and are shared; only the databases are copied."""
     target.parent.mkdir(parents=True, exist_ok=True)
     run("cp", "--archive", "--link", str(filled), str(target))
     for database in target.rglob("*.db"):

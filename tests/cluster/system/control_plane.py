@@ -110,7 +110,7 @@ def _kubeconfigs(config: Path) -> dict[str, object]:
 
 
 def _request_headers(pki: Pki, front_proxy: KeyPair) -> dict[str, object]:
-    """How servers of aggregated APIs know whom the API server speaks for."""
+    """Flags that tell servers of aggregated APIs the user of a forwarded call."""
     return {
         "requestheader-client-ca-file": pki.front_proxy_authority.pair.certificate,
         "requestheader-allowed-names": "front-proxy-client",

@@ -87,11 +87,11 @@ class Node:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command that shall run in this node."""
+        """Command prefix that runs a command in this node."""
         return ["nsenter", "--target", str(self._init), "--net", "--mount", "--uts", "--pid", "--"]
 
     def run(self, *command: str) -> str:
-        """What a command that ends soon prints in this node."""
+        """Run a short command in this node and return its output."""
         return run(*self.enter, *command)
 
     def import_image(self, archive: Path) -> None:
@@ -111,7 +111,9 @@ class Node:
         self.gpus.ready(lambda: len(self.gpus.tail().splitlines()) >= len(counts))
 
     def offer_claims(self, count: int) -> None:
-        """Let the example driver of dynamic resource allocation offer so many GPUs, in the device class gpu.example.com."""
+        """Let the example driver of dynamic resource allocation offer ``count`` GPUs, in the device class
+        gpu.example.com.
+        """
         config = self._pki.kubeconfig(f"{self.name}-dra", user=f"system:node:{self.name}", groups=("system:nodes",))
         flags = [f"--node-name={self.name}", f"--num-devices={count}", f"--kubeconfig={config}"]
         driver = Program(
@@ -131,7 +133,7 @@ class Node:
         run("ip", "link", "set", self.link, "up")
 
     def stop(self) -> None:
-        """End all that runs there; the namespaces go with it."""
+        """End all processes of the node, which also ends its namespaces."""
         if self._holder is not None:
             self._holder.send_signal(signal.SIGKILL)
             self._holder.wait()

@@ -23,7 +23,7 @@ SMALL = {"requests": {"cpu": "50m", "memory": "64Mi"}}
 
 
 def service(pool: str) -> str:
-    """What the picker of an InferencePool is called in ``endpointPickerRef``."""
+    """Name of an InferencePool's picker in ``endpointPickerRef``."""
     return f"{pool}-epp"
 
 
@@ -51,7 +51,7 @@ def _passes_on(address: str) -> bool:
 
 
 def _manifests(release: Release, pool: str) -> list[dict[str, Any]]:
-    """All but the InferencePool, which is there."""
+    """Return the chart's objects except the InferencePool, which exists already."""
     published = download(COMPONENT.module, COMPONENT.version) / "config" / "charts"
     with tempfile.TemporaryDirectory() as folder:
         chart = Path(folder) / "standalone"

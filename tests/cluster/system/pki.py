@@ -83,7 +83,7 @@ class Pki:
         return self.directory / "service-account.key"
 
     def api_server(self) -> KeyPair:
-        """What the API server shows its clients, inside and outside of the cluster."""
+        """Certificate that the API server presents inside and outside of the cluster."""
         hosts = (
             "kubernetes",
             "kubernetes.default",
@@ -97,7 +97,7 @@ class Pki:
         )
 
     def front_proxy(self) -> KeyPair:
-        """What the API server shows the servers of aggregated APIs."""
+        """Client certificate that the API server presents to servers of aggregated APIs."""
         return self.front_proxy_authority.issue("front-proxy-client", user="front-proxy-client")
 
     def kubeconfig(self, name: str, *, user: str, groups: tuple[str, ...] = ()) -> Path:

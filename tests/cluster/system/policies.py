@@ -48,7 +48,7 @@ def firewalls(cluster: Cluster) -> Iterator[None]:
     finally:
         for node, program in programs.items():
             program.stop()
-            # Nobody else uses iptables there: the rules of Services are in tables of nftables.
+            # No other program uses iptables there: the rules of Services are in nftables.
             node.run("iptables", "--table=filter", "--flush")
             node.run("iptables", "--table=filter", "--delete-chain")
             node.run("ipset", "destroy")
@@ -68,7 +68,7 @@ def _firewall(cluster: Cluster, node: Node) -> Program:
         "--v=1",
     ]
     log = cluster.directory / node.name / "kube-router.log"
-    log.unlink(missing_ok=True)  # of an earlier one, which has said that its rules are there
+    log.unlink(missing_ok=True)  # log of an earlier firewall, which reports that its rules are in place
     return Program(f"{node.name}: kube-router", command, log, enter=node.enter)
 
 

@@ -73,7 +73,7 @@ class Program:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the program runs."""
         return self._process is not None and self._process.poll() is None
 
     def tail(self, lines: int = 20) -> str:

@@ -90,7 +90,7 @@ def built_from(component: Component) -> str:
 
 
 def build(name: str, component: Component, parallel: int) -> None:
-    """Build the programs of ``component`` into ``build/cluster/bin/NAME`` unless they are there."""
+    """Build the programs of ``component`` into ``build/cluster/bin/NAME`` unless they exist."""
     target = PROGRAMS / name
     stamp = target / ".built"
     if stamp.exists() and stamp.read_text() == built_from(component):

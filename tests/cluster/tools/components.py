@@ -11,7 +11,9 @@ OLDEST = "1.35"
 
 @dataclass(frozen=True)
 class OwnModule:
-    """A module that is written here: ``files`` (path → Go source), over those of the published ``version`` if there is one."""
+    """A module with files written here. ``files`` (path → Go source) replace those of the published ``version``, if
+    there is one.
+    """
 
     files: dict[str, str]
     version: str = ""
@@ -42,7 +44,7 @@ class Component:
 
     @property
     def recipe(self) -> str:
-        """Whatever its programs depend on."""
+        """Text that changes with every input of the programs' build."""
         return "".join(map(repr, filter(None, [self, self.replaced, self.own])))
 
 
@@ -78,7 +80,7 @@ type HTTP struct{}
 type Router struct{}
 """
 
-# Certificates by DNS challenge, for which there are a hundred providers, each with modules of its own.
+# ACME certificates by DNS challenge support a hundred providers, each with its own modules.
 NO_DNS_PROVIDERS = """package dns
 
 import (

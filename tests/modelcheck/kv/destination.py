@@ -132,7 +132,7 @@ class Destination:
             self._start(request)
 
     def start_loaded(self, number: int) -> None:
-        """One whose load has ended has its turn, as the scheduler gives it."""
+        """Start a request whose load has ended, as the scheduler does."""
         request: Any = self.requests[number]
         while not self._start(request):
             if self.running or not self.kv_loads.give_up_one(keep=request):
@@ -189,7 +189,7 @@ class Destination:
         return sequence
 
     def ended(self, number: int) -> None:
-        """Nothing more comes of a load."""
+        """End a load; no more blocks come."""
         load = self.bringing.get(number)
         if load is None or load.ended:
             raise Violation("4 a fetch ended twice")
@@ -254,7 +254,7 @@ class Destination:
     # Invariants.
 
     def check(self) -> None:
-        """In every state. Raises Violation."""
+        """Check the invariants of every state. Raises Violation."""
         held: dict[int, int] = {}
         under_way = [place for load in self.bringing.values() for place in load.places]
         ids = [place.block_id for place in under_way]
@@ -334,7 +334,7 @@ def _block_of(block: KVCacheBlock) -> KVCacheBlock:
 
 
 def _free(pool: BlockPool) -> list[KVCacheBlock]:
-    """In the order in which they are reused."""
+    """Return the free blocks in their order of reuse."""
     free, end = [], pool._free._tail
     block = pool._free._head.next
     while block is not None and block is not end:
@@ -344,7 +344,7 @@ def _free(pool: BlockPool) -> list[KVCacheBlock]:
 
 
 def pool_of(pool: BlockPool) -> BlockPool:
-    """A copy, with blocks of its own."""
+    """Return a copy with its own blocks."""
     other = same(pool)
     other.blocks = blocks = [_block_of(block) for block in pool.blocks]
     other.null_block = blocks[0]

@@ -12,7 +12,7 @@ LONGEST_REST = 400
 
 @dataclass(frozen=True)
 class Explored:
-    """``complete``: whether there are no more states than these."""
+    """Result of an exploration without a violation. ``complete`` tells whether all states were explored."""
 
     states: int
     transitions: int
@@ -30,7 +30,9 @@ class Found:
 
 
 def explore(bounds: Bounds, machines: Machines | None = None, *, limit: int = 1_000_000) -> Explored | Found:
-    """All states breadth first, up to about ``limit``. From each one, a run without further faults must come to its rest."""
+    """Explore the states breadth first, up to about ``limit``. From each state, a run without further faults must come
+    to rest.
+    """
     first = World(bounds, machines or Machines())
     came_from: dict[Any, tuple[Any, Event] | None] = {first.key(): None}
     rests: set[Any] = set()

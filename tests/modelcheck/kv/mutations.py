@@ -51,7 +51,7 @@ class CountsNoReads(Leases):
 
 class StopsTheClockForGood(Leases):
     def closed(self, lease_id: bytes, now: float) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
 
 class ExpiresUnderAPull(Leases):
@@ -135,7 +135,7 @@ class ReleasesNothing(Pull):
 
 class BringsTwice(Loads):
     def bringing(self, names: Any) -> None:
-        """Nothing is ever on its way."""
+        """Return None, as if no load were in flight."""
 
     def begin(self, number: int, places: Any, owner: str) -> None:
         self._bringing.clear()

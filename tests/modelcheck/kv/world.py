@@ -122,7 +122,7 @@ class World:
         self.servers: list[Server] = []
         """Servers whose stream has ended at the other end without their knowledge."""
         self.sources: dict[int, int] = {}
-        """By request that was handed over under a lease, the incarnation of the source then."""
+        """Incarnation of the source at the handover, by request that was handed over under a lease."""
         self._start()
         self.running: dict[int, list[KVCacheBlock]] = {}
         by_name: dict[str, KVCacheBlock] = {}
@@ -180,7 +180,7 @@ class World:
             yield ("give up",)
 
     def calm_events(self) -> Iterator[Event]:
-        """What happens without a fault."""
+        """Yield the events without a fault."""
         for request in self.running:
             yield "hand over", request
         for request in self.sources:
@@ -512,7 +512,7 @@ class World:
     # Invariants.
 
     def check(self) -> None:
-        """In every state. Raises Violation."""
+        """Check the invariants of every state. Raises Violation."""
         held: dict[int, int] = {}
         leases = [*self.leases._leases.values(), *self.leases._read_on.values(), *self.leases._over]
         for tables in [lease.tables for lease in leases]:

@@ -16,7 +16,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 STRENGTH = 1.0
 """Size of the adapter's change relative to the weights. It is large enough that the answers share no tokens."""
 CLOSE = 1e-3
-"""Two logits that differ by less may change places in another order of a sum."""
+"""Logits that differ by less may swap their order when sums are computed in another order."""
 FEWEST = 8
 """Tokens of an answer that are sure, or its prompt is not asked."""
 BASE = -1
@@ -32,7 +32,7 @@ class Content(NamedTuple):
 
 
 def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], seed: int) -> list[Content]:
-    """Write so many adapters of random numbers for all linear layers and the head, their ranks in turn."""
+    """Write adapters of random numbers for all linear layers and the head, with different ranks in turn."""
     with example_modules(MAKER, ["make_adapters"]) as modules:
         options = modules.make_adapters.Options()
         options.model, options.out, options.number, options.rank = model, out, count, ranks
@@ -57,7 +57,7 @@ class Answers:
         self._known: dict[tuple[int, int], list[int]] = {}
 
     def add(self, number: int, model: Any) -> None:
-        """What ``model`` answers to all prompts, which are computed together where they are of one length."""
+        """Add the answers of ``model`` to all prompts. Prompts of the same length are computed in a batch."""
         by_length: dict[int, list[int]] = {}
         for place, prompt in enumerate(self.prompts):
             by_length.setdefault(len(prompt), []).append(place)
@@ -95,13 +95,13 @@ class Answers:
 
 
 def begins_alike(one: list[int], other: list[int]) -> bool:
-    """Whether two lists are the same as far as both go."""
+    """Return whether the shorter list is a prefix of the longer one."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]
 
 
 def make_answers(model: Path, contents: list[Content], prompts: list[list[int]], tokens: int) -> Answers:
-    """Of the base model and all contents."""
+    """Return the answers of the base model and all contents."""
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     answers = Answers(prompts, tokens)
     answers.add(BASE, base)
@@ -112,7 +112,9 @@ def make_answers(model: Path, contents: list[Content], prompts: list[list[int]],
 
 @torch.no_grad()
 def adapted(base: Any, folder: Path) -> Any:
-    """A copy of the model with an adapter, whose scale is 1, added to its weights. A tied head is one of its own then."""
+    """Return a copy of the model with an adapter of scale 1 added to its weights. A tied head becomes a separate
+    weight.
+    """
     from safetensors.torch import load_file
 
     model = copy.deepcopy(base)
@@ -127,7 +129,9 @@ def adapted(base: Any, folder: Path) -> Any:
 
 @torch.no_grad()
 def greedy(model: Any, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
-    """For each of ``[prompts, length]`` so many tokens, or those before the first whose logit is close to another's."""
+    """Return up to ``tokens`` greedy tokens for each of ``[prompts, length]``. An answer ends where two logits are too
+    close.
+    """
     answers: list[list[int]] = [[] for _ in prompts]
     sure = [True] * len(answers)
     inputs, past = prompts, None

@@ -70,7 +70,7 @@ class Operator:
                 await self._rng.choices(changes, weights=(6, 1, 3, 2))[0](name)
 
     def end(self) -> None:
-        """No more changes after the one under way."""
+        """Stop after the current change."""
         self._over = True
 
     async def unload_all(self) -> None:
@@ -146,7 +146,7 @@ class Operator:
         self.counts["unloads"] += 1
 
     async def _pin(self, name: str) -> None:
-        """Pin a name, or unpin one that is: there is room for few."""
+        """Pin a name, or unpin a pinned one, because memory allows only a few pinned adapters."""
         if self._pinned:
             pinned = self._rng.choice(sorted(self._pinned))
             self._pinned.discard(pinned)
@@ -162,7 +162,7 @@ class Operator:
         self.counts["pins"] += 1
 
     def _put(self, name: str) -> Path | None:
-        """What a name's link is on."""
+        """Return the target of a name's link."""
         link = self._links / name
         return link.readlink() if link.is_symlink() else None
 

@@ -27,7 +27,8 @@ CPU_MEMORY = 1024 * 1024
 """Bytes for adapters: about seven of rank 2."""
 RANKS = (1, 2, 3, 2)
 PREFIXES, TAILS, LENGTHS = 3, 3, (52, 65)
-"""Prompts: so many that begin alike in 48 tokens, three blocks, for each of so many beginnings and of these lengths."""
+"""Prompts: number of common prefixes (48 tokens, three blocks), number of prompts for each prefix, and prompt lengths.
+"""
 SHARED = 48
 MAX_TOKENS = 32
 FIRST_TOKEN, LAST_TOKEN = 300, 2000
@@ -79,7 +80,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class LoraSoak:
-    """One run in ``folder``, which adapters are written to."""
+    """One run, which writes its adapters into ``folder``."""
 
     def __init__(self, options: Options, folder: Path, log: Callable[[str], object] = lambda line: None) -> None:
         self._options = options
@@ -245,7 +246,7 @@ class LoraSoak:
         self._problems.append(f"engines have pinned {pinned}; names that are pinned mean {wanted}")
 
     async def _gone(self, cluster: Cluster) -> None:
-        """Nothing must be held once no name means anything: old contents leave within two seconds."""
+        """Check that within two seconds no adapter is held, once no name has a meaning."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_TIMEOUT):
                 while any([(await held_by(cluster, number))[0] for number in range(len(cluster.engines))]):
@@ -261,7 +262,7 @@ class LoraSoak:
 
 
 async def held_by(cluster: Cluster, number: int) -> tuple[dict[bytes, bool], list[set[bytes]]]:
-    """By digest the adapters that an engine says that it holds, and whether each is pinned; the digests that its workers hold."""
+    """Return the adapters of an engine by digest, with whether each is pinned, and the digests that each worker holds."""
     async with connected(cluster.engines[number].address, "observer") as client:
         held = {each["digest"]: each["pinned"] for each in await client.utility("list_loras")}
         return held, [set(each) for each in await client.utility("collective_rpc", "held_loras")]

@@ -29,7 +29,9 @@ REST = 0.05
 
 @dataclass
 class Asked:
-    """A request, and what became of it. Times are of the monotonic clock; ``first``: of its first token, 0 without one."""
+    """A request and its result. Times are of the monotonic clock; ``first`` is the time of its first token, 0 without
+    one.
+    """
 
     name: str
     prompt: int
