@@ -1,1 +1,1 @@
-"""Services killed, stopped and restarted under load: the requests, who sends them, and what came of them."""
+"""Services killed, stopped and restarted under load: the requests, their clients, and checks of the outcomes."""

@@ -39,7 +39,7 @@ STATUS = {
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a frontend listens. ``http``: its port; 0 when it is not needed."""
+    """Address of a frontend. ``http`` is its HTTP port; 0 if it is not needed."""
 
     grpc: str
     http: int = 0

@@ -17,7 +17,7 @@ from tests.chaos.outcome import Outcome
 from tests.chaos.requests import ANIMALS, PLACES, Request, Way, completion, prompt
 
 SENTENCES = (24, 60)
-"""Of a context, at least and at most, fourteen tokens each."""
+"""Minimum and maximum sentences of a context, fourteen tokens each."""
 
 
 class PromptVectors:

@@ -9,7 +9,7 @@ from tests.fakes.processes import Service
 
 
 class Doors:
-    """``async with Doors(frontends)``: ``addresses`` are what clients connect to, for gRPC and HTTP."""
+    """Runs a proxy per frontend: ``async with Doors(frontends)``. Clients connect to ``addresses``, for gRPC and HTTP."""
 
     def __init__(self, frontends: Sequence[Service]) -> None:
         self._doors = {id(each): (TcpProxy(each.port), TcpProxy(each.metrics_port)) for each in frontends}
@@ -17,7 +17,7 @@ class Doors:
 
     @property
     def addresses(self) -> list[Address]:
-        """One for each frontend, in their order."""
+        """Addresses of the proxies, in the order of the frontends."""
         return [Address(f"127.0.0.1:{grpc.port}", http.port) for grpc, http in self._doors.values()]
 
     @contextlib.asynccontextmanager

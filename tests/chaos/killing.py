@@ -29,8 +29,10 @@ class Kill(msgspec.Struct, frozen=True):
     seconds_away: float
 
     def waits(self, outcomes: Sequence[Outcome]) -> list[float]:
-        """The longest waits for a message across the kill: as many as there were streamed sequences on the engine, as far as a
-        client can know that.
+        """Return the longest waits for a message across the kill.
+
+        The number of waits is an estimate, from the client's view, of the sequences that were streaming on the killed
+        engine.
         """
         outputs = [output for outcome in outcomes for output in outcome.outputs.values()]
         waits = sorted((wait for output in outputs if (wait := output.wait_across(self.moment))), reverse=True)
@@ -39,7 +41,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct):
-    """What came of a load. ``outcomes`` by stream."""
+    """Result of a load. ``outcomes`` are listed by stream."""
 
     outcomes: list[list[Outcome]]
     seconds: float
@@ -47,7 +49,7 @@ class Run(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        """Of all requests."""
+        """Number of tokens of all requests."""
         return sum(outcome.num_tokens for stream in self.outcomes for outcome in stream)
 
     @property
@@ -57,7 +59,7 @@ class Run(msgspec.Struct):
 
 
 def address(frontend: Service) -> Address:
-    """Where clients find it."""
+    """Return the frontend's address for clients."""
     return Address(frontend.address, frontend.metrics_port)
 
 

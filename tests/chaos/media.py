@@ -84,7 +84,7 @@ def _sampling(number: int, tokens: int, **fields: Any) -> SamplingParams:
 def _generate(
     kind: str, number: int, tokens: int, items: list[Media], *, way: Way = "Generate", **sampling: Any
 ) -> Request:
-    """Text before, between and behind the items."""
+    """Return text before, between and after the items."""
     parts = [pb.PromptPart(text=f"Once, {number % 7} of them: ")]
     for item in items:
         parts += [pb.PromptPart(media=item), pb.PromptPart(text=" and then ")]
@@ -141,7 +141,7 @@ def salted(request: Request, salt: str) -> Request:
 
 
 async def forget(admin_port: int, *, inputs: bool = True, embeds: bool = True) -> None:
-    """Have all engines of a frontend, whose operators' API is there, forget media, and what their towers made of them."""
+    """Clear the media caches and the encoder caches of all engines of a frontend, through its operator API."""
     async with make_channel(f"127.0.0.1:{admin_port}") as channel:
         admin = admin_rpc.AdminServiceStub(channel)
         if inputs:

@@ -14,7 +14,7 @@ ON_ITS_WAY = 0.5
 
 
 class Output(msgspec.Struct):
-    """One sequence of a request. ``logprobs`` are those of the tokens; ``usage``: of prompt and output."""
+    """One sequence of a request. ``logprobs`` belong to the tokens; ``usage`` is that of prompt and output."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -130,7 +130,7 @@ def tokens_differ(expected: AnySequence[int], got: AnySequence[int]) -> tuple[in
 
 
 def _is_repeated(tokens: list[int], at: int, count: int) -> bool:
-    """Whether the ``count`` tokens at ``at`` are those before them."""
+    """Return whether the ``count`` tokens at ``at`` repeat the tokens before them."""
     return at >= count and tokens[at - count : at] == tokens[at : at + count]
 
 

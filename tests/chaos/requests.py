@@ -30,7 +30,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def cumulative(self) -> bool:
-        """Whether each message replaces the one before."""
+        """Whether each message replaces the previous one."""
         kind = self.message.sampling_params.output_kind if self.way in ("Generate", "GenerateSession", "Chat") else 0
         return kind != 0 and kind != sampling_pb.OUTPUT_KIND_DELTA
 

@@ -117,7 +117,7 @@ def _example(pair: Pair, wrong: Difference) -> str:
 
 
 def table(title: str, rows: dict[str, Summary]) -> Table:
-    """One column per run."""
+    """Return a table with one column per run."""
     made = Table(title=title)
     made.add_column("")
     for name in rows:

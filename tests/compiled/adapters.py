@@ -1,4 +1,4 @@
-"""What adapters add to products, in the shapes of a model of 8 billion parameters."""
+"""LoRA kernels of matrix products, in the shapes of a model of 8 billion parameters."""
 
 from collections.abc import Iterator
 

@@ -94,7 +94,7 @@ def _decode(tiles: Decode, size: int) -> Kernel:
 
 
 def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
-    """``spans``: of steps in which queries see keys behind themselves."""
+    """Return the kernel for prefill. ``spans``: whether queries can attend to later keys."""
     own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "FEWEST": 2}
     arguments = {**_arguments(tiles.bytes), "key_ends": "*i32" if spans else None}
     return Kernel(

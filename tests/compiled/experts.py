@@ -11,7 +11,7 @@ from tests.compiled.kernel import Kernel
 
 EXPERTS = 128
 ROWS = (64, 512)
-"""Of each expert, where a batch-invariant program takes 64 rows, and 128."""
+"""Rows per expert for which a batch-invariant program takes 64 and 128 rows."""
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
@@ -38,7 +38,7 @@ def gate() -> Iterator[Kernel]:
 
 
 def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
-    """Of each layout of a kind of weights."""
+    """Yield the kernels of each layout of a kind of weights."""
     if tiles.kind == "float8":
         for width in (0, 128):
             own = {"WIDTH": width, "HALF": 0, "BLOCK_K": tiles.block_k}

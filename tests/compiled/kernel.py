@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 SM_90 = 90
 """Compute capability 9.0: H100 and H200."""
 MAX_SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have there."""
+"""Maximum bytes of shared memory of a program."""
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

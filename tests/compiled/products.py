@@ -29,7 +29,7 @@ def gate() -> Iterator[Kernel]:
 
 
 def float8(tiles: Product, width: int) -> Kernel:
-    """By blocks of ``width`` columns, 0 for rows."""
+    """Return the fp8 kernel with scales by blocks of ``width`` columns, or by row if ``width`` is 0."""
     arguments = {**_ARGUMENTS, "zeros": None, "numbers": "*fp8e4nv", "scales": "*fp32"}
     constants = {"KIND": "float8", "WIDTH": width, "HALF": 0, "BLOCK_K": tiles.block_k}
     by = f"{width} columns" if width else "row"
@@ -37,7 +37,7 @@ def float8(tiles: Product, width: int) -> Kernel:
 
 
 def int4(tiles: Product, width: int) -> Kernel:
-    """By groups of ``width`` columns."""
+    """Return the int4 kernel with scales by groups of ``width`` columns."""
     arguments = {**_ARGUMENTS, "numbers": "*u8", "scales": "*fp16"}
     constants = {"KIND": "int4", "WIDTH": width, "HALF": width // 2, "BLOCK_K": width}
     return _kernel(f"int4 product, {tiles.rows} rows, by {width} columns", tiles, arguments, constants)

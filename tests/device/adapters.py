@@ -1,4 +1,6 @@
-"""LoRA adapters on a device: greedy tokens of mixed batches beside PEFT's, and bits alone and in a crowd."""
+"""LoRA adapters on a device: greedy tokens of mixed batches compared with PEFT's, and bits alone compared with bits in
+a batch.
+"""
 
 import tempfile
 from collections.abc import Sequence
@@ -82,7 +84,9 @@ def _engine(path: Path, device: str, dtype: str, **sections: Any) -> EngineCore:
 def _tokens(
     engine: EngineCore, name: str, adapters: Sequence[str], *, only: int | None = None, **params: Any
 ) -> list[list[int]]:
-    """Of the prompts, none and ``adapters`` in turn; of one alone."""
+    """Return the tokens of the prompts, with no adapter and each of ``adapters`` in turn. ``only`` selects a single
+    prompt.
+    """
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True} | params)
     requests = [
         EngineCoreRequest(

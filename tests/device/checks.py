@@ -1,4 +1,6 @@
-"""The checks of ``make check-gpu``: each takes a device, and returns its findings, ``ok`` and what it ``says`` about them."""
+"""The checks of ``make check-gpu``. Each check takes a device and returns its findings: ``ok``, and a description in
+``says``.
+"""
 
 import logging
 import tempfile
@@ -80,7 +82,7 @@ def _graphs(engine: EngineCore) -> str:
 
 
 def _same(found: list[list[int]], expected: list[list[int]]) -> str:
-    """How many tokens are the same up to the first of each prompt that is not."""
+    """Return the number of tokens that are equal before the first difference in each prompt."""
     count = 0
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(a, b, strict=True):
@@ -111,7 +113,7 @@ def family(architecture: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 def draws(device: str) -> dict[str, Any]:
-    """Seeded tokens with and without filters beside a CPU's."""
+    """Compare seeded tokens, with and without filters, with a CPU's."""
     share = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -142,8 +144,9 @@ def invariant(device: str) -> dict[str, Any]:
 
 
 def sleeps(device: str, keep_addresses: bool = False) -> dict[str, Any]:
-    """The same tokens behind a sleep of level 1 and of level 2. With kept addresses a GPU also gives memory back, and has its
-    graphs when it wakes.
+    """Compare tokens before and after a sleep of level 1 and of level 2.
+
+    With ``keep_addresses``, a GPU must also free memory during the sleep, and keep its graphs.
     """
     said = _said()
     with tempfile.TemporaryDirectory() as folder:

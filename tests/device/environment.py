@@ -10,7 +10,7 @@ from typing import NoReturn
 from tests.device.packing import ROOT, unpack
 
 WORK = ROOT / "build" / "gpu-run"
-"""Where packs are unpacked and kernels compiled into; both stay for the next run."""
+"""Folder for unpacked packs and compiled kernels, which later runs reuse."""
 
 
 def run_prepared(pack: Path, *, installed: bool, interpreted: bool) -> NoReturn:
@@ -23,7 +23,7 @@ def run_prepared(pack: Path, *, installed: bool, interpreted: bool) -> NoReturn:
     """
     began = time.monotonic()
     variables = dict(os.environ)
-    # torch must not initialize CUDA in a process that forks others to answer whether there is a device.
+    # Make torch check for devices without initializing CUDA, because this process forks others.
     variables["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     variables.setdefault("HF_HUB_OFFLINE", "1")
     variables.setdefault("TOKENIZERS_PARALLELISM", "false")

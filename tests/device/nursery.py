@@ -109,7 +109,7 @@ class Nursery:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            _kill_group(ended.si_pid)  # services that it has left behind; before its id may be given to another process
+            _kill_group(ended.si_pid)  # Kill its remaining services before the id can be reused.
             _, status = os.waitpid(ended.si_pid, 0)
             task = self._running.pop(ended.si_pid, None)
             if task is not None:
@@ -120,7 +120,7 @@ class Nursery:
 
 
 def _become_child(log: str, answers: int) -> None:
-    """A process group of its own, with all output in ``log``; SIGUSR1 writes every thread's stack there."""
+    """Start a process group with all output in ``log``; SIGUSR1 writes every thread's stack there."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -27,7 +27,7 @@ class NurseryProcess:
         )
         self._pending = b""
         self.ended = False
-        """Whether it has ended; ``answers`` returns nothing more."""
+        """Whether the nursery has ended; ``answers`` returns nothing more."""
 
     def request(self, **values: Any) -> None:
         """Ask for a process. A nursery that has ended does not hear it."""

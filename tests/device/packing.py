@@ -1,4 +1,4 @@
-"""Packs: the wheels that a machine with torch, Triton and transformers lacks, and how they are unpacked there.
+"""Packs of wheels that a machine with torch, Triton and transformers lacks, and their installation there.
 
 Standard library only.
 """
@@ -18,7 +18,8 @@ IMAGE = {
     *("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "huggingface-hub", "regex", "pyyaml"),
     *("packaging", "tqdm", "jinja2", "markupsafe", "typing-extensions", "pillow"),
 }
-"""What an image with torch and transformers has, as their needs and, pillow, as torchvision's."""
+"""Packages of an image with torch and transformers, including their requirements and torchvision's requirement pillow.
+"""
 PROJECTS = ("common", "enginecore", "frontend", "client")
 """The services that phases import or start."""
 EXTRA = ("peft",)
@@ -110,7 +111,9 @@ def repack(wheel: Path, to: Path) -> None:
 
 
 def unpack(pack: Path, site: Path) -> None:
-    """Install the wheels of ``pack`` into the folder ``site``, unless they are there. FileNotFoundError without wheels."""
+    """Install the wheels of ``pack`` into the folder ``site``, unless they exist there. Raises FileNotFoundError
+    without wheels.
+    """
     wheels = sorted(pack.glob("*.whl"))
     if not wheels:
         raise FileNotFoundError(f"there are no wheels in {pack}: run `bare.py pack` where there is a package index")
@@ -121,7 +124,7 @@ def unpack(pack: Path, site: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as file:
             for item in file.infolist():
-                # Platform files of wheels are beside the packages; headers and scripts are not needed.
+                # Platform files of wheels lie next to the packages; headers and scripts are not needed.
                 inside = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", item.filename)
                 if not re.match(r"^[^/]+\.data/", inside):
                     target = site / inside

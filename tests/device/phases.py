@@ -1,4 +1,5 @@
-"""A run's parts: a phase is a process, its stages build what rows share, and a row is one measurement or check.
+"""Parts of a run. A phase is a process, its stages build objects that rows share, and a row is one measurement or
+check.
 
 Standard library only: the parent process, which imports neither torch nor this project's services, reads these classes
 too.
@@ -47,7 +48,9 @@ def nothing() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Rows that share what ``build`` opens. ``limit``: seconds for building; it counts as a row named after the stage."""
+    """Rows that share the object that ``build`` opens. ``limit`` is the time limit of the build, which counts as a row
+    named after the stage.
+    """
 
     name: str
     rows: Sequence[Row]

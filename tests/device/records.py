@@ -17,7 +17,7 @@ from typing import Any
 
 FILE = "rows.jsonl"
 TAIL_BYTES = 8192
-"""How much of a process's output an error keeps."""
+"""Maximum size of a process's output in an error record."""
 
 
 class RecordFile:

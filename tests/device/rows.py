@@ -105,7 +105,7 @@ class RowRunner:
             self._write("error", row.name, error=f"not built: {why}")
 
     def _measured(self, name: str, limit: float, work: Callable[[], dict[str, Any]]) -> "_Failed | None":
-        """Do the ``work`` of a row between the records of its begin and its end. Returns what went wrong."""
+        """Run ``work`` between the begin and end records of a row. Returns the error, if any."""
         begun = time.monotonic()
         self._write("begin", name, limit=limit, at=begun)
         try:
@@ -174,7 +174,9 @@ def _close(opened: AbstractContextManager[Any]) -> dict[str, Any]:
 
 
 def _device_answers() -> bool:
-    """Whether the device still works after an error, if this process has used it. Frees the memory that the error has left."""
+    """Return whether the device still works after an error, if this process has used it. Frees the memory of the failed
+    row.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True

@@ -18,7 +18,7 @@ _POLL = 0.1
 _START_SECONDS = 60.0
 """Until a process has begun its first row, and until the nursery has imported everything, on an idle machine."""
 _LONGER = 2.0
-"""A phase is left behind the row that runs when it has taken so many times the seconds that it is expected to take."""
+"""A phase stops after its current row once it has taken this many times its expected duration."""
 _NURSERIES = 3
 
 
@@ -46,7 +46,7 @@ class Options:
 
 
 class Session:
-    """One run of ``phases``. Records of an earlier run in the same folder are replaced."""
+    """One run of ``phases``, which replaces the records of an earlier run in the same folder."""
 
     def __init__(self, phases: Sequence[Phase], settings: Settings, options: Options) -> None:
         self._phases = in_order(phases)
@@ -93,7 +93,7 @@ class Session:
             self._run_tasks([(phase, rows, self._options.until)], 1)
 
     def _take_machine(self) -> None:
-        """Tell later phases which GPU there is."""
+        """Record the GPU for later phases."""
         machine = self.results.get("machine", "machine")
         if machine is not None and machine.get("capability"):
             self._settings = replace(self._settings, capability=machine["capability"])
@@ -255,7 +255,7 @@ class Session:
                 return nursery
 
     def _end(self) -> None:
-        """Kill what runs, and record which rows never began."""
+        """Kill the running processes, and record the rows that never began."""
         for task in self._running.values():
             task.kill()
         self._nursery.close()

@@ -101,7 +101,7 @@ def _request(name: str, number: int, temperature: float) -> tuple[str, list[int]
 
 
 def _alike(found: list[list[int]], expected: list[list[int]]) -> str:
-    """How many tokens are the same up to the first of each request that is not."""
+    """Return the number of tokens that are equal before the first difference in each request."""
     count = 0
     for mine, theirs in zip(found, expected, strict=True):
         differs = (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])

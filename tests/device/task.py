@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _STACK_SECONDS = 1.0
-"""How long a process that is to be killed has for writing its stack."""
+"""Time for a process to write its stack before it is killed."""
 
 
 class Task:

@@ -1,4 +1,4 @@
-"""Whether a run counts: its rows' errors, and whether a GPU computed by the fused decoder and its graphs."""
+"""Check that a run counts: its rows have no errors, and a GPU computed with the fused decoder and its graphs."""
 
 import json
 from typing import Any

@@ -25,7 +25,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block. ``page``: its path in the repository; ``language``: what stands behind the fence."""
+    """A fenced block. ``page`` is its path in the repository, and ``language`` is the word after the fence."""
 
     page: str
     line: int
@@ -60,7 +60,7 @@ def spans() -> list[Span]:
 
 
 def links(page: Path) -> list[str]:
-    """Where a page links to, web addresses left out."""
+    """Return the link targets of a page, without web addresses."""
     return [link for link in _LINK.findall(_without_blocks(page.read_text())) if "://" not in link]
 
 

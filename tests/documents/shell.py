@@ -9,7 +9,7 @@ from tests.documents.pages import blocks
 
 SHELL = "sh"
 TRANSCRIPT = "console"
-"""A session: lines that begin with ``$`` are commands, the others what came of them."""
+"""Languages of sessions: lines that begin with ``$`` are commands, the others their output."""
 
 
 class Command(NamedTuple):
@@ -25,7 +25,9 @@ class Command(NamedTuple):
 
     @property
     def calls(self) -> list[list[str]]:
-        """The words of each program it calls: behind pipes, ``&&`` and ``;``, without variables set in front."""
+        """Words of each program that the command calls: after pipes, ``&&`` and ``;``, without leading variable
+        assignments.
+        """
         try:
             return [call for call in _split(self.text) if call]
         except ValueError as e:
@@ -69,7 +71,7 @@ def _open(text: str) -> bool:
 
 
 def _without_remark(line: str) -> str:
-    """Remarks stand at the beginning or behind two spaces; no command of ours has a ``#`` like that."""
+    """Remove the comment at the beginning or after two spaces. The project's commands contain no other ``#`` like that."""
     return re.sub(r"(^|\s{2,})#.*$", "", line).rstrip()
 
 

@@ -154,5 +154,5 @@ def _writable(path: str) -> dict[str, Any]:
 
 
 def normalized(name: str) -> str:
-    """As package indexes compare names."""
+    """Return the name in the form in which package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()

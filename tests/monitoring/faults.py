@@ -56,7 +56,7 @@ async def wedged_engine(system: System) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def small_cache(system: System) -> AsyncIterator[None]:
-    """Requests that run together need more blocks than there are."""
+    """Run more concurrent requests than the KV cache has blocks for."""
     async with system.asked(clients=8 * ENGINES, max_tokens=600):
         yield
 
@@ -101,7 +101,7 @@ async def slow_steps(system: System) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def another_engine(system: System) -> AsyncIterator[None]:
-    """One of another version, which computes differently."""
+    """Restart an engine with another version and revision, so that its results may differ."""
     engine = system.engines[1]
     engine.environment["FAULTY_VERSION"] = "0.0.1"
     engine.add_flag("model.revision", "other")
@@ -133,7 +133,7 @@ async def forgotten_certificate(system: System) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def missing_right(system: System) -> AsyncIterator[None]:
-    """Engines get work, so that what their pods cost to remove is another than before, and may not be written."""
+    """Give engines work, so that the deletion costs of their pods change, while the coordinator may not write them."""
     system.api_server.status = 403
     async with system.asked(clients=8):
         yield

@@ -1,4 +1,4 @@
-"""A Prometheus of its own for one test: real scrapes and a real evaluation of rules, every half second."""
+"""A Prometheus for one test, with real scrapes and rule evaluations every half second."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The queries that people and Prometheus are given, of the chart's rules, its dashboard and the pages, and what they name."""
+"""Queries of the chart's rules, its dashboard and the pages, with the metrics and labels that they use."""
 
 import json
 import re
@@ -42,12 +42,12 @@ def _rendered(values: str) -> list[dict[str, Any]]:
 
 
 def of_rules() -> dict[str, str]:
-    """By the names of alerts and recordings."""
+    """Return the queries of the rules, by the names of alerts and recordings."""
     return {rule.get("alert") or rule["record"]: rule["expr"] for group in rules().values() for rule in group}
 
 
 def of_dashboard() -> dict[str, str]:
-    """By panel and line, with the dashboard's variables filled in."""
+    """Return the queries of the dashboard by panel and line, with its variables filled in."""
     board = json.loads((lint.CHART / "monitoring" / "dashboard.json").read_text(encoding="utf-8"))
     found = {}
     for panel in board["panels"]:

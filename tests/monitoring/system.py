@@ -152,7 +152,7 @@ class System:
                 await asyncio.sleep(0.2)
 
     async def ask(self, max_tokens: int = 8, prompt: str = "hello", model: str = "demo") -> int:
-        """One request; the HTTP status of its answer. ``model``: or an adapter of it."""
+        """Send one request and return its HTTP status. ``model`` is the model or an adapter of it."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         answer = await self._client.post("/v1/completions", content=json.dumps(body))
         return answer.status_code

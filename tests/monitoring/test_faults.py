@@ -1,4 +1,4 @@
-"""A real Prometheus beside real services: each alert fires when its fault is made, and none under plain load."""
+"""Alerts in a real Prometheus with real services: each alert fires on its fault, and none fires under normal load."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from tests.monitoring.system import LORA, System
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PLAIN_SECONDS = 20
-"""How long nothing may fire: two windows of the rules."""
+"""Time without alerts: two windows of the rules."""
 ONLY_WITH_FAULTS = {"penstock:requests_failed_total", "penstock:requests_refused_total"}
 """Counters that are no series before they count."""
 

@@ -16,7 +16,7 @@ SERIES = Path(__file__).parent / "series"
 VALUES: dict[str, dict[str, Any]] = {
     "zero.yaml": {"enginecore": {"autoscaling": {"mode": "keda", "minReplicas": 0}}},
 }
-"""By file of series, the values of its release where they are not the chart's."""
+"""Values of the release for a file of series, if they differ from the chart's defaults."""
 
 
 def rules_in(folder: Path, values: Mapping[str, Any] | None = None) -> Path:
@@ -28,7 +28,7 @@ def rules_in(folder: Path, values: Mapping[str, Any] | None = None) -> Path:
 
 
 def promtool(*arguments: object) -> str:
-    """What it prints. Fails the test where it complains."""
+    """Run promtool and return its output. The test fails if promtool reports an error."""
     command = [str(program("promtool")), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

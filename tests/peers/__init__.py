@@ -1,1 +1,1 @@
-"""What another server answers to the same requests: ``python -m tests.peers.answers``."""
+"""Comparison with another server's answers to the same requests: ``python -m tests.peers.answers``."""

@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> Mapping[str, set[str]]:
-        """What it looks like, status and order of events included."""
+        """Fields of the answer with their kinds, including status and order of events."""
         found = kinds_of_events(self.events) if self.events else kinds(self.body)
         named = {_STATUS: {str(self.status)}, "(content type)": {self.content_type}}
         if self.events:
@@ -69,7 +69,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def ask(client: httpx.Client, case: Case) -> Answer:
-    """One request's answer."""
+    """Send a request and return its answer."""
     if case.body is None:
         response = client.get(case.path)
     else:
@@ -155,7 +155,7 @@ def _shown(names: list[str]) -> str:
 
 
 def summary(found: list[Compared]) -> str:
-    """How much was compared, and how much differs."""
+    """Return the number of compared answers and of differences, as text."""
     routes = len({each.path for each in found})
     other = sum(each.statuses[0] != each.statuses[1] for each in found)
     rows = len({(each.path, *row) for each in found for row in each.differences})

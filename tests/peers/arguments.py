@@ -35,7 +35,7 @@ def unnamed(names: list[str], text: str) -> list[str]:
 
 
 def main() -> int:
-    """Print them. 1 where there are some."""
+    """Print the missing names. Returns 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM")
     command = [str(parser.parse_args().peer / "venv/bin/python"), "-c", _ASK]

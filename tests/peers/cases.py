@@ -7,7 +7,7 @@ import msgspec
 
 Does = Literal["generate", "embed", "classify", "score"]
 MODEL = "m"
-"""What both servers call their model."""
+"""Name of the model on both servers."""
 
 _CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is 12 + 30?"}],
@@ -39,12 +39,12 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is a stream, where there is one."""
+        """Whether a successful answer is a stream."""
         return isinstance(self.body, Mapping) and bool(self.body.get("stream"))
 
 
 def cases(does: Does) -> list[Case]:
-    """All requests for a model that does this."""
+    """Return all requests for a model with this task."""
     found = {"generate": _generation, "embed": _embedding, "classify": _classification, "score": _scoring}[does]()
     return [*_of_any_model(), *found]
 

@@ -1,4 +1,4 @@
-"""What an answer looks like, whatever it says: its fields and their kinds, and the events of a stream."""
+"""Structure of an answer, without its values: its fields and their kinds, and the events of a stream."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +31,9 @@ class Difference(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One event of a stream. ``name``: as the stream has it, empty without one. ``data``: JSON, or text that is none."""
+    """One event of a stream. ``name`` is empty if the stream has none. ``data`` is JSON, or text if it is not valid
+    JSON.
+    """
 
     name: str
     data: Any

@@ -89,7 +89,9 @@ def compile_with(flags: tuple[str, ...], sources: list[Path], to: Path) -> str |
 
 
 def run(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Without address space randomization where that can be had: the shadow memory of older runtimes collides with it."""
+    """Run a command, if possible without address space randomization, which conflicts with the shadow memory of older
+    runtimes.
+    """
     fixed = ["setarch", platform.machine(), "-R"]
     if subprocess.run([*fixed, "true"], capture_output=True, check=False).returncode == 0:
         command = [*fixed, *command]
@@ -106,7 +108,7 @@ def lacking(flags: tuple[str, ...]) -> str | None:
 
 
 def can_fail(flags: tuple[str, ...]) -> bool:
-    """Whether everything is reported that is broken on purpose."""
+    """Return whether every deliberate error is reported."""
     return all(is_reported(source, flags, report) for source, report in BROKEN[flags].items())
 
 
