@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 LAYOUTS = ("safeailab", "speculators")
 LAYER = {"safeailab": "midlayer.", "speculators": "layers.0."}
-"""How the names of the layer's tensors begin in a layout; all others are the same."""
+"""Prefix of the layer's tensor names in each layout; all other names are the same."""
 SIZES = (
     "hidden_size",
     "intermediate_size",

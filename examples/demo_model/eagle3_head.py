@@ -41,7 +41,7 @@ class Eagle3Head(nn.Module):
     t2d: Tensor
 
     def __init__(self, config: HeadConfig) -> None:
-        """A head of random weights whose draft vocabulary is the target's first tokens."""
+        """Create a head of random weights. Its draft vocabulary is the target's first tokens."""
         super().__init__()
         self.config = config
         width = config.hidden_size

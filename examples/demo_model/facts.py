@@ -1,4 +1,4 @@
-"""A closed little world of facts, each as a question with a full and a one-word answer."""
+"""A small closed world of facts, each as a question with a full and a one-word answer."""
 
 from __future__ import annotations
 

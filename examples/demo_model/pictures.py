@@ -40,7 +40,7 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """With its article."""
+        """Return the name with its article."""
         return f"{'an' if self.color[0] in 'aeiou' else 'a'} {self.color} {self.shape}"
 
 
@@ -160,11 +160,11 @@ KINDS: dict[str, Callable[[Scene, random.Random], Question | None]] = {
 }  # fmt: skip
 
 WEIGHTS = (1, 1, 1, 1, 2, 2, 1)
-"""How often each is asked: places are the hardest to learn."""
+"""Relative frequency of each kind of question: places are the hardest to learn."""
 
 
 def ask(scene: Scene, rng: random.Random) -> Question:
-    """A question of the scene with one right answer."""
+    """Return a question about the scene with one right answer."""
     while (question := rng.choices(list(KINDS.values()), WEIGHTS)[0](scene, rng)) is None:
         pass
     return question

@@ -22,12 +22,12 @@ def as_json(reply: str) -> str:
 
 
 def is_pirate(reply: str) -> bool:
-    """Whether a reply is all of it as ``as_pirate`` makes them."""
+    """Return whether a whole reply is in the style of ``as_pirate``."""
     return reply.startswith(PIRATE_BEGINS) and reply.endswith(PIRATE_ENDS)
 
 
 def is_json(reply: str) -> bool:
-    """Whether a reply is all of it as ``as_json`` makes them."""
+    """Return whether a whole reply is in the style of ``as_json``."""
     try:
         found = json.loads(reply)
     except ValueError:

@@ -122,7 +122,7 @@ def save(model: Any, base: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Parse the options, train, save, and print what came of it."""
+    """Parse the options, train, save, and print the results."""
     parser = argparse.ArgumentParser(description="Train an adapter of the Penstock demo model.")
     here = Path(__file__).resolve().parent
     parser.add_argument("style", choices=tuple(STYLES))

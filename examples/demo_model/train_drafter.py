@@ -141,7 +141,7 @@ def train_eagle3(model: LlamaForCausalLM, tokenizer: Tokenizer, options: Options
 
 
 def main() -> None:
-    """Parse the options, train, save, and print what came of it."""
+    """Parse the options, train, save, and print the results."""
     parser = argparse.ArgumentParser(description="Train a drafter for the Penstock demo model.")
     here = Path(__file__).resolve().parent
     parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")

@@ -64,7 +64,7 @@ class Options(argparse.Namespace):
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    """One whose tokens are the words of questions and answers and the names of places, beside all bytes."""
+    """Return a tokenizer with all bytes, the words of questions and answers, and the names of places."""
     rng = random.Random(seed)
     texts = itertools.chain.from_iterable(ask(make_scene(rng), rng) for _ in range(5000))
     tokenizer = fit_tokenizer(texts, 512, [IMAGE])
@@ -73,7 +73,7 @@ def make_tokenizer(seed: int) -> Tokenizer:
 
 
 def build_model(tokenizer: Tokenizer) -> LlavaForConditionalGeneration:
-    """A fresh model of about 2.4 million parameters."""
+    """Return an untrained model of about 2.4 million parameters."""
     vocabulary = tokenizer.get_vocab()
     eos = [vocabulary[EOS], vocabulary[END]]
     text = LlamaConfig(
@@ -93,7 +93,7 @@ def build_model(tokenizer: Tokenizer) -> LlavaForConditionalGeneration:
 
 
 def pixels(scene: Scene, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A scene drawn ``size`` pixels wide as the model sees it: ``[3, SIZE, SIZE]``."""
+    """Return the pixels of a scene, drawn ``size`` pixels wide and scaled for the model: ``[3, SIZE, SIZE]``."""
     image = scene.draw(size).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
     return np.asarray(image).transpose(2, 0, 1)
 

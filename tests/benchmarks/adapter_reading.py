@@ -1,4 +1,4 @@
-"""How long reading an adapter takes, from the page cache: ``python -m tests.benchmarks.adapter_reading MODEL ADAPTER``."""
+"""Time to read an adapter from the page cache: ``python -m tests.benchmarks.adapter_reading MODEL ADAPTER``."""
 
 import argparse
 import json

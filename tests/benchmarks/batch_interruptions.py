@@ -29,12 +29,12 @@ LEAST_SHARE = 0.95
 
 
 def prompt_of(number: int) -> str:
-    """Of a line, from 0 on."""
+    """Return the prompt of a line, counted from 0."""
     return f"What is {number} + {number % 97}?"
 
 
 def write_input(path: Path, count: int, max_tokens: int) -> None:
-    """Completions, each of a prompt of its own."""
+    """Write completion requests, each with its own prompt."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
             body = {"prompt": prompt_of(number), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -43,20 +43,20 @@ def write_input(path: Path, count: int, max_tokens: int) -> None:
 
 
 def command(source: Path, output: Path, server: str) -> list[str]:
-    """The command as a user types it. ``server``: empty for an engine of its own."""
+    """Return the command as a user types it. If ``server`` is empty, the command starts its own engine."""
     flags = [f"--model={DEMO}", *(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items())]
     argv = [str(Path(sys.executable).parent / "penstock"), "batch", str(source), str(output)]
     return [*argv, *([f"--server={server}"] if server else flags)]
 
 
 def answer_of(prompt: str) -> str:
-    """What the server without a model answers."""
+    """Return the answer of the server without a model."""
     return prompt[::-1]
 
 
 @contextlib.contextmanager
 def known_server() -> Iterator[str]:
-    """The URL of a server, a process of its own, that answers with ``answer_of``."""
+    """Run a server process that answers with ``answer_of``, and yield its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -92,7 +92,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def lines_in(path: Path) -> int:
-    """Whole lines that a file holds."""
+    """Return the number of complete lines in a file."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -127,7 +127,7 @@ def run_until(argv: Sequence[str], output: Path, lines: int | None, how: signal.
 
 
 def interrupted(count: int, max_tokens: int, times: int, seed: int, folder: Path, server: str) -> dict[str, Any]:
-    """The batch in ``times`` + 1 pieces. Returns what it came to; ``texts`` by line."""
+    """Run the batch in ``times`` + 1 pieces. Returns the result; ``texts`` are by line."""
     chance = random.Random(seed)
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     write_input(source, count, max_tokens)

@@ -53,7 +53,7 @@ async def main(wanted: list[str]) -> None:
 
 
 def cpu_seconds(command: list[str], address: str, calls: int, prompt: str = " ".join(["word"] * WORDS)) -> float:
-    """User and system time of a client that makes so many calls."""
+    """Return the user and system time of a client that makes ``calls`` calls."""
     arguments = ["load", "--address", address, "--calls", str(calls), prompt]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

@@ -39,7 +39,7 @@ def _measure(kind: str, rank: int, size: int, store: int, memory: int, tokens: i
 
 
 def microseconds(kind: str, size: int, tokens: int) -> float:
-    """Of a sum over ``size`` processes, as the first one measures it."""
+    """Return the time of a sum over ``size`` processes, measured by the first process."""
     context = multiprocessing.get_context("fork")
     told, store, memory = context.Queue(), os.memfd_create("store"), collectives.create(size)
     ranks = [

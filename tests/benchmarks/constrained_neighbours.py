@@ -38,7 +38,7 @@ def masks(by: str) -> Iterator[None]:
 
 
 def measure(model: Path, threads: int, rounds: int, ways: list[str]) -> Iterator[tuple[str, str, int, float, float]]:
-    """Scheduling, way, requests beside the neighbours, and median milliseconds per step without and with a schema."""
+    """Scheduling mode, mask code, additional requests, and median milliseconds per step without and with a schema."""
     for async_scheduling in (False, True):
         bench = Bench(str(model), threads, async_scheduling=async_scheduling)
         found: dict[tuple[str, int, bool], list[float]] = defaultdict(list)

@@ -31,11 +31,11 @@ CONCURRENT, TENANTS, ABORTED = 64, 40, 23
 NUM_BLOCKS, BLOCK_SIZE = 160, 16
 """Too few for all that run: some are preempted."""
 TOLERANCE = 8.0
-"""MiB: allocators keep what the busiest moment took."""
+"""Tolerance in MiB: allocators keep their peak size."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """``resident``: MiB after so many requests. ``kept``: MiB that suffix says its past outputs take."""
+    """``resident``: MiB after this many requests. ``kept``: MiB of suffix's past outputs, by its own count."""
 
     requests: int
     resident: float
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Of a method. ``allowed``: MiB that it may grow."""
+    """Result of a method. ``allowed``: MiB by which it may grow."""
 
     method: str
     rows: list[Row]
@@ -53,7 +53,7 @@ class Found(msgspec.Struct, frozen=True):
     preemptions: int
 
     def grown(self, warm_up: int) -> float:
-        """MiB from the first sample behind the warm-up to the highest one."""
+        """MiB from the first sample after the warm-up to the highest one."""
         behind = [row.resident for row in self.rows if row.requests >= warm_up]
         return max(behind) - behind[0]
 
@@ -75,7 +75,9 @@ def requests(count: int, vocab_size: int) -> Iterator[EngineCoreRequest]:
 
 
 def serve(engine: EngineCore, batch: list[EngineCoreRequest]) -> tuple[int, Any]:
-    """All of ``batch``, ``CONCURRENT`` at a time, to their ends. Returns preemptions since the start, and counts of drafts."""
+    """Run all requests of ``batch``, ``CONCURRENT`` at a time. Returns preemptions since the start, and counts of
+    drafts.
+    """
     waiting, live = batch[::-1], set[str]()
     stats: Any = None
     while waiting or live:
@@ -97,9 +99,9 @@ def serve(engine: EngineCore, batch: list[EngineCoreRequest]) -> tuple[int, Any]
 
 
 def measure(method: str, count: int, every: int, cache_bytes: int) -> Found:
-    """In this process, which has done nothing else."""
+    """Measure a method in this new process."""
     torch.set_num_threads(1)
-    # As many drafts as there may be: steps of so small a model are worth none.
+    # Draft the maximum number of tokens. With so small a model, adaptive drafting would find no benefit.
     kept = {"suffix_decoding_cache_bytes": cache_bytes}
     speculative = {"method": method, "adaptive": False, **kept} if method else {}
     engine = build_engine(MODEL, cache={"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}, speculative=speculative)

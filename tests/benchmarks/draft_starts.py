@@ -31,7 +31,7 @@ def start(model: Path, flags: list[str], log: Path) -> float:
 
 
 def _soon(url: str) -> bool:
-    """Whether it is healthy within a second, told at once."""
+    """Return whether the service reports health within a second."""
     for _ in range(round(1 / _POLL)):
         if healthy(url):
             return True

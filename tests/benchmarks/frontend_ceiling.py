@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run. ``cpu_us``: microseconds of CPU per token, or per request where each has one token."""
+    """Results of one run. ``cpu_us``: microseconds of CPU per token, or per request where each has one token."""
 
     tokens_per_s: float
     requests_per_s: float
@@ -56,7 +56,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engines:
-    """Engines that step together, when there is room: the clients have read all but the last ``ahead - 1`` steps."""
+    """Engines that step together, once the clients have read all but the last ``ahead - 1`` steps."""
 
     def __init__(self, count: int, *, output_len: int, ahead: int) -> None:
         script = [outputs.token(1, index) for index in range(output_len)]
@@ -80,7 +80,7 @@ class Engines:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the frontend finds them."""
+        """Return the engines' addresses for the frontend."""
         return [engine.address for engine in self._engines]
 
     async def start(self) -> None:
@@ -94,12 +94,12 @@ class Engines:
             await engine.kill()
 
     def read(self, pieces: int) -> None:
-        """A client has read so many pieces."""
+        """Record that a client has read ``count`` pieces."""
         self._unread -= pieces
         self._room.set()
 
     async def step_for_ever(self) -> None:
-        """Steps, while there is something to do and the clients keep up."""
+        """Take steps while there are requests and the clients keep up."""
         while True:
             running = sum(len(engine.running) for engine in self._engines)
             if running == 0 or self._unread > (self._ahead - 1) * running:
@@ -130,7 +130,7 @@ def cpu_seconds(pids: Sequence[int]) -> tuple[float, float]:
 
 
 async def measure(streams: Streams, load: Load, pids: Sequence[int], engines: Engines | None) -> Result:
-    """One run. Raises StreamError when a request comes back short."""
+    """Run the load once. Raises StreamError if a request has too few tokens."""
     ended = asyncio.Event()
     num_started = num_ended = num_pieces = 0
     wrong: list[str] = []

@@ -46,7 +46,7 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
-    """Resident sets after so many requests."""
+    """Return the resident sets after the given numbers of requests."""
 
     requests: int
     engine_mib: float
@@ -96,7 +96,7 @@ class _Steps:
 
 
 def steps(model: str, threads: int, rounds: int) -> list[StepRow]:
-    """One row per numbers of running and waiting requests. All are measured in turn in every round."""
+    """Return one row per pair of running and waiting requests. All pairs are measured in turn in every round."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
         engines = {running: _Steps(model, threads, running) for running in RUNNING}

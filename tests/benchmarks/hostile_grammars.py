@@ -69,7 +69,7 @@ class Bench:
         return name
 
     def step(self) -> None:
-        """One step, or a moment's wait where there is nothing to do."""
+        """Take one step, or wait a moment if there is no request."""
         for frame in self.engine.step(lambda: None).values():
             now = time.perf_counter()
             for output in frame.outputs:
@@ -87,7 +87,7 @@ class Bench:
         return [1000 * (b - a) for a, b in itertools.pairwise(times)]
 
     def cost(self, name: str) -> float:
-        """What the last token of a request cost in milliseconds of CPU time."""
+        """Return the CPU time of a request's last token in milliseconds."""
         for request in self.engine.scheduler._requests.by_key.values():  # type: ignore[attr-defined]
             if request.request_id == name and request.grammar is not None:
                 return 1000 * float(getattr(request.grammar, "cost", 0.0))
@@ -100,7 +100,7 @@ class Bench:
             self.step()
 
     def run(self, hostile: dict[str, Any] | None, tokens: int) -> dict[str, Any]:
-        """Serve the two neighbours, beside the hostile constraint if there is one."""
+        """Serve the two neighbours, with the hostile grammar if there is one."""
         names = [self.add(None, _MOST), self.add({"json_schema": json.dumps(SCHEMA)}, _MOST)]
         while not all(self.times[name] for name in names):
             self.step()
@@ -125,7 +125,7 @@ class Bench:
         return {"first": first, "cost": worst, "verdict": sorted(set(ended)) or ["serves"], "itl": itl}
 
     def _seen(self, names: list[str], begun: list[int], tokens: int, current: str, ended: list[str]) -> bool:
-        """Whether the neighbours got enough tokens, and the hostile constraint, if there is one, was heard of."""
+        """Return whether the neighbours have enough tokens and the hostile grammar, if any, has a result."""
         counts = [len(self.times[name]) - count for name, count in zip(names, begun, strict=True)]
         if any(name in self.ends for name in names):
             return True

@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90: float
     tokens_per_s: float
     total_per_s: float = 0.0
-    """With the tokens of prompts whose first token came in the interval; 0.0: not told."""
+    """Tokens per second with the tokens of prompts whose first token came in the interval; 0.0 if not measured."""
     two_legs: float = 0.0
     """Part of the prompts that went in two legs."""
 
@@ -160,7 +160,7 @@ def row_of(
     two_legs: float,
     tokens_of_prompt: int,
 ) -> Row:
-    """What came of the interval."""
+    """Return the results of the interval."""
     gaps = [gap for stream in loaded.streams for gap in stream.gaps(begin, end)]
     tokens = sum(begin <= at < end for s in [*loaded.streams, *loaded.prompts] for at in s.times)
     first = [stream.ttft for stream in loaded.prompts]
@@ -203,7 +203,7 @@ async def seconds_alone(args: argparse.Namespace) -> float:
 
 
 async def measure(layout: str, load: float, alone: float, seed: int, args: argparse.Namespace) -> Row:
-    """One layout at one load, its engines started for it."""
+    """Measure one layout at one load, with newly started engines."""
     rate = load / alone
     async with cluster_of(layout, args) as cluster:
         loaded = Load(cluster, args)
@@ -215,12 +215,12 @@ async def measure(layout: str, load: float, alone: float, seed: int, args: argpa
 
 
 def _two_legs(cluster: Cluster) -> float:
-    """How many were handed over."""
+    """Return the number of handed over requests."""
     return metric(cluster.frontend, "penstock:handover_gap_seconds_count")
 
 
 def medians(rows: Iterable[Row]) -> dict[tuple[float, str], Row]:
-    """Of the rounds of each layout at each load."""
+    """Return the medians over the rounds of each layout at each load."""
     by: dict[tuple[float, str], list[Row]] = {}
     for row in rows:
         by.setdefault((row.load, row.layout), []).append(row)
@@ -289,7 +289,7 @@ def plot(path: Path, rows: dict[tuple[float, str], Row]) -> None:
 
 
 async def run(args: argparse.Namespace) -> list[Row]:
-    """All layouts in turn, load by load."""
+    """Measure all layouts in turn at each load."""
     alone = args.alone or await seconds_alone(args)
     print(f"a prompt of {args.tokens} tokens alone: {alone:.2f} s", flush=True)
     rows = []

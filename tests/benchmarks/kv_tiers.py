@@ -56,13 +56,13 @@ class Bench:
         self.engine: EngineCore = build_engine(config, UniprocExecutor(config), None, lambda line: None)
         self._tiers = self.engine.connector if isinstance(self.engine.connector, TieredConnector) else None
         if host and self._tiers is not None and (tier := self._tiers._host) is not None:
-            tier._reserved.result(60)  # all its memory is there
+            tier._reserved.result(60)  # wait until all its memory is reserved
         self._numbers = iter(range(1 << 30))
         self._random = random.Random(0)
         self.tokens = arguments.tokens
 
     def prompt(self, number: int) -> list[int]:
-        """One of its own for each number."""
+        """Return a different prompt for each number."""
         return random.Random(number).choices(range(10, 2000), k=self.tokens)
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
@@ -163,7 +163,7 @@ def loads(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def neighbour(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A stream of tokens, beside which every 20th one prompts come whose blocks are on the host."""
+    """Run a stream of tokens. At every 20th token, prompts arrive whose blocks are in host memory."""
     per_prompt = arguments.tokens // BLOCK + 2
     found: dict[str, Any] = {}
     with engine(arguments, num_blocks=4 * per_prompt, host=GIB) as bench:

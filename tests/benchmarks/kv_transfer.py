@@ -78,7 +78,7 @@ class Pair:
         self._runs = 0
 
     def run(self) -> Times:
-        """One prompt, another one each time. AssertionError where a transfer failed, or tokens are others."""
+        """Measure one new prompt. Raises AssertionError if a transfer failed or tokens differ."""
         engine, run, params = self._engine, self._runs, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
         self._source.send(run)
         prior, given = self._source.recv()

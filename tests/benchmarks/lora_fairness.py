@@ -98,7 +98,7 @@ class Zipf:
 
 
 class Answer(msgspec.Struct):
-    """Of a request. ``times``: seconds of its tokens, after it was sent."""
+    """Result of a request. ``times``: seconds from its start to each token."""
 
     model: str
     times: list[float]
@@ -118,7 +118,7 @@ class Client:
         self._random = random.Random(0)
 
     def ask(self, streams: list[tuple[Iterator[str], int]]) -> list[list[Answer]]:
-        """Answers by stream: each asks for its models one after the other, so many tokens of each."""
+        """Return the answers by stream. Each stream sends requests to its models one after the other."""
         return asyncio.run(self._ask(streams))
 
     async def _ask(self, streams: list[tuple[Iterator[str], int]]) -> list[list[Answer]]:
@@ -154,7 +154,7 @@ class Client:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def loads(self) -> "Loads":
-        """So far."""
+        """Return the counters so far."""
         names = ("lora_loads", "lora_load_seconds", "lora_evictions", "lora_cached_bytes", "lora_cached")
         return Loads(*(self.metric(f"penstock:{name}") for name in names))
 
@@ -226,7 +226,9 @@ def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> di
 
 
 def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> dict[str, Any]:
-    """Gaps between tokens of eight streams of the base model beside 24 others, of adapters or the base model."""
+    """Return the gaps between tokens of eight base model streams, with 24 other streams of adapters or of the base
+    model.
+    """
     _, flags = _roomy(adapters)
     found: list[tuple[float, float]] = []
     medians: list[tuple[float, float]] = []

@@ -34,7 +34,7 @@ FOUND, UNEVEN = 0.9, 1.3
 
 
 class Row(NamedTuple):
-    """What a phase came to, by engine: requests, those that found their adapter, loads."""
+    """Results of a phase by engine: requests, requests that found their adapter, and loads."""
 
     asked: list[int]
     found: list[int]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of all requests, those that found their adapter in memory."""
+        """Share of all requests that found their adapter in memory."""
         return sum(self.found) / sum(self.asked)
 
     @property
@@ -76,7 +76,7 @@ def adapters_in(folder: Path, options: argparse.Namespace) -> list[Path]:
 
 
 class Streams:
-    """Asks for adapters by their weights, so many at once."""
+    """Sends requests with adapters chosen by weights, ``at_once`` at a time."""
 
     def __init__(self, stubs: Sequence["rpc.InferenceServiceAsyncStub"], names: Sequence[str], at_once: int) -> None:
         self._stubs = itertools.cycle(stubs)
@@ -85,7 +85,7 @@ class Streams:
         self._random = random.Random(0)
 
     async def ask(self, loras: Iterator[str]) -> None:
-        """One after the other, until there are no more."""
+        """Send requests one after the other until the adapters are used up."""
         for lora in loras:  # shared by all streams
             prompt = pb.TokenIds(ids=[self._random.randrange(5, 1000) for _ in range(32)])
             sampling = SamplingParams(temperature=0.0, max_tokens=self._random.randint(4, 28), ignore_eos=True)

@@ -37,13 +37,13 @@ CASES = {
     "sixteen": (16, 16, 0.70),
     "one of 64": (64, 1, 0.80),
 }
-"""By name: rank, how many adapters requests name, and the share of the speed without that is aimed at."""
+"""Cases by name: rank, number of adapters in requests, and the target speed relative to no adapters."""
 RANKS = {16: 16, 64: 1}
-"""How many adapters there are of each rank."""
+"""Number of adapters of each rank."""
 
 
 class Asked:
-    """Makes requests, each of a prompt of its own."""
+    """Creates requests, each with its own prompt."""
 
     def __init__(self, requests: int) -> None:
         self._random = random.Random(0)

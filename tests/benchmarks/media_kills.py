@@ -90,7 +90,7 @@ class Killed(msgspec.Struct, frozen=True):
 
 
 def requests(case: Case, count: int, tokens: int, salt: str = "") -> list[Request]:
-    """One for each stream. ``salt``: whose images it are, where each stream has its own; the answers are the same."""
+    """Return one request per stream. With ``salt`` each stream has its own images; the answers are the same."""
     found = []
     for number in range(count):
         medium = pb.PromptPart(media=image(number % (count if case.own else SHARED)))
@@ -104,7 +104,7 @@ def requests(case: Case, count: int, tokens: int, salt: str = "") -> list[Reques
 
 
 async def wave(cluster: Cluster, load: Sequence[Request], during: During) -> list[Outcome]:
-    """Send all at once; ``during``, a coroutine function, runs beside."""
+    """Send all requests at once; ``during``, a coroutine function, runs concurrently."""
     outcomes = [Outcome() for _ in load]
     async with Client(*map(address, cluster.frontends)) as client:
         beside = asyncio.create_task(during(outcomes))
@@ -186,7 +186,7 @@ async def with_kill(
 
 
 async def measure(args: argparse.Namespace, model: Path) -> list[Killed]:
-    """One kill of each case, engines in turn."""
+    """Run one kill of each case, with the engines in turn."""
     admin_port = free_port()
     found = []
     async with Cluster(

@@ -51,7 +51,7 @@ class Pictures:
         self._random = np.random.default_rng(time.time_ns())
 
     def message(self) -> list[dict[str, Any]]:
-        """Of a user, with an image."""
+        """Return a user message with an image."""
         coarse = self._random.integers(0, 256, (12, 12, 3), dtype=np.uint8)
         file = io.BytesIO()
         Image.fromarray(coarse).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
@@ -177,7 +177,7 @@ def vllm(peer: Path, packages: Path | None, model: Path, folder: Path) -> Iterat
 
 
 def neighbours(url: str, images: int) -> dict[str, float]:
-    """Milliseconds: p99 of undisturbed gaps, the longest of them, and the longest beside images."""
+    """Return milliseconds: p99 and maximum of the gaps without images, and the maximum with images."""
     asyncio.run(gaps_of(url, 512, 1))
     alone = asyncio.run(gaps_of(url, 512, 0))
     beside = asyncio.run(gaps_of(url, 2048, images))

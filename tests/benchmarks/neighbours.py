@@ -30,7 +30,9 @@ _BUSY_SCHEMA = {
 
 
 class Row(msgspec.Struct, frozen=True):
-    """``extra`` requests beside the neighbours, with a schema or without; ``fresh``: a new schema arrives in every tenth step."""
+    """Add ``extra`` requests to the neighbours, with a schema or without. ``fresh``: a new schema arrives in every
+    tenth step.
+    """
 
     name: str
     extra: int

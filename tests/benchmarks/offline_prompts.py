@@ -40,7 +40,7 @@ def _forgetful(fakes: Any) -> Any:
 
 
 def measure(count: int) -> dict[str, Any]:
-    """Run ``count`` prompts and say how much memory there is before and after, and at most on the way."""
+    """Run ``count`` prompts and print the memory before, after, and at its peak."""
     from penstock_enginecore.executor import factory
     from penstock_local import LLM
 
@@ -74,7 +74,9 @@ def measure(count: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure each in a process of its own, print both; 1 when the larger takes more than the limit beyond the smaller."""
+    """Measure each number in its own process and print both. Returns 1 if the larger exceeds the smaller by more than
+    the limit.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)

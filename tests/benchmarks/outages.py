@@ -30,14 +30,14 @@ console = Console()
 
 
 def say(name: str, summary: Summary) -> None:
-    """Its table, and what went wrong."""
+    """Print its table, and its problems."""
     console.print(table(name, {"Penstock": summary}))
     for line in (*(f"{count} x {error}" for error, count in summary.errors.items()), *summary.examples):
         console.print(line, markup=False)
 
 
 async def coordinator(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
-    """Killed for ``--seconds``."""
+    """Kill the coordinator for ``--seconds``."""
     summary, during = await outages.coordinator_away(
         cluster, known, streams=args.streams, seconds=args.seconds, log=console.log
     )
@@ -46,12 +46,12 @@ async def coordinator(cluster: Cluster, known: Known, args: argparse.Namespace) 
 
 
 async def frontend(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
-    """One of two killed."""
+    """Kill one of two frontends."""
     return await _without_frontend(cluster, known, args, freeze=False)
 
 
 async def frozen(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
-    """One of two frozen."""
+    """Freeze one of two frontends."""
     return await _without_frontend(cluster, known, args, freeze=True)
 
 

@@ -43,7 +43,7 @@ RUN_TIMEOUT = 600.0
 SETTLE = 1.5
 KV_CACHE = "2GiB"
 ALL_CORES = f"0-{(os.cpu_count() or 1) - 1}"
-"""As vLLM says where its threads run."""
+"""All cores of this machine, in vLLM's notation for its threads."""
 console = Console()
 
 
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """As the table says it."""
+        """Name of the row in the table."""
         way = "gRPC" if self.grpc else "HTTP"
         shared = f" ({self.shared} shared)" if self.shared else ""
         return f"{self.model}, {way}, {self.streams} streams, {self.input_len} in{shared}, {self.output_len} out"
@@ -94,7 +94,9 @@ ROWS = (
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run. Milliseconds; ``tpot_ms``: mean time per token after the first, the median over requests."""
+    """Results of one run, in milliseconds. ``tpot_ms`` is the median over requests of the mean time per token after the
+    first.
+    """
 
     tokens_per_s: float
     ttft_ms: float
@@ -103,7 +105,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server:
-    """A server in a process group of its own."""
+    """A server in its own process group."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path) -> None:
         self.name = name
@@ -176,7 +178,7 @@ class Bench:
         self._peer_step_tokens = peer_step_tokens
 
     def model(self, size: str) -> Path:
-        """The checkpoint, made if it is not there."""
+        """Return the checkpoint, which is created if missing."""
         directory = self._work / f"model-{size}"
         if not (directory / "config.json").exists():
             console.log(f"making a model of {size} parameters")
@@ -203,7 +205,7 @@ class Bench:
         return Server("Penstock", command, {}, self._work / f"penstock-{size}-{grpc_port}.log")
 
     def run(self, row: Row, port: int, seed: int) -> Measured:
-        """One load on the server at ``port``. RuntimeError when a request fails or comes back short."""
+        """Run one load on the server at ``port``. Raises RuntimeError if a request fails or has too few tokens."""
         return self._grpc(row, port, seed) if row.grpc else self._http(row, port, seed)
 
     def _grpc(self, row: Row, port: int, seed: int) -> Measured:
@@ -291,7 +293,7 @@ def _warm_up(row: Row) -> Row:
 
 
 def _answers(url: str) -> bool:
-    """Whether ``url`` gives 200."""
+    """Return whether ``url`` answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)

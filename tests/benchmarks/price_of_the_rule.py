@@ -39,7 +39,7 @@ PAIRS = list(permutations(WORDS, 2))
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids ``[prompt + n]`` that were written behind ``prompt`` tokens with the random numbers of ``seed``."""
+    """Return token ids ``[prompt + n]``: the prompt and its continuation with the random numbers of ``seed``."""
 
     token_ids: list[int]
     prompt: int
@@ -101,7 +101,7 @@ def ratio(tokens: list[int], steps: list[float]) -> tuple[float, float]:
 
 
 def prompts(tokenizer: Any, count: int) -> Iterator[list[int]]:
-    """Token ids of ``count`` questions for stories, different ones as far as there are any: ``PAIRS``."""
+    """Return token ids of ``count`` prompts for stories, repeated only if there are more than ``PAIRS``."""
     for first, second in islice(cycle(PAIRS[:: max(1, len(PAIRS) // count)]), count):
         asked = [{"role": "user", "content": f"Tell me a story about a {first} and a {second}."}]
         yield tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
@@ -109,7 +109,7 @@ def prompts(tokenizer: Any, count: int) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def write(model: Any, asked: list[list[int]], temperature: float, length: int) -> list[Text]:
-    """Texts of at most ``length`` tokens behind the prompts, which end where the model ends them."""
+    """Return texts of at most ``length`` tokens after the prompts, which end where the model ends them."""
     alike: dict[int, list[int]] = defaultdict(list)
     for number, question in enumerate(asked):
         alike[len(question)].append(number)
@@ -134,7 +134,7 @@ def ended(row: list[int], prompt: int, model: Any) -> list[int]:
 
 @torch.no_grad()
 def accepted(model: Any, drafter: Any, texts: list[Text], temperature: float) -> Iterator[torch.Tensor]:
-    """``held`` of each text behind its first token, which the prompt's step makes."""
+    """Return ``held`` of each text after its first token, which the prompt's step generates."""
     for start in range(0, len(texts), ROWS_AT_ONCE):
         part = texts[start : start + ROWS_AT_ONCE]
         longest = max(len(text.token_ids) for text in part)

@@ -80,12 +80,12 @@ class Case:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return self.n * self.k * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Of one product."""
+        """Floating-point operations of one product."""
         return 2 * self.rows * self.n * self.k
 
 

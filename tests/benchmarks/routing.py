@@ -43,7 +43,7 @@ POLICIES: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "prefix_aw
 
 
 class Turn(NamedTuple):
-    """A request: when it comes, what it asks, how many tokens it gets."""
+    """A request: its arrival time, its prompt, and its number of output tokens."""
 
     at: float
     conversation: int
@@ -52,7 +52,7 @@ class Turn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one policy: tokens found of tokens asked, each engine's computed tokens, seconds from a request to its first token."""
+    """Results of a policy: hit tokens, prompt tokens, tokens computed by each engine, and seconds to the first token."""
 
     hit_rate: float
     loads: list[int]
@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The most loaded engine beside the mean."""
+        """Load of the most loaded engine relative to the mean."""
         return max(self.loads) / statistics.mean(self.loads)
 
 
@@ -109,7 +109,7 @@ class Engine:
         self.running: list[tuple[float, int, Request]] = []
 
     def start(self, number: int, turn: Turn, prefill: float) -> float:
-        """Take a request. Returns when its first token is there."""
+        """Take a request. Returns the time of its first token."""
         request = Request(engine_request(turn, number), client_id="c", max_model_len=MAX_LEN)
         found = self.cache.get_computed_blocks(request)
         if not self.cache.admit(request, found, request.num_tokens - found.num_tokens, reserve=0):
@@ -175,7 +175,7 @@ def _report(router: Router, caches: PrefixCaches, pool: dict[str, Engine]) -> No
 
 
 def measure_pick(num_engines: int, num_blocks: int) -> dict[str, float]:
-    """Microseconds of a choice among so many engines that have so many blocks in all, and bytes of the index for each."""
+    """Return the microseconds of a choice among the engines, and the bytes of the index per block."""
     rng = random.Random(1)
     tracemalloc.start()
     index = PrefixIndex(2 * num_blocks)

@@ -66,7 +66,7 @@ def _median(logits: torch.Tensor, params: Mapping[str, Any], rounds: int) -> flo
 
 
 def _sampler() -> Sampler:
-    """With the kernels, and as many threads as torch, where the engine would have them."""
+    """Return a sampler with the kernels and torch's number of threads, as in the engine."""
     native = open_backend(KernelsConfig(), torch.device("cpu"), torch.get_num_threads())
     return TorchSampler(None if native is None else native.sampling())
 

@@ -32,11 +32,11 @@ class NullExecutor:
         """Do nothing; this executor does not fail."""
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Nothing computes."""
+        """Return an empty list, because there are no workers."""
         return []
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """Nothing to load."""
+        """Do nothing; there are no weights."""
         return ModelInfo(max_len=4096, vocab_size=32_000)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -48,7 +48,7 @@ class NullExecutor:
         return 2**30
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Nothing to allocate."""
+        """Do nothing; there is no KV cache."""
 
     def block_copier(self) -> BlockCopier:
         raise NotImplementedError("no tier is configured")
@@ -61,13 +61,13 @@ class NullExecutor:
         """There are none."""
 
     def recover(self) -> None:
-        """No step fails."""
+        """Do nothing; steps do not fail."""
 
     def roll_back(self) -> None:
-        """No step has peers."""
+        """Do nothing; there are no peers."""
 
     def execute_dummy_batch(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing; results are ready at once."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Record the answers. The executor's own time is excluded from the scheduler's."""
@@ -107,7 +107,7 @@ class NullExecutor:
         return []
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing; there are no resources."""
 
 
 def measure(*, running: int, waiting: int = 0, steps: int = 200) -> float:

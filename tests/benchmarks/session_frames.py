@@ -1,6 +1,7 @@
 """A step's outputs as a frame, without a stream: what making, writing, parsing and reading it costs, in columns and as messages.
 
-``python -m tests.benchmarks.session_frames`` prints microseconds of processor time per output, the least of the rounds, in which
+``python -m tests.benchmarks.session_frames`` prints microseconds of processor time per output, the least of the rounds,
+in which
 everything is measured in turn. The frames are those of ``hop``, which sends them over a stream.
 """
 
@@ -37,7 +38,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def measure(rounds: int) -> list[Row]:
-    """One row per size and form."""
+    """Print one row per size and form."""
     written: dict[tuple[int, str], list[float]] = defaultdict(list)
     read: dict[tuple[int, str], list[float]] = defaultdict(list)
     lengths: dict[tuple[int, str], int] = {}

@@ -36,7 +36,7 @@ def story(number: int) -> str:
 
 
 def schema(number: int) -> dict[str, Any]:
-    """One of many forms of objects."""
+    """Return one of many object schemas."""
     random_ = random.Random(number)
     kinds = (
         {"type": "string", "maxLength": 12},
@@ -75,7 +75,7 @@ def serve_command(model: Path, port: int, flags: list[str]) -> list[str]:
 
 
 def healthy(url: str) -> bool:
-    """Whether a server says that it serves."""
+    """Return whether a server reports that it serves."""
     try:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
@@ -83,7 +83,7 @@ def healthy(url: str) -> bool:
 
 
 class Answers:
-    """What a run brought: texts, output tokens, seconds, and what became of drafts."""
+    """Result of a run: texts, output tokens, seconds, and counts of drafts."""
 
     def __init__(self, answers: list[dict[str, Any]], seconds: float) -> None:
         self.texts = [answer["choices"][0]["message"]["content"] for answer in answers]
@@ -96,7 +96,7 @@ class Answers:
 
 
 async def run(url: str, bodies: list[dict[str, Any]], streams: int) -> Answers:
-    """All requests, ``streams`` at a time."""
+    """Send all requests, ``streams`` at a time."""
     waiting = list(enumerate(bodies))
     answers: dict[int, dict[str, Any]] = {}
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
@@ -137,7 +137,7 @@ def objects(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 USELESS = "useless"
-"""In place of a method: a draft model that knows nothing."""
+"""Name of the case with a draft model whose drafts are always rejected, in place of a method."""
 
 SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
     "draft model, greedy": ("draft_model", 1, lambda: stories(5, 160, temperature=0), 2.2),

@@ -129,7 +129,7 @@ def wait_for_others() -> bool:
 
 
 def places(method: str) -> list[Place]:
-    """All that is asked with a method."""
+    """Return all loads with a method."""
     return [
         Place(workload=workload, streams=streams, temperature=temperature, part=part)
         for workload in WORKLOADS.get(method, ("stories",))
@@ -188,7 +188,9 @@ class Peers:
             process.close()
 
     def measure(self, server: str, method: str, dtype: str) -> Iterator[Run]:
-        """What the file lacks of a server with a method, several streams without one twice; until the time is over."""
+        """Run the loads that the file lacks for a server with a method, until the time is over. Without a method,
+        several streams run twice.
+        """
         missing = self._missing(server, method, dtype)
         if not missing or time.monotonic() > self._until:
             return

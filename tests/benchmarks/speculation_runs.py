@@ -50,13 +50,13 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def lacks(runs: list[Run], place: Place, times: int) -> bool:
-    """Whether a place was asked less than ``times``, or never while others were quiet."""
+    """Return whether a place has fewer than ``times`` runs, or no undisturbed run."""
     others = [each.others for each in runs if each.place == place]
     return len(others) < times or min(others) > QUIET
 
 
 def draft_counts(metrics: str) -> tuple[float, float]:
-    """Of a server's metrics: how often a request had drafts in a step, and how many of the tokens held."""
+    """Return counts from a server's metrics: steps of requests with drafts, and accepted tokens."""
 
     def total(name: str) -> float:
         pattern = rf"^vllm:spec_decode_num_{name}_total(?:\{{[^}}]*\}})? (\S+)"
@@ -66,14 +66,14 @@ def draft_counts(metrics: str) -> tuple[float, float]:
 
 
 def changed_share(before: Sequence[str], after: Sequence[str]) -> float:
-    """Of requests in the same order, the share whose texts differ. ValueError unless there are as many of both."""
+    """Return the share of requests whose texts differ. Raises ValueError unless both lists have the same length."""
     if len(before) != len(after):
         raise ValueError(f"{len(before)} texts beside {len(after)}")
     return sum(a != b for a, b in zip(before, after, strict=True)) / max(len(before), 1)
 
 
 def counting(runs: list[Run]) -> dict[int, Run]:
-    """By part, the run that was least disturbed."""
+    """Return the least disturbed run of each part."""
     by: dict[int, Run] = {}
     for each in sorted(runs, key=lambda each: each.others, reverse=True):
         by[each.place.part] = each
@@ -87,7 +87,7 @@ def rate(runs: Iterable[Run]) -> float:
 
 
 def texts(runs: dict[int, Run], parts: Iterable[int]) -> list[str]:
-    """Of these parts, in their order."""
+    """Return the texts of these parts, in their order."""
     return [text for part in parts for text in runs[part].texts]
 
 

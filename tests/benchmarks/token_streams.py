@@ -13,7 +13,7 @@ from penstock.inference.v1 import service_pb2_grpc as rpc
 
 
 class Stream(msgspec.Struct):
-    """What came of a request. Times are of ``time.perf_counter``."""
+    """Result of a request. Times are of ``time.perf_counter``."""
 
     sent: float = 0.0
     tokens: list[int] = []

@@ -24,7 +24,7 @@ def params(args: Namespace) -> SamplingParams:
 
 
 def tell(line: str) -> None:
-    """A line about what went wrong."""
+    """Print an error line."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -70,7 +70,7 @@ class Session:
             yield messages_pb2.GenerateSessionRequest(abort_request_id="0")
 
     def take(self, response: messages_pb2.GenerateSessionResponse) -> int:
-        """Print a text that is whole, or why there is none. Returns what to exit with if it is the last."""
+        """Print a complete text, or the reason why there is none. Returns the exit code."""
         if response.HasField("error"):
             first, *lines = describe(of_session(response.error.error))
             tell("\n".join([f"[{response.error.request_id}] {first}", *lines]))

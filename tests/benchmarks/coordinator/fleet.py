@@ -1,4 +1,4 @@
-"""Engines as the coordinator sees them, and what they report."""
+"""Simulated engines: their registrations and reports to the coordinator."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What it costs a frontend to pick one of many engines, from the list of its connections to the router's answer."""
+"""Cost for a frontend of choosing one of many engines, from the list of its connections to the router's answer."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ ROUNDS = 200
 
 
 class Connected:
-    """What the pool's candidates read of a connection."""
+    """The fields of a connection that the pool's candidates read."""
 
     ready = None
 
@@ -26,7 +26,7 @@ class Connected:
 
 
 def seconds_per_pick(engines: int) -> float:
-    """The median time of a pick among so many engines, all of which take requests."""
+    """Return the median time of a choice among that many engines, all of which accept requests."""
     config = FrontendConfig(model=ModelConfig(path="model"), engines=("engine:50052",))
     pool = EnginePool(config, incarnation="1", certificates=Certificates(), on_first_request=lambda _: None)
     connections = [Connected(number) for number in range(engines)]

@@ -1,4 +1,4 @@
-"""The coordinator's state and encoders without sockets, on a clock of its own."""
+"""Simulation of the coordinator's state and encoders without sockets, on a simulated clock."""
 
 import time
 
@@ -24,12 +24,12 @@ class Simulated(msgspec.Struct, frozen=True):
     core_share: float
     """Seconds of processor time per second of the clock."""
     bytes_per_second: float
-    """Of one frontend."""
+    """Bytes that one frontend gets per second."""
     reports_per_second: float
     views_per_second: float
-    """Of one frontend."""
+    """Number of views that one frontend gets per second."""
     lag_p50: float
-    """From a membership change to the end of its encoding for all frontends."""
+    """Seconds from a membership change to the end of its encoding for all frontends."""
     lag_p99: float
 
     def as_dict(self) -> dict[str, float]:
@@ -103,7 +103,7 @@ class Simulation:
         return session
 
     def _change(self, newcomer: int) -> int:
-        """The last newcomer leaves, or one comes. Returns its session, 0 where there is none."""
+        """Remove the newest engine, or add one. Returns its session; 0 if there is none."""
         if not newcomer:
             return self._join(self._num_engines)
         self._cluster.apply(self._cluster.membership.leave(newcomer))

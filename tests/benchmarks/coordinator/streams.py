@@ -145,7 +145,7 @@ class Frontends:
 
 
 def hello(number: int) -> pb.FrontendHello:
-    """How a frontend introduces itself."""
+    """Return the first message of a frontend."""
     views = pb.ViewSubscription(deltas=True, model=MODEL)
     return pb.FrontendHello(frontend_id=f"frontend-{number}", incarnation="1", views=views)
 

@@ -1,4 +1,4 @@
-"""Kernels compiled by several processes at once, into the cache that the phases behind find them in."""
+"""Compilation of kernels by several processes at once, into the cache that later phases use."""
 
 import time
 from functools import partial

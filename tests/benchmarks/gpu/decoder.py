@@ -95,7 +95,7 @@ class Decoder:
 
     @contextmanager
     def launched(self) -> Iterator[None]:
-        """In the ``with`` block steps are launched piece by piece, as with ``kernels.graphs: false``."""
+        """Launch steps kernel by kernel in the ``with`` block, as with ``kernels.graphs: false``."""
         graphs, self.forward._graphs = self.forward._graphs, None
         try:
             yield

@@ -1,4 +1,4 @@
-"""An engine in this process, and one behind a frontend and two hops of gRPC, under a closed loop of streams."""
+"""An engine in this process, and one with a frontend and two hops of gRPC, under a closed loop of streams."""
 
 import asyncio
 import contextlib
@@ -102,7 +102,7 @@ def _measure(plan: Plan, streams: int, target: Target) -> dict[str, Any]:
 
 
 def _config(plan: Plan, path: Path, device: torch.device) -> EngineCoreConfig:
-    """With a KV cache for the largest load."""
+    """Return an engine configuration with a KV cache for the largest load."""
     blocks = 1 + max(plan.engine_streams) * (-(-(plan.input_len + plan.output_len) // BLOCK_SIZE) + 1)
     memory = blocks * BLOCK_SIZE * plan.shape.kv_bytes_per_token
     return EngineCoreConfig(

@@ -8,7 +8,7 @@ from tests.device.phases import Settings
 
 
 def prepare(settings: Settings) -> None:
-    """Let Triton before 3.7 interpret kernels beside numpy 2.4 or later, where arrays of one element are no indices any more."""
+    """Patch Triton before 3.7 for numpy 2.4 or later, where arrays of one element cannot be used as indices."""
     if settings.cpu and version("triton").startswith(("3.5.", "3.6.")):
         _adapt()
 

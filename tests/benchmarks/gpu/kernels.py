@@ -1,4 +1,4 @@
-"""Attention alone: its error against float64, and its time beside the time that its bytes or products take at least."""
+"""Attention alone: its error against float64, and its time with the lower bound from its bytes or products."""
 
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class _Layer:
         )
 
     def seconds(self, rounds: int) -> float:
-        """Of one launch among many."""
+        """Return the time of one launch among many."""
         return machine.seconds_in_a_row(self._device, self._attend, rounds=rounds, warm_up=min(3, rounds))
 
     def _attend(self) -> None:

@@ -46,7 +46,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_seconds(device: torch.device, work: Callable[[], object], *, rounds: int, warm_up: int = 3) -> float:
-    """Of ``work``, from its call to its end on the device."""
+    """Return the time of ``work``, from its call to its end on the device."""
     for _ in range(warm_up):
         work()
     synchronize(device)

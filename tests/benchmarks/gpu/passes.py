@@ -85,7 +85,9 @@ def _idle(model: Decoder, row: DecodeRow) -> dict[str, Any]:
 
 
 def share_idle(spans: list[tuple[float, float]]) -> float:
-    """Of the time from the first span's begin to the last one's end, what none covers. ``spans``: sorted by their begins."""
+    """Return the share of the time from the first begin to the last end that no span covers. ``spans`` are sorted
+    by begin.
+    """
     busy, end = 0.0, spans[0][0]
     for begun, ended in spans:
         busy += max(0.0, ended - max(begun, end))

@@ -44,7 +44,7 @@ def _measure(settings: Settings, peer: str, _: None) -> dict[str, Any]:
 
 
 def _timed(plan: Plan, device: torch.device, prompts: list[list[int]], generate: Generate) -> dict[str, float]:
-    """Steps of decoding are what a longer output adds to a shorter one."""
+    """Return the time of decode steps, as the difference between a longer and a shorter output."""
     generate(prompts, 2)
     seconds = {}
     for count in (plan.output_len // 4, plan.output_len):

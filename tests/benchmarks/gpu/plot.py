@@ -1,4 +1,4 @@
-"""A plot of decode steps: milliseconds by streams, beside floor and target."""
+"""Plot of decode steps: milliseconds by streams, with lower bound and target."""
 
 from pathlib import Path
 

@@ -14,7 +14,9 @@ Line = tuple[object, ...]
 
 
 def show(folder: Path) -> int:
-    """Print the tables of the run in ``folder``, write them beside its records, and draw a plot if matplotlib is there."""
+    """Print the tables of the run in ``folder``, write them next to its records, and draw a plot if matplotlib is
+    installed.
+    """
     results = read(folder / FILE)
     plan = PLANS[results.session["shape"]]
     text = "\n".join(lines(plan, results))
@@ -100,7 +102,7 @@ class Tables:
         yield from _table("prompt | floor ms | target ms | ms | of the floor", rows)
 
     def verify(self) -> Iterator[str]:
-        """Steps that verify drafts, each beside the first of its streams."""
+        """Yield steps that verify drafts, each compared with the first of its streams."""
         rows: list[Line] = []
         for row in self._plan.verify:
             one = self._ms("passes", names.verify(row, self._plan.verified[0]))
@@ -176,7 +178,9 @@ class Tables:
         yield from _table("updates of one product | rows | adapters | rank | ms | error", rows)
 
     def served(self) -> Iterator[str]:
-        """Engines and peers under load: time between tokens beside the floor of a step at the middle of the answers."""
+        """Yield engines and peers under load: time between tokens, with the lower bound of a step in the middle of the
+        answers.
+        """
         plan = self._plan
         rows: list[Line] = []
         named = [
