@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
     parser.add_argument("--head", type=Path, help="folder of an EAGLE-3 head for the demo model")
     parser.add_argument("--head-out", type=Path, help="folder to write the padded head to")
-    parser.add_argument("--layout", choices=LAYOUTS, default="safeailab", help="of the files of the padded head")
+    parser.add_argument("--layout", choices=LAYOUTS, default="safeailab", help="folder of the padded head")
     options = parser.parse_args()
     if (options.head is None) != (options.head_out is None):
         parser.error("--head and --head-out go together")

@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="number of steps, for runs that repeat exactly")
     parser.add_argument("--layers", type=int, default=1, help="layers of a draft model")
     parser.add_argument("--seed", type=int, default=4321)
-    parser.add_argument("--layout", choices=LAYOUTS, default="safeailab", help="of the files of an EAGLE-3 head")
+    parser.add_argument("--layout", choices=LAYOUTS, default="safeailab", help="layout of an EAGLE-3 head's files")
     parser.add_argument("--draft-vocabulary", type=int, default=1280, help="tokens that an EAGLE-3 head can guess")
     options = parser.parse_args(namespace=Options())
     if options.method == "eagle3" and options.out is None:

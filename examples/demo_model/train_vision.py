@@ -335,8 +335,10 @@ def main() -> None:
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=f"Train a model that sees up to {MOST} shapes from generated scenes.")
     parser.add_argument("--out", type=Path, default=here / "penstock-tiny-vision", help="folder to write the model to")
-    parser.add_argument("--tower-steps", type=int, default=300, help="steps of the tower alone")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of the rest after that")
+    parser.add_argument("--tower-steps", type=int, default=300, help="training steps of the vision encoder alone")
+    parser.add_argument(
+        "--steps", type=int, default=1500, help="training steps of the projector and the language model"
+    )
     parser.add_argument("--threads", type=int, default=2, help="the same number repeats a run exactly")
     parser.add_argument("--seed", type=int, default=1234)
     options = parser.parse_args(namespace=Options())

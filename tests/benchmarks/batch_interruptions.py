@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--engine", action="store_true", help="interrupt one that computes itself: each start loads a model"
+        "--engine", action="store_true", help="interrupt batches that run their own engine; each start loads a model"
     )
     parser.add_argument("--role", choices=("generate", "batch"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""What a sum over workers of one host takes, in shared memory and over gloo: ``python -m tests.benchmarks.collectives``.
+"""Time of a sum over workers of one host, in shared memory and over gloo: ``python -m tests.benchmarks.collectives``.
 
-Processes of one thread each, the two in turn, several rounds, medians.
+Processes have one thread each. The two methods alternate over several rounds; results are medians.
 """
 
 import argparse

@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, help="a directory; by default the demo model and then one of 32 000 tokens"
     )
-    parser.add_argument("--size", choices=SIZES, default="100M", help="of the model that is made")
+    parser.add_argument("--size", choices=SIZES, default="100M", help="size of the created model")
     parser.add_argument("--masks", choices=("kernels", "torch", "both"), default="both")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)

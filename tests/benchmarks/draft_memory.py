@@ -137,7 +137,7 @@ def main() -> int:
         "--cache-bytes", type=int, default=64 * 2**20, help=("maximum size of the suffix cache in bytes")
     )
     parser.add_argument("--only", action="append", choices=[*METHODS[1:], "none"], help="may be given again")
-    parser.add_argument("--json", type=Path, help="write the samples there, too")
+    parser.add_argument("--json", type=Path, help="also write the samples to this file")
     args = parser.parse_args()
     found, grew = [], False
     context = multiprocessing.get_context("spawn")

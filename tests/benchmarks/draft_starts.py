@@ -1,6 +1,7 @@
-"""How much later an engine that drafts is ready: ``python -m tests.benchmarks.draft_starts --rounds 5``.
+"""Additional start time of an engine with drafts: ``python -m tests.benchmarks.draft_starts --rounds 5``.
 
-``penstock serve`` from its start to the first healthy answer, without drafts and with, in turn; the medians count.
+It measures ``penstock serve`` from its start to the first healthy answer, without drafts and with drafts, in turn.
+Results are medians.
 """
 
 import argparse

@@ -272,10 +272,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--connections", type=int, default=8, help="over gRPC; over HTTP each stream has one")
     parser.add_argument("--prompt-repeats", type=int, default=4, help=f"of {PROMPT!r}")
     parser.add_argument(
-        "--base-url", default="", help="of another OpenAI-compatible server, e.g. http://127.0.0.1:8100"
+        "--base-url", default="", help="base URL of another OpenAI-compatible server, e.g. http://127.0.0.1:8100"
     )
-    parser.add_argument("--model", default="model", help="its name there")
-    parser.add_argument("--pids", type=int, nargs="+", default=[], help="processes whose CPU time counts there")
+    parser.add_argument("--model", default="model", help="name of the model on that server")
+    parser.add_argument(
+        "--pids", type=int, nargs="+", default=[], help="processes of that server whose CPU time is counted"
+    )
     flags = parser.parse_args(arguments)
     flags.protocols = flags.protocols or (["http"] if flags.base_url else ["grpc", "http"])
     if flags.base_url and "grpc" in flags.protocols:

@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64, help="requests at once")
     parser.add_argument("--rounds", type=int, default=3, help="requests per stream, one after the other")
     parser.add_argument("--tokens", type=int, default=900, help="output length, give or take a quarter")
-    parser.add_argument("--engines", type=int, default=3, help="engines, of which one at a time is killed")
+    parser.add_argument("--engines", type=int, default=3, help="number of engines; one at a time is killed")
     parser.add_argument("--kills", type=int, default=5, help="how often")
     parser.add_argument("--order", choices=("in turn", "random"), default="in turn", help="which engine is next")
     parser.add_argument("--speculative", default="", help="method by which the engines that are killed draft tokens")
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--peer", type=Path, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--only-peer", action="store_true", help="measure just that")
     parser.add_argument("--work", type=Path, default=Path("build/kills"), help="for the peer's log")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     results: dict[str, object] = {}
     harmed = 0

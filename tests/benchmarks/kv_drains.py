@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--transports", nargs="+", default=["auto", "off"])
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=600, help="of each output")
+    parser.add_argument("--tokens", type=int, default=600, help="tokens of each output")
     parser.add_argument("--drain-timeout", type=float, default=10.0)
     parser.add_argument("--kv-cache-memory", default="1500MiB")
     parser.add_argument("--rolling", type=int, default=0, metavar="N")

@@ -310,9 +310,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM's CPU build")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, a multiple of 32")
-    parser.add_argument("--threads", type=int, default=2, help="of each engine; only one of all computes at a time")
-    parser.add_argument("--rounds", type=int, default=7, help="after one that warms up")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a prompt, a multiple of 32")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of each engine; only one engine computes at a time"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds after a warm-up round")
     parser.add_argument("--scratch", default=None, help="a directory for files that are loaded, and logs")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
     parser.add_argument("--connectors", action="store_true", help="only start vLLM with each connector")

@@ -125,7 +125,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2, help="of each engine; only one of both computes at a time")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of each engine; only one engine computes at a time"
+    )
     parser.add_argument("--transports", nargs="+", default=["grpc", "shared_memory"])
     args = parser.parse_args()
     for transport in args.transports:

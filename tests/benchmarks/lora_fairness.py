@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint that is served")
     parser.add_argument("--requests", type=int, default=320, help="of thousand")
     parser.add_argument("--rounds", type=int, default=3, help="of neighbours")
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     folder = Path("build/lora_fairness").resolve() / options.model.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(CASES), help="a case; may be given again")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     folder = Path("build/lora_serving")
     folder.mkdir(parents=True, exist_ok=True)

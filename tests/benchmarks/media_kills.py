@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint with a tower for images; a tiny LLaVA by default")
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append", help="by default all")
     parser.add_argument("--streams", type=int, default=32, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=1800, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=1800, help="tokens of each answer")
     parser.add_argument("--kv-cache", default="128MiB", help="of an engine")
     args = parser.parse_args()
     print(json.dumps({"machine": machine(), "model": args.model.name if args.model else "tiny LLaVA"}), flush=True)

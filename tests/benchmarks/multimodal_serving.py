@@ -241,7 +241,9 @@ def main() -> int:
         help=("measure only this server; repeatable"),
     )
     parser.add_argument("--only", choices=("neighbours", "text", "images"), action="append")
-    parser.add_argument("--set", action="append", default=[], help="more settings of the servers with a tower")
+    parser.add_argument(
+        "--set", action="append", default=[], help="additional settings of the servers with a vision encoder"
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/multimodal_serving"))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

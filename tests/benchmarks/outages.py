@@ -121,10 +121,13 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=3, help="engines")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long the coordinator is away")
     parser.add_argument(
-        "--drain-timeout", type=float, default=30.0, help="of the engines: what they have not finished moves"
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        help="drain timeout of the engines in seconds; unfinished requests move to other engines",
     )
     parser.add_argument("--logs", action="store_true", help="print the services' logs at the end")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     harmed, results = asyncio.run(run(args))
     if args.json:

@@ -372,7 +372,7 @@ def main() -> int:
     parser.add_argument("--peer-step-tokens", type=int, help="vLLM's --max-num-batched-tokens; default: its own")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up")
     parser.add_argument("--only", default="", help="rows whose name contains this, e.g. '13M, gRPC'")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(

@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.quantization")
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--text", type=Path, help="a file whose tokens the model is to predict")
+    parser.add_argument("--text", type=Path, help="text file whose tokens the model predicts")
     options = parser.parse_args()
     console = Console()
     if options.text:

@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that compute")
     parser.add_argument("--requests", type=int, default=20_000, help="requests while the services' memory is watched")
     parser.add_argument("--only", choices=list(PARTS), help="measure just this part")
-    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--plots", type=Path, default=Path("build/bench"), help="folder for the plots")
     args = parser.parse_args()
     numbers: dict[str, object] = {}

@@ -1,8 +1,8 @@
-"""A step's outputs as a frame, without a stream: what making, writing, parsing and reading it costs, in columns and as messages.
+"""Cost of a step's outputs as a frame, without a stream: creation, encoding, parsing and reading, in columns and as
+messages.
 
-``python -m tests.benchmarks.session_frames`` prints microseconds of processor time per output, the least of the rounds,
-in which
-everything is measured in turn. The frames are those of ``hop``, which sends them over a stream.
+``python -m tests.benchmarks.session_frames`` prints microseconds of processor time per output: the minimum of the
+rounds, in which all variants are measured in turn. The frames are those of ``hop``, which sends them over a stream.
 """
 
 import argparse

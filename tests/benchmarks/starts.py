@@ -1,5 +1,5 @@
-"""How long a user waits: from ``penstock serve`` to the first token, and for the first token of a long prompt that is new or
-whose beginning is cached.
+"""Waiting times of a user: from ``penstock serve`` to the first token, and for the first token of a long prompt, new or
+with a cached prefix.
 """
 
 import asyncio

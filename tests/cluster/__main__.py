@@ -63,14 +63,16 @@ def test(minor: str, clusters: int, arguments: list[str]) -> int:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minor", choices=sorted(KUBERNETES), default=NEWEST, help="Kubernetes of the control plane")
+    parser.add_argument(
+        "--minor", choices=sorted(KUBERNETES), default=NEWEST, help="Kubernetes version of the control plane"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("up")
     start.add_argument("--nodes", type=int, default=4)
     start.add_argument("--image", type=Path, action="append", default=[], help="an archive that every node gets")
     commands.add_parser("exec").add_argument("rest", nargs=argparse.REMAINDER)
     tests = commands.add_parser("test")
-    tests.add_argument("--clusters", type=int, default=1, metavar="N", help="files of tests run in N clusters at once")
+    tests.add_argument("--clusters", type=int, default=1, metavar="N", help="run test files in N clusters at once")
     arguments, rest = parser.parse_known_args()
     if arguments.command == "test":
         sys.exit(test(arguments.minor, arguments.clusters, rest))

@@ -23,7 +23,7 @@ def main() -> int:
     """Exit status 1 if a row failed or did not run, or if a GPU did not compute by the fused decoder and its graphs."""
     parser = argparse.ArgumentParser(prog="bare.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_pack(commands.add_parser("pack", help="collect what a machine without a package index lacks"))
+    _add_pack(commands.add_parser("pack", help="collect packages for a machine without a package index"))
     _add_run(commands.add_parser("run", help="run phases on this machine"))
     report = commands.add_parser("report", help="print the tables of an earlier run")
     report.add_argument("--out", type=Path, default=Path("build/bench-gpu"), help="folder of the run")
@@ -68,7 +68,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shape", choices=("8B", "1B"), default="8B", help="shape of the model (default: 8B)")
     parser.add_argument(
-        "--only", action="append", default=[], help="a phase, or the beginning of rows' names; repeatable"
+        "--only", action="append", default=[], help="name of a phase, or prefix of row names; repeatable"
     )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for everything (default: no limit)")
     parser.add_argument("--limit", type=float, help="seconds for each row (default: the row's own limit)")
@@ -77,7 +77,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="folder of the results (default: build/bench-gpu or build/check-gpu)")
     parser.add_argument(
-        "--capability", type=int, help="compile kernels for this GPU, 90 is 9.0 (default: the GPU that is there)"
+        "--capability",
+        type=int,
+        help="compile kernels for this compute capability, 90 is 9.0 (default: the installed GPU)",
     )
     parser.add_argument("--fault", action="append", default=[], metavar="ROW=KIND", help=argparse.SUPPRESS)
     parser.add_argument("--phases", help=argparse.SUPPRESS)

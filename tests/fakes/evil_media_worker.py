@@ -1,4 +1,4 @@
-"""A media worker that a file has taken over: it answers what no worker answers."""
+"""A media worker that a file has taken over. It sends answers that no correct worker sends."""
 
 import socket
 import sys

@@ -48,11 +48,11 @@ def content(name: BlockName, size: int) -> bytes:
 
 @dataclass
 class Fetched:
-    """What came of a fetch."""
+    """Result of a fetch."""
 
     names: Sequence[BlockName]
     hold: bool = False
-    """Whether blocks are kept, rather than done with at once."""
+    """Whether blocks are kept, instead of released at once."""
     contents: dict[BlockName, bytes] = field(default_factory=dict)
     held: list[PeerBlock] = field(default_factory=list)
     some: threading.Event = field(default_factory=threading.Event)

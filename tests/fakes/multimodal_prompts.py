@@ -63,7 +63,7 @@ class MediaPrompt:
 
 
 class PromptMaker:
-    """Of the checkpoint at ``directory``, whose ``model`` is here in transformers' own form."""
+    """Makes prompts for the checkpoint at ``directory``. ``model`` is the same checkpoint in transformers."""
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
@@ -85,13 +85,13 @@ class PromptMaker:
             self.processor.image_processor = self._pixels
 
     def _mark(self, modality: str) -> str:
-        """What the chat template puts for an item; empty where the family has none of it."""
+        """Return the chat template's text for an item; empty if the family does not support its modality."""
         message = [{"role": "user", "content": [{"type": modality}]}]
         text: str = self.processor.apply_chat_template(message, tokenize=False)
         return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
 
     def make(self, *parts: str | Item) -> MediaPrompt:
-        """Of texts and items in their order."""
+        """Return the prompt of texts and items in their order."""
         text = "".join(part if isinstance(part, str) else self._marks[_modality(part)] for part in parts)
         inputs = self._processed(text, [part for part in parts if not isinstance(part, str)])
         token_ids: list[int] = inputs["input_ids"][0].tolist()
@@ -140,7 +140,7 @@ class PromptMaker:
         return dict(self.processor(text=[text], return_tensors="pt", **media))
 
     def _data(self, item: Item) -> dict[str, TensorData]:
-        """As a media worker gives it: of this item alone, with pixels that are still to be normalized."""
+        """Return an item as a media worker does: alone, with pixels that are not normalized yet."""
         if isinstance(item, Image.Image):
             options = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
             if (merge := getattr(self.processor, "spatial_merge_size", 1)) > 1:  # Pixtral's processor asks its own so

@@ -35,6 +35,6 @@ class _NeverWaits(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What ``main`` returns; its waiting takes no time."""
+    """Return the result of ``main``; its waits take no time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

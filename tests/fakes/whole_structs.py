@@ -97,12 +97,12 @@ def default_of(field: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, arrays included."""
+    """Return whether two values are equal, arrays included."""
     return not lost(one, other)
 
 
 def lost(sent: Any, arrived: Any, path: str = "") -> list[str]:
-    """Where two values differ: a path for each place."""
+    """Return the paths at which two values differ."""
     if isinstance(sent, np.ndarray):
         alike = isinstance(arrived, np.ndarray) and sent.dtype == arrived.dtype and np.array_equal(sent, arrived)
         return [] if alike else [path]

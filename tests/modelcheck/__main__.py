@@ -71,8 +71,8 @@ def show_replay(folder: Path) -> bool:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.modelcheck", description=__doc__.splitlines()[0])
-    parser.add_argument("--states", type=int, help="at most so many of each network")
-    parser.add_argument("--only", default="", help="networks whose names have this in them")
+    parser.add_argument("--states", type=int, help="maximum number of states of each network")
+    parser.add_argument("--only", default="", help="only networks with this text in their names")
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time (default: 2)")
     parser.add_argument("--mutations", action="store_true", help="show the defects that must be found")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="replay the traces of a group's processes")

@@ -166,11 +166,11 @@ def main() -> int:
     """Ask both, and print how they differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--there", required=True, help="base URL of the other server, http://host:port")
-    parser.add_argument("--here", required=True, help="base URL of this one")
+    parser.add_argument("--here", required=True, help="base URL of the Penstock server")
     parser.add_argument("--does", choices=get_args(Does), default="generate", help="task of the model")
-    parser.add_argument("--only", default="", help="requests whose path and name contain this")
+    parser.add_argument("--only", default="", help="only requests whose path and name contain this text")
     parser.add_argument("--routes", action="store_true", help="compare /openapi.json, too")
-    parser.add_argument("--json", type=Path, help="write all answers there, too")
+    parser.add_argument("--json", type=Path, help="also write all answers to this file")
     args = parser.parse_args()
     answers: dict[str, tuple[Answer, Answer]] = {}
     found = []

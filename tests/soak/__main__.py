@@ -228,9 +228,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long requests are sent")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint to serve")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--kv", action="store_true", help="with keys and values that move, and are kept beside the KV cache"
-    )
+    kind.add_argument("--kv", action="store_true", help="test KV transfer and KV cache offloading")
     kind.add_argument("--towers", choices=FAMILIES, help="serve a tiny model of this family instead, with media")
     parser.add_argument("--streams", type=int, default=24, help="requests at once")
     parser.add_argument("--tokens", type=int, default=80, help="output length, give or take")

@@ -1,11 +1,10 @@
-"""The coordinator with many engines and frontends, and what it costs a frontend to pick one of many engines.
+"""The coordinator with many engines and frontends, and the cost for a frontend of choosing one of many engines.
 
     python -m tests.benchmarks.coordinator                # in simulation, then as streams on the loopback interface
     python -m tests.benchmarks.coordinator --only streams --engines 200 --frontends 20
 
-Simulations run on a clock of their own, and count the processor time of the coordinator's state and encoders alone.
-Streams are
-real: the coordinator's share of a core is then that of its process, gRPC among it.
+Simulations have a simulated clock, and measure the processor time of only the coordinator's state and encoders. Streams
+are real: the coordinator's share of a core is that of its process, including gRPC.
 """
 
 import argparse
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["simulation", "streams", "pick"])
     parser.add_argument("--engines", type=int, default=1000)
     parser.add_argument("--frontends", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of each measurement")
     arguments = parser.parse_args()
     configure(LogConfig(level="warning"), service="benchmark")
     engines, frontends, seconds = arguments.engines, arguments.frontends, arguments.seconds

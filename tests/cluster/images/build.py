@@ -97,10 +97,8 @@ def main() -> None:
     parser.add_argument(
         "--commit", default="", help="build the services as they were then, with this tree's Dockerfile"
     )
-    parser.add_argument("--version", default="", help="tag of the images; the chart's appVersion without")
-    parser.add_argument(
-        "--cuda", action="store_true", help="leave CUDA's libraries in the engine's image, 5 GB of them"
-    )
+    parser.add_argument("--version", default="", help="tag of the images (default: the chart's appVersion)")
+    parser.add_argument("--cuda", action="store_true", help="keep CUDA's libraries in the engine's image (5 GB)")
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the archives")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.images) - set(IMAGES)):

@@ -1,4 +1,4 @@
-"""What happens to an engine at random whatever its requests are, and how each of these may have ended."""
+"""Random events of an engine, independent of its requests, and the possible results of its requests."""
 
 from typing import Any
 

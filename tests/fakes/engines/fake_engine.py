@@ -106,7 +106,7 @@ def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
 
 
 def is_plain(output: pb.EngineCoreOutput) -> bool:
-    """Whether an output is new tokens and nothing else."""
+    """Return whether an output has new tokens and nothing else."""
     return bool(output.new_token_ids) and {field.name for field, _ in output.ListFields()} <= PLAIN
 
 
@@ -121,7 +121,7 @@ class FakeRequest:
 
     @property
     def key(self) -> tuple["FakeSession", str]:
-        """Two frontends may call a request the same."""
+        """Key of a request by its session, because two frontends may use the same id."""
         return self.session, self.message.request_id
 
     def token(self, index: int, vocab_size: int) -> int:
@@ -130,7 +130,7 @@ class FakeRequest:
         return token_at(self.message.sampling_params.seed, index, vocab_size=vocab_size)
 
     def limit(self, max_model_len: int) -> int:
-        """How long the output can get, in tokens."""
+        """Maximum length of the output in tokens."""
         params = self.message.sampling_params
         room = max_model_len - len(self.message.prompt_token_ids)
         asked = params.max_tokens if params.HasField("max_tokens") else DEFAULT_MAX_TOKENS
@@ -231,7 +231,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.step_age = 0.0
         self.wedged = False
         self.num_asked = 0
-        """How often it was asked how it is."""
+        """Number of status requests so far."""
         self.frozen = False
         self._manual = manual
         self._tls = tls or TlsConfig()
@@ -462,7 +462,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._reached("on_add", request)
 
     def _end_of_prior(self, request: FakeRequest) -> pb.EngineCoreOutput | None:
-        """How the prior output has ended the request already, if it has."""
+        """Return the reason for which the prior output has ended the request already, if any."""
         prior = request.message.prior_output_token_ids
         if not prior:
             return None
@@ -500,7 +500,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         session.send(outputs=pb.EngineCoreOutputs(utility_output=output))
 
     def _greet(self, session: FakeSession) -> None:
-        """What a session begins with."""
+        """Return the first message of a session."""
         session.send(ready=self.ready)
 
     def _reached(self, point: str, request: FakeRequest | None = None) -> None:

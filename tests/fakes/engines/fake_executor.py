@@ -98,7 +98,7 @@ Drafts = Callable[[int, int, int], list[int]]
 
 
 class _State:
-    """What a worker remembers of a request."""
+    """State of a request on a worker."""
 
     def __init__(self, new: NewRequestData) -> None:
         self.token_ids = list(new.token_ids)
@@ -301,7 +301,7 @@ class FakeExecutor:
         return future
 
     def finish_load(self) -> bool:
-        """End the oldest load that is under way; False when there is none."""
+        """End the oldest pending load; False if there is none."""
         if not self._loading:
             return False
         lora, make_room, future = self._loading.popleft()

@@ -74,11 +74,11 @@ class FrontendServer:
         return self.stub.Generate(make_request(text, **fields), timeout=timeout)
 
     async def outputs(self, text: str = "hi", **fields: Any) -> list[pb.GenerateResponse]:
-        """All messages of a Generate. Raises the RequestFailed it ended with."""
+        """Return all messages of a Generate call. Raises RequestFailed if it fails."""
         return await collect(self.generate(text, **fields))
 
     async def until_engines(self, count: int) -> None:
-        """Wait until the frontend may send requests to so many engines."""
+        """Wait until the frontend may send requests to ``count`` engines."""
         await eventually(lambda: self.frontend._engines.view.num_engines == count)
 
     async def until_health(self, *, serving: bool, service: str = SERVICE) -> None:
@@ -111,7 +111,7 @@ def make_request(text: str = "hi", **fields: Any) -> pb.GenerateRequest:
 
 
 async def collect(call: Any) -> list[Any]:
-    """All messages of a stream. Raises the RequestFailed it ended with."""
+    """Return all messages of a stream. Raises RequestFailed if it fails."""
     try:
         return [message async for message in call]
     except grpc.aio.AioRpcError as e:
@@ -128,7 +128,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 
 async def failure(call: Any) -> RequestFailed:
-    """What a call fails with."""
+    """Return the error of a call."""
     try:
         if isinstance(call, grpc.aio.UnaryStreamCall):
             await collect(call)

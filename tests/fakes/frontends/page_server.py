@@ -88,7 +88,7 @@ class PageServer:
         self.engines = [EngineStatus(**known | fields)]
 
     def lose_engines(self) -> None:
-        """No engine takes requests any more."""
+        """Make the engines stop accepting requests."""
         self.serving, self.limits, self.capabilities = False, None, ()
         self.set_engine(state=EngineState.DEAD)
 

@@ -37,7 +37,7 @@ def main() -> int:
         prog="lora-soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=180.0, help="how long requests are sent")
-    parser.add_argument("--seed", type=int, default=None, help="of everything random; a new one by default")
+    parser.add_argument("--seed", type=int, default=None, help="random seed; a new one by default")
     parser.add_argument("--model", type=Path, default=Path("examples/demo_model/penstock-tiny"))
     parser.add_argument("--streams", type=int, default=10, help="requests at once")
     parser.add_argument("--names", type=int, default=10)
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.15, help="mean seconds between two changes of each operator")
     parser.add_argument("--executor", choices=("uniproc", "multiproc"), default="uniproc")
-    parser.add_argument("--json", type=Path, help="write the counts there, too")
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
     args = parser.parse_args()
     args.seed = random.randrange(2**32) if args.seed is None else args.seed
     given = {name: value for name, value in vars(args).items() if name != "json"}
