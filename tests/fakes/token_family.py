@@ -15,7 +15,7 @@ class TokenFamily:
     media_tokens: tuple[str, ...] = ("<image>", "<audio>")
 
     def placeholder(self, modality: Modality) -> str:
-        """Its name in angle brackets."""
+        """Return the token's name in angle brackets."""
         return f"<{modality}>"
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:

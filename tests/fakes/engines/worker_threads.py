@@ -157,7 +157,7 @@ class WorkerThreads:
         """Nothing watches them."""
 
     def has_ended(self, within: float) -> bool:
-        """They tell of it themselves."""
+        """Do nothing; failed threads report their errors themselves."""
         return False
 
     def expect_ends(self) -> None:

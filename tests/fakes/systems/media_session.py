@@ -1,4 +1,4 @@
-"""Both ends of a session as far as media go, without gRPC: what each end sends lies in a queue until it is delivered."""
+"""Both ends of a session's media transfer, without gRPC. Messages of each end wait in a queue until they are delivered."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -65,7 +65,8 @@ class MediaSessionPair:
     """A stream from its begin to its end. ``received``: what the engine has taken, by request. ``refused``: what has ended with
     an error that went further than the session.
 
-    ``spoil``: reasons, by request id, for which the engine's end finds the next sending of a request no good, before it reads it.
+    ``spoil``: reasons, by request id, for which the engine's end finds the next sending of a request no good, before it
+        reads it.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class MediaSessionPair:
         return True
 
     def hear(self) -> bool:
-        """Have the frontend read what the engine says next. Returns whether there was anything."""
+        """Deliver the engine's next message to the frontend. Returns whether there was one."""
         if not self.down:
             return False
         outputs = self.down.popleft()
@@ -146,7 +147,7 @@ class MediaSessionPair:
             pass
 
     def clear(self) -> None:
-        """The engine forgets what it keeps."""
+        """Clear the engine's media cache."""
         self.cache.clear()
         self.down.append(None)
 
@@ -183,7 +184,7 @@ class MediaSessionPair:
 
 
 def assert_same(received: Sequence[MultiModalFeature], sent: Sequence[MultiModalFeature]) -> None:
-    """The engine has what the frontend had, bytes and all."""
+    """Check that the engine has the frontend's media, byte for byte."""
     assert [(f.identifier, f.offset, f.length) for f in received] == [(f.identifier, f.offset, f.length) for f in sent]
     for one, other in zip(received, sent, strict=True):
         assert {name: (t.dtype, t.shape, bytes(t.data)) for name, t in one.data.items()} == {

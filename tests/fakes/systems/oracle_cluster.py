@@ -54,7 +54,7 @@ class OracleCluster:
                 await asyncio.sleep(0.01)
 
     def start(self, shape: Shape, *, timeout: float = TIMEOUT) -> "asyncio.Task[Any]":
-        """A request. The task ends with its messages, or with what it failed with."""
+        """Start a request. The task returns its messages, or raises its error."""
 
         async def outcome() -> Any:
             try:
@@ -85,6 +85,6 @@ class OracleCluster:
 
 
 def wrong(shapes: Sequence[Shape], outcomes: Sequence[Any]) -> list[str]:
-    """What is wrong with the streams of these requests."""
+    """Return the errors of the streams of these requests, as text."""
     pairs = zip(shapes, outcomes, strict=True)
     return [verdict.problem for shape, outcome in pairs for verdict in judge(shape, outcome) if verdict.kind != "right"]

@@ -1,4 +1,4 @@
-"""A data-parallel group of engines as processes, and what a test wants to know of its ranks."""
+"""A data-parallel group of engine processes, with access to the state of its ranks."""
 
 import asyncio
 import urllib.request

@@ -1,4 +1,4 @@
-"""What becomes of 32 streams on the ranks of a group while something befalls some of them."""
+"""Outcomes of 32 streams on the ranks of a group while faults hit some of the ranks."""
 
 import time
 from collections.abc import Sequence

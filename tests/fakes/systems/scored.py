@@ -14,7 +14,7 @@ from penstock_common.types.sampling import SamplingParams
 from tests.fakes.engines.in_process import CLIENT, build_engine
 
 NUM_LIKELIEST = 20
-"""Tokens whose log-probabilities are told at each position, beside the position's own."""
+"""Number of log-probabilities at each position, in addition to that of the position's own token."""
 Position = tuple[tuple[int, ...], bytes, tuple[int, ...]]
 """Token ids, their log-probabilities as float32, their ranks."""
 

@@ -15,13 +15,14 @@ from tests.fakes.systems.cluster import Cluster
 from tests.fakes.systems.scored import NUM_LIKELIEST, Scored
 
 Known = Sequence[int] | Scored
-"""What an answer is to be: its tokens, or these and all log-probabilities."""
+"""Expected parts of an answer: its tokens, or tokens and all log-probabilities."""
 
 
 def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.GenerateRequest:
     """A request for ``count`` tokens and no text; ``rank``: the number of the engine that takes it.
 
-    A frontend keeps up to eight tokens back that are no whole characters, of which a random model makes many: pieces of such a
+    A frontend keeps up to eight tokens back that are no whole characters, of which a random model makes many: pieces of
+    such a
     stream would come up to eight steps after one another.
     """
     request = pb.GenerateRequest(
@@ -60,7 +61,7 @@ class Stream:
         await self._begun.wait()
 
     async def is_right(self) -> bool:
-        """Wait for its end. Returns whether it is what was expected; raises what it failed with."""
+        """Wait for the end of the stream. Returns whether the answer is the expected one. Raises the stream's error."""
         await asyncio.wait_for(self._reading, PATIENCE)
         if not isinstance(self._expected, Scored):
             return self._answer.token_ids == list(self._expected)
@@ -114,7 +115,7 @@ class Streams:
         return self
 
     async def end(self) -> int:
-        """Wait for the round's end. Returns how many are not what was expected."""
+        """Wait for the end of the round. Returns the number of unexpected answers."""
         return (await asyncio.gather(*(stream.is_right() for stream in self._streams))).count(False)
 
     def longest_gap(self, since: float, *, but: Collection[Service] = ()) -> float:

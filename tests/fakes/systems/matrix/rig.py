@@ -108,7 +108,7 @@ class Rig:
             await engine.__aexit__()
 
     async def cell(self, failure: Failure, step: Step, shapes: Sequence[Shape]) -> CellResult:
-        """All shapes at once on one engine, which fails at the step, and streams beside them on the others."""
+        """Start all shapes on one engine, which fails at the step, with other streams on the other engines."""
         victim, others = await self._next_victim()
         neighbours = [plain(7_000 + number, NEIGHBOUR_LENGTH) for number in range(len(others))]
         try:
@@ -184,7 +184,7 @@ class Rig:
         return status is not None and status.state is EngineState.SERVING
 
     def engines_alive(self) -> list[OracleProcess]:
-        """Those that are not being mended."""
+        """Return the engines that are not being repaired."""
         return [engine for engine in self.engines if engine not in self._healing]
 
     async def _next_victim(self) -> tuple[OracleProcess, list[OracleProcess]]:
@@ -244,7 +244,7 @@ class Rig:
         return f"{self._num_cells}-"
 
     def _begin(self, prefix: str, shapes: Sequence[Shape]) -> "list[asyncio.Task[Any]]":
-        """Start requests; each task ends with its messages, or with what it failed with."""
+        """Start requests. Each task returns its messages, or raises its error."""
 
         async def outcome(shape: Shape) -> Any:
             try:
@@ -260,7 +260,9 @@ class Rig:
         return tasks
 
     async def _leftovers(self, victim: OracleProcess, failure: Failure, step: Step) -> list[str]:
-        """What is wrong beside the streams: requests left over, or moved without need, or not moved."""
+        """Return other problems than wrong streams: remaining requests, and requests that moved without need or did not
+        move.
+        """
         problems = []
         llm = self.frontend.frontend._llm
         if llm.num_live or len(llm._outputs):
@@ -289,7 +291,9 @@ class Rig:
         return problems
 
     async def _billed_twice(self, victim: OracleProcess, outcomes: Sequence[Any]) -> list[str]:
-        """What is wrong with the cached tokens in the usage: those of the engine that first computed the prompt count."""
+        """Return errors in the cached tokens of the usage. They must be those of the engine that first computed the
+        prompt.
+        """
         elsewhere = [engine for engine in self.engines if engine is not victim]
         began_elsewhere = {name for name, attempt, _ in await self._attempts(elsewhere) if not attempt}
         ends = [m for outcome in outcomes if isinstance(outcome, list) for m in outcome if m.HasField("usage")]

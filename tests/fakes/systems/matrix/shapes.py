@@ -1,4 +1,4 @@
-"""Requests of every kind, and what each must be answered, reckoned from the oracle and the tokenizer alone."""
+"""Requests of every kind, with the expected answers, computed only from the oracle and the tokenizer."""
 
 import functools
 import itertools
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, order=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """One request of a cell: what is asked for and how many sequences it has. ``name`` also says kind and n."""
+    """One request of a cell. ``name`` tells its kind and its number of sequences."""
 
     name: str
     request: pb.GenerateRequest
@@ -57,7 +57,8 @@ class Shape(msgspec.Struct, frozen=True):
 def shapes(offset: int, variants: Iterable[tuple[str, int]], *, every: bool, seed: int = 0) -> Iterator[Shape]:
     """Every kind of request, for a failure that comes when ``offset`` tokens of each are out.
 
-    Stop strings begin before that token and end behind it. ``variants``: output kinds and n; each shape has ``every`` one of
+    Stop strings begin before that token and end behind it. ``variants``: output kinds and n; each shape has ``every``
+    one of
     them, or else one after the other takes its turn.
     """
     variants = list(variants)
@@ -172,7 +173,7 @@ def _text(*token_ids: int) -> str:
 
 
 def _across(seed: int, offset: int) -> str:
-    """The end of the token before the offset, all of the one behind it and the beginning of the next."""
+    """Return the end of the token before the offset, the whole next token, and the beginning of the token after it."""
     at = min(max(offset, 1), LENGTH - 1)
     before, behind = _text(outputs.token(seed, at - 1)), _text(outputs.token(seed, at))
     following = _text(outputs.token(seed, at + 1)) if at + 1 < LENGTH else ""
@@ -201,7 +202,7 @@ def _num_tokens(text: str) -> int:
 
 
 def _expected(params: sampling_pb2.SamplingParams, index: int) -> Expected:
-    """What sequence ``index`` must be."""
+    """Return the expected result of sequence ``index``."""
     own = sampling_pb2.SamplingParams()
     own.CopyFrom(params)
     own.seed += index
@@ -227,7 +228,7 @@ def _expected(params: sampling_pb2.SamplingParams, index: int) -> Expected:
 
 
 def _cut(params: sampling_pb2.SamplingParams, tokens: Sequence[int]) -> tuple[str, int, int, str] | None:
-    """Text, tokens that are left, tokens that were used, and the stop string that was complete first; None without one."""
+    """Return the text, the remaining tokens, the used tokens, and the stop string that was complete first, or None."""
     texts = [_text(token) for token in tokens]
     ends = list(itertools.accumulate(len(text) for text in texts))
     text = "".join(texts)

@@ -1,4 +1,4 @@
-"""Whether a stream was what it had to be."""
+"""Checks of streams against their expected answers."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,14 +14,14 @@ Kind = Literal["right", "failed", "duplicated", "lost", "differing"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One sequence: how it went, and in words what was wrong."""
+    """Result of one sequence: its course, and its errors as text."""
 
     kind: Kind
     problem: str = ""
 
 
 class _Got(msgspec.Struct):
-    """What the messages of one sequence add up to."""
+    """Sum of the messages of one sequence."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class _Got(msgspec.Struct):
 
 
 def judge(shape: Shape, outcome: Sequence[pb.GenerateResponse] | BaseException) -> list[Verdict]:
-    """A verdict per sequence of a request. ``outcome``: its messages, or what it failed with."""
+    """Return a result for each sequence of a request. ``outcome`` has the messages, or the error."""
     if isinstance(outcome, BaseException):
         why = (
             f"{outcome.code} {outcome.reason}: {outcome.message}"
