@@ -228,7 +228,7 @@ def _expected(params: sampling_pb2.SamplingParams, index: int) -> Expected:
 
 
 def _cut(params: sampling_pb2.SamplingParams, tokens: Sequence[int]) -> tuple[str, int, int, str] | None:
-    """Return the text, the remaining tokens, the used tokens, and the stop string that was complete first, or None."""
+    """Return the text, the remaining tokens, the used tokens, and the first complete stop string. None if there is none."""
     texts = [_text(token) for token in tokens]
     ends = list(itertools.accumulate(len(text) for text in texts))
     text = "".join(texts)
