@@ -1,6 +1,6 @@
 """Checks of the compiled code with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ``make sanitize``.
 
-Each sanitizer first has to report programs with deliberate errors. Then ``threads.cpp`` stresses the thread pool under
+First, every sanitizer must report programs with deliberate errors. Then ``threads.cpp`` stresses the thread pool under
 TSan, and ``shared.cpp`` stresses the shared memory library under all three. The unit tests of both run with ASan and
 UBSan, for every instruction set of the processor and for emulated matrix units. Sanitizers that the compiler lacks are
 skipped, with the reason. The exit status is 1 if there was an unexpected report, or if a deliberate error was not
@@ -100,7 +100,7 @@ def run(command: list[str], extra: Mapping[str, str] | None = None) -> subproces
 
 
 def lacking(flags: tuple[str, ...]) -> str | None:
-    """Return the reason why the compiler lacks the sanitizer; None if it has it."""
+    """Return the reason why the compiler lacks the sanitizer; None if it is supported."""
     empty = BUILD / "empty.cpp"
     empty.parent.mkdir(parents=True, exist_ok=True)
     empty.write_text("int main() {}\n")
@@ -132,7 +132,7 @@ def runtime(name: str) -> str:
 
 
 def libraries() -> list[str] | None:
-    """Compile the libraries, one per processor at a time. Returns their instruction sets; None if one fails."""
+    """Compile the libraries, one per processor at a time. Returns their instruction sets; None if a compilation fails."""
     kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
     has = torch.cpu.get_capabilities()
     flags = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
