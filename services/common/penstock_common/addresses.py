@@ -1,4 +1,4 @@
-"""Addresses as ``host:port``, and what every listener binds to."""
+"""Addresses as ``host:port``, and helpers for the sockets of listeners."""
 
 import ipaddress
 import socket
@@ -10,12 +10,12 @@ MAX_PORT = 65_535
 
 
 def with_port(host: str, port: int) -> str:
-    """``host`` and ``port`` as one address. ``host`` may be a name or an IP address, in brackets or not."""
+    """Return ``host`` and ``port`` as one address. ``host`` may be a name or an IP address, with or without brackets."""
     return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """The host of ``address``, without brackets, and its port. Raises ValueError, which says what an address must be."""
+    """Return the host of ``address``, without brackets, and the port. Raises ValueError with the required form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= MAX_PORT:
         raise ValueError(f"must be host:port, with a port from 1 to {MAX_PORT}")
@@ -27,8 +27,9 @@ def split(address: str) -> tuple[str, int]:
 
 
 def with_default_port(address: str, port: int) -> str:
-    """``address`` with ``port`` where it names a host alone, an IPv6 address without brackets among them. Raises ValueError,
-    which says what an address must be.
+    """Return ``address``, with ``port`` added if it is only a host. The host may be an IPv6 address without brackets.
+
+    Raises ValueError with the required form.
     """
     bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     if _is_ipv6(bare):
@@ -46,11 +47,8 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
-# What every listener binds to, and says at its start.
-
-
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on ``host``."""
+    """Return whether only this machine can reach a listener on ``host``."""
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:
@@ -60,8 +58,10 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """The family and the address of a socket that listens on ``host``. ``::`` is every address of IPv4 and IPv6, and of IPv4
-    alone where the kernel has no IPv6. Raises OSError when ``host`` is no interface of this machine.
+    """Return the family and address of a listening socket on ``host``.
+
+    ``::`` means all IPv4 and IPv6 addresses, or all IPv4 addresses if the kernel has no IPv6. Raises OSError if
+    ``host`` is not an address of this machine.
     """
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "::" and not _has_ipv6():
@@ -71,7 +71,7 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def take_both_families(listener: socket.socket) -> None:
-    """Have a socket on ``::`` take connections of IPv4 as well, whatever the system's default is. Before it is bound."""
+    """Make a socket on ``::`` also accept IPv4, regardless of the system's default. Call this function before bind."""
     if listener.family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
 
@@ -85,8 +85,9 @@ def _has_ipv6() -> bool:
 
 
 def warn_of_plaintext(host: str, *, field: str, reads: bool = False) -> None:
-    """Say that a listener without TLS can be reached from elsewhere. ``field``: what the configuration calls it; ``reads``: it is
-    for reading alone.
+    """Log a warning if other machines can reach a listener without TLS.
+
+    ``field`` is the listener's settings section. ``reads`` means that the listener serves only reads.
     """
     if is_loopback(host):
         return

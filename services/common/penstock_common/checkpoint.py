@@ -1,4 +1,4 @@
-"""What the files of a checkpoint show before anything is loaded. Reads headers only: no weights, no torch, no network."""
+"""Early checks of a checkpoint's files. Reads only headers and JSON: no weights, no torch, no network."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from penstock_common.errors import nearest
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
-"""Ways of quantizing weights that are served, by ``quant_method``; not all that checkpoints can say of each."""
+"""Supported quantization methods, by ``quant_method``. Not every variant of each method is supported."""
 WITH_TOWERS = (
     "aya_vision",
     "gemma3",
@@ -28,7 +28,7 @@ WITH_TOWERS = (
     "smolvlm",
     "voxtral",
 )
-"""Values of ``model_type`` of models that read images or sound, and are served."""
+"""Values of ``model_type`` of the supported models that accept images or audio."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
 _EXPERTS = (
@@ -38,29 +38,32 @@ _EXPERTS = (
     "moe_num_experts",
     "num_routed_experts",
 )
-"""Keys of config.json under which models have the number of their experts."""
+"""Keys of config.json that give the number of experts."""
 _PARTS = ("vision_config", "audio_config", "text_config")
-"""Keys of config.json that composite models have."""
+"""Keys of config.json that contain the parts of composite models."""
 
 
 def looks_like_a_path(model: str) -> bool:
-    """Whether a name can only be meant as a directory; anything else may be an id on the hub."""
+    """Return whether a name must be a directory. Other names may be model IDs on the Hugging Face Hub."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def no_directory(path: str) -> str:
-    """That there is none at ``path``, with the nearest name beside it."""
+    """Return an error that there is no directory at ``path``, with the most similar name in the same directory."""
     folder = Path(path).expanduser()
     siblings = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
     return f"no such directory{nearest(folder.name, siblings)}"
 
 
 def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True) -> str:
-    """Why the model at ``path`` cannot be served, with what to do; ``""`` when its files show nothing against it, and for what
-    may be an id on the hub.
+    """Return why the model at ``path`` cannot be served, and the fix. Returns ``""`` if the files show no problem, or
+    if ``path`` may be a model ID on the hub.
 
-    With ``trust_remote_code`` the checkpoint brings its own modeling code: nothing is said of its architecture. ``tokenizer``
-    and ``weights``: it must have them.
+    Args:
+        path: Directory of the checkpoint, or a model ID.
+        trust_remote_code: Whether the checkpoint brings its own modeling code. If so, the architecture is not checked.
+        tokenizer: Whether the checkpoint must have a tokenizer.
+        weights: Whether the checkpoint must have weights.
     """
     folder = Path(path).expanduser()
     try:
@@ -79,7 +82,7 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
 
 
 def has_experts(path: str) -> bool | None:
-    """Whether the model at ``path`` chooses experts for each token; None where no config.json there tells."""
+    """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not tell."""
     try:
         config = input_files.read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
@@ -148,7 +151,7 @@ def _weights(path: str, folder: Path) -> str:
 
 
 def _missing_index(folder: Path, files: list[Path]) -> str:
-    """The name of the index of weights that are in several files; '' if there is one, or none is needed."""
+    """Return the name of the missing index of sharded weights, or '' if the index exists or is not needed."""
     first = files[0].name
     if not _SHARD.fullmatch(first) or (folder / "model.safetensors").is_file():
         return ""
@@ -169,7 +172,9 @@ def _missing_shards(folder: Path) -> list[str]:
 
 
 def _cut_off(file: Path) -> str:
-    """Whether a safetensors file is shorter than its header says: 8 bytes of length, JSON, then the tensors."""
+    """Return an error if a safetensors file is shorter than its header says. The file is an 8-byte length, JSON, then
+    the tensors.
+    """
     with input_files.opened_input(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,4 @@
-"""A service's config file while the service runs."""
+"""Reload of a service's config file while the service runs."""
 
 import asyncio
 import contextlib
@@ -15,27 +15,28 @@ from penstock_common.security.reloaded_files import WatchedFiles
 T = TypeVar("T", bound=msgspec.Struct)
 
 LOOK_INTERVAL = 2.0
-"""Seconds between two looks at whether the file has changed."""
+"""Seconds between checks whether the file has changed."""
 
 
 class ConfigFile(Generic[T]):
-    """The configuration that runs, and what becomes of it when the file changes.
+    """Current configuration of a service, updated when the config file changes.
 
-    Sections that are read anew (``config.reread``) are applied; of other settings that have changed the log says once that they
-    need a restart. Environment and flags stand above the new file as they stood above the old one. A file that cannot be used
+    Changes in the sections of ``config.reread`` are applied. For other changed settings, the log says once that they
+    need a restart. The environment and flags override the new file as they override the old file. An invalid file
     changes nothing.
     """
 
     def __init__(self, source: ConfigSource[T]) -> None:
-        """Reads the file. Raises ConfigError."""
+        """Read the file. Raises ConfigError."""
         self._watched = bool(source.file)
         self._files = WatchedFiles([source.file], source.load, what="config")
         self._given = self.running = self._files.current()
         self._waiting: dict[str, Any] = {}
 
     async def look(self, apply: Callable[[T], None]) -> None:
-        """See whether the file has changed. ``apply`` is called on the event loop, with what is to run from now on."""
-        given = await asyncio.to_thread(self._files.current)  # file systems may be slow, and so is YAML
+        """Check whether the file has changed. If so, call ``apply`` on the event loop with the new configuration."""
+        # Slow file systems and YAML parsing must not block the event loop.
+        given = await asyncio.to_thread(self._files.current)
         if given == self._given:
             return
         self._given = given
@@ -50,17 +51,17 @@ class ConfigFile(Generic[T]):
         self._waiting = waiting
 
     async def follow(self, apply: Callable[[T], None]) -> None:
-        """``look`` every few seconds, until it is cancelled. Returns at once where there is no file."""
+        """Call ``look`` every few seconds until cancelled. Returns at once if there is no file."""
         while self._watched:
             await asyncio.sleep(LOOK_INTERVAL)
             try:
                 await self.look(apply)
-            except Exception as e:  # the service goes on with what it has
+            except Exception as e:  # Keep the current configuration.
                 incident(e, request="", doing="reading the config file anew")
 
     @contextlib.asynccontextmanager
     async def followed(self, apply: Callable[[T], None]) -> AsyncIterator[None]:
-        """``follow`` while the block runs."""
+        """Run ``follow`` while the block runs."""
         task = asyncio.create_task(self.follow(apply), name="config file")
         try:
             yield

@@ -25,23 +25,28 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 WRONG_MODEL_KIND = "WRONG_MODEL_KIND"
-"""The reason for which a model that pools refuses to generate, and the reverse: no later version will do it."""
+"""Error reason if a pooling model is asked to generate, or a generative model to pool. No later version will support
+either.
+"""
 
 
 class PenstockError(Exception):
-    """Base of everything Penstock raises on purpose."""
+    """Base class of all errors that Penstock raises intentionally."""
 
 
 class ConfigError(PenstockError):
-    """A configuration value is wrong. The message names the key, the value and the limit."""
+    """Invalid configuration value. The message names the key, the value and the limit."""
 
 
-class RequestFailed(PenstockError):  # noqa: N818 - it says what happened, and its subclasses are status codes
-    """A request cannot be served.
+class RequestFailed(PenstockError):  # noqa: N818 - the name states the event
+    """A request that cannot be served.
 
-    ``code`` is the name of a gRPC status code. ``field`` is the path of the request field at fault
-    (``sampling_params.top_p``), ``reason`` a stable UPPER_SNAKE_CASE word for programs, ``retry_after`` seconds after
-    which a retry may succeed, ``quota_subject`` whose quota is used up (``tenant:NAME``).
+    Attributes:
+        code: Name of a gRPC status code.
+        field: Path of the invalid request field, for example ``sampling_params.top_p``.
+        reason: Stable UPPER_SNAKE_CASE identifier for programs.
+        retry_after: Seconds after which a retry may succeed, or None.
+        quota_subject: Owner of the exhausted quota, for example ``tenant:NAME``.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -79,14 +84,14 @@ class Unauthenticated(RequestFailed):
 
 
 class PermissionDenied(RequestFailed):
-    """The caller is known and may not do that."""
+    """The caller is known but has no permission for the call."""
 
     code = "PERMISSION_DENIED"
     default_reason = "NOT_ALLOWED"
 
 
 class Unimplemented(RequestFailed):
-    """A field or method of the contract that this version does not serve."""
+    """A field or method that exists in the API but is not supported by this version."""
 
     code = "UNIMPLEMENTED"
     default_reason = "NOT_SERVED_YET"
@@ -100,14 +105,14 @@ class NotFound(RequestFailed):
 
 
 class AlreadyExists(RequestFailed):
-    """A name that must be unique is taken."""
+    """A name that must be unique is in use."""
 
     code = "ALREADY_EXISTS"
     default_reason = "NAME_TAKEN"
 
 
 class FailedPrecondition(RequestFailed):
-    """The request is right and cannot be served as things are; somebody has to change them first."""
+    """The request is valid but cannot be served in the current state. A retry fails until the state is changed."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "FAILED_PRECONDITION"
@@ -142,21 +147,21 @@ class Cancelled(RequestFailed):
 
 
 class OutOfRange(RequestFailed):
-    """A stream cannot begin at the position asked for."""
+    """A stream cannot begin at the requested position."""
 
     code = "OUT_OF_RANGE"
     default_reason = "POSITION_GONE"
 
 
 class DataLoss(RequestFailed):
-    """A stream cannot go on without a gap: begin again."""
+    """A stream cannot continue without a gap. The client must start again."""
 
     code = "DATA_LOSS"
     default_reason = "TOO_FAR_BEHIND"
 
 
 class Internal(RequestFailed):
-    """Something that should not happen did."""
+    """A bug in Penstock."""
 
 
 _BY_CODE: dict[str, type[RequestFailed]] = {
@@ -181,16 +186,18 @@ _BY_CODE: dict[str, type[RequestFailed]] = {
 
 
 def request_failed(code: str, message: str, *, field: str = "", reason: str = "") -> RequestFailed:
-    """The exception for a status code name that came over the wire; an unknown code becomes Internal."""
+    """Return the exception for a status code name received from another process. An unknown code becomes Internal."""
     return _BY_CODE.get(code, Internal)(message, field=field, reason=reason)
 
 
 _LONGEST_WORD = 256
-"""Characters of what may be a misspelt name; comparing takes time that grows with the square."""
+"""Maximum characters of a word that is compared with known names. The time for a comparison grows with the square of
+the length.
+"""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the known word nearest to a misspelt one, or ``""``."""
+    """Return ``"; did you mean 'x'?"`` with the known word most similar to a misspelt word, or ``""``."""
     if len(word) > _LONGEST_WORD:
         return ""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -198,16 +205,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 LONGEST_QUOTE = 100
-"""Characters that an error quotes of a value that a client sent."""
+"""Maximum characters of a client's value in an error message."""
 LONGEST_PATH = 512
-"""The same of a file's path."""
+"""Maximum characters of a file path in an error message."""
 _URL = re.compile(r"\s*(data:|[a-z][a-z0-9+.-]{1,15}://)", re.IGNORECASE)
 
 
 def quoted(value: object, limit: int = LONGEST_QUOTE) -> str:
-    """A client's value for an error message: in quotes if it is a text, and cut after ``limit`` characters.
+    """Return a client's value for an error message: in quotes if it is a string, and cut after ``limit`` characters.
 
-    Of a URL only the scheme is shown: data URLs are media, and other URLs may hold credentials.
+    For a URL, only the scheme is shown. Data URLs contain media, and other URLs may contain credentials.
     """
     if isinstance(value, str):
         if (url := _URL.match(value)) is not None:
@@ -217,5 +224,5 @@ def quoted(value: object, limit: int = LONGEST_QUOTE) -> str:
 
 
 def excerpt(text: str, limit: int = 3 * LONGEST_QUOTE) -> str:
-    """The first ``limit`` characters of a text, of which a client wrote a part."""
+    """Return the first ``limit`` characters of a text that contains client input."""
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,4 +1,4 @@
-"""How much memory there is for this process, and what the C library does with memory that was freed."""
+"""Memory available to this process, and control of glibc's handling of freed memory."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes of ``place`` ("this machine", "this container"): in all, and those that may still be taken."""
+    """Total and available bytes of ``place`` ("this machine" or "this container")."""
 
     place: str
     total: int
@@ -21,10 +21,10 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory | None:
-    """The machine's memory by the kernel's estimate, or the container's where its limit (control groups, version 2) leaves
-    less; None where the kernel does not tell.
+    """Return the machine's memory as the kernel estimates it, or the container's memory if less is available there.
 
-    What a container's processes have in the page cache counts as available: the kernel gives it back before it refuses memory.
+    The container's limit comes from control groups (version 2). Returns None if the kernel does not report memory. The
+    page cache of a container counts as available, because the kernel reclaims it before it refuses memory.
     """
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -43,7 +43,7 @@ def _container(cgroup: Path) -> Memory | None:
             return None
         used = int((cgroup / "memory.current").read_text())
     except OSError:
-        return None  # no cgroup v2 here: nothing limits the process further
+        return None  # Without cgroup v2, there is no further limit.
     return Memory("this container", int(limit), max(int(limit) - used + _page_cache(cgroup), 0))
 
 
@@ -56,12 +56,12 @@ def _page_cache(cgroup: Path) -> int:
 
 
 def in_units(num_bytes: int) -> str:
-    """A number of bytes for people: ``372.5 GiB``."""
+    """Return a number of bytes in readable form, for example ``372.5 GiB``."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def check_fits(key: str, num_bytes: int, memory: Memory, *, count: int = 1) -> None:
-    """Raise ConfigError when ``count`` times the value of ``key`` is more than can still be taken."""
+    """Raise ConfigError if ``count`` times the value of ``key`` exceeds the available memory."""
     if count * num_bytes <= memory.available:
         return
     each = f" for each of {count} engines" if count > 1 else ""
@@ -71,9 +71,8 @@ def check_fits(key: str, num_bytes: int, memory: Memory, *, count: int = 1) -> N
     )
 
 
-# What the C library does with memory that was freed: glibc keeps it, in up to eight heaps per core, unless it is told otherwise.
-#
-# A frontend that has once held a few large messages would go on holding two or three times what it needs.
+# Control of freed memory. By default, glibc keeps freed memory in up to eight heaps per core. A frontend that once
+# handled a few large messages would keep two or three times the memory that it needs.
 
 MIB = 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -82,23 +81,24 @@ _TRIM_THRESHOLD = 4 * MIB
 
 
 def use_few_arenas() -> None:
-    """Let all threads allocate from two heaps. Does nothing where the C library is another one than glibc, or where the
-    environment (``MALLOC_*``, ``GLIBC_TUNABLES``) says how to allocate.
+    """Limit all threads to two heaps. Does nothing without glibc, or if the environment (``MALLOC_*``,
+    ``GLIBC_TUNABLES``) configures the allocator.
     """
     _set(_M_ARENA_MAX, _ARENAS)
 
 
 def give_back_large_blocks(at_least: int = MIB) -> None:
-    """Let blocks of ``at_least`` bytes go back to the system as soon as they are freed, for a page fault per 4 KiB of each.
-    By default the C library keeps blocks of up to 32 MiB once one of them has been freed. Does nothing where ``use_few_arenas``
-    does nothing.
+    """Return blocks of ``at_least`` bytes to the system as soon as they are freed.
+
+    The cost is a page fault per 4 KiB of each block. By default, glibc keeps blocks of up to 32 MiB after the first
+    such block was freed. Does nothing if ``use_few_arenas`` does nothing.
     """
     _set(_M_MMAP_THRESHOLD, at_least)
     _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
 class _MallInfo(ctypes.Structure):
-    """``struct mallinfo2``."""
+    """Layout of ``struct mallinfo2``."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -118,7 +118,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def free_bytes() -> int:
-    """Bytes that were freed and that the C library keeps in its heaps; 0 where it does not say."""
+    """Return the freed bytes that glibc keeps in its heaps, or 0 if the number is unknown."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0
@@ -127,7 +127,7 @@ def free_bytes() -> int:
 
 
 def give_back_free() -> None:
-    """Give all pages back to the system that hold nothing. Does nothing where ``use_few_arenas`` does nothing."""
+    """Return all unused pages to the system. Does nothing if ``use_few_arenas`` does nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None and not _said_by_the_environment():
         trim(0)

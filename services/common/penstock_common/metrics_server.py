@@ -1,4 +1,4 @@
-"""``/metrics`` of a service without an HTTP server of its own."""
+"""``/metrics`` endpoint for services without their own HTTP server."""
 
 import contextlib
 import errno
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication
 
 _READ_TIMEOUT = 10.0
-"""Seconds that a client may be silent, in its TLS handshake too."""
+"""Seconds that a client may be silent, including its TLS handshake."""
 MAX_CONNECTIONS = 32
-"""Connections at once, each with a thread. A scrape takes milliseconds; where there are more, the oldest is closed."""
+"""Maximum number of open connections. Each connection has a thread. Scrapes take milliseconds, so the oldest connection
+is closed to make room.
+"""
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE = 0.1
-"""Seconds before the next try to accept a connection where the system has no room for one."""
+"""Seconds before the next accept if the system has no resources for another connection."""
 
 
 class MetricsServer:
@@ -40,7 +42,9 @@ class MetricsServer:
     def __init__(
         self, config: MetricsConfig, registry: CollectorRegistry, certificates: Certificates | None = None
     ) -> None:
-        """``certificates``: told when those of this listener end. Raises ConfigError when the port is taken."""
+        """Bind the port. Raises ConfigError if the port is in use. ``certificates`` receives the expiry times of this
+        listener's certificates.
+        """
         self._server: _Server | None = None
         if config.port < 0:
             return
@@ -72,7 +76,7 @@ class MetricsServer:
 
 
 class _WithoutPages:
-    """Wraps an application: calls that a browser makes for a page of another origin end here. Scrapers send no such headers."""
+    """WSGI wrapper that refuses calls that browsers make for pages of another origin. Scrapers send no such headers."""
 
     def __init__(self, app: "WSGIApplication", rules: CallerRules) -> None:
         self._app = app
@@ -100,11 +104,13 @@ class _Handler(WSGIRequestHandler):
     timeout = _READ_TIMEOUT
 
     def log_message(self, *_: Any) -> None:
-        """Scrapes are no news."""
+        """Do nothing: scrapes are not logged."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread per connection, which does the TLS handshake as well: a client that is slow at it holds nobody up."""
+    """Server with one thread per connection. The thread also does the TLS handshake, so a slow client delays no other
+    client.
+    """
 
     daemon_threads = True
     tls: ssl.SSLContext | None = None
@@ -116,7 +122,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(resolved, handler)
 
     def server_bind(self) -> None:
-        """Bind, on ``::`` to both families."""
+        """Bind the socket. ``::`` accepts both IPv4 and IPv6."""
         take_both_families(self.socket)
         super().server_bind()
 
@@ -125,29 +131,29 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError as e:
-            if e.errno in _NO_ROOM:  # it is asked again at once, since the connection still waits
+            if e.errno in _NO_ROOM:  # The connection still waits, so the server would call this method again at once.
                 time.sleep(_PAUSE)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve one connection on a thread of its own."""
+        """Serve one connection on its own thread."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
-                with contextlib.suppress(OSError):  # its client may have gone
+                with contextlib.suppress(OSError):  # The client may have disconnected.
                     oldest.shutdown(socket.SHUT_RDWR)
                 del self._open[oldest]
             self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was served."""
+        """Close a served connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone, or was closed to make room, is nothing to report."""
+        """Ignore the error: the client disconnected, or its connection was closed to make room."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -158,10 +164,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             return
         request.settimeout(_READ_TIMEOUT)
         connection = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-        with self._lock:  # the connection has taken the request's descriptor over
+        with self._lock:  # The SSL connection now owns the request's file descriptor.
             self._open.pop(request, None)
             self._open[connection] = None
-        # What may fail: a client that speaks no TLS, or shows no certificate.
+        # OSError: the client does not speak TLS, or has no certificate.
         with contextlib.suppress(OSError), connection:
             connection.do_handshake()
             super().finish_request(connection, client_address)

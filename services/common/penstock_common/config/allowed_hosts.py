@@ -1,4 +1,4 @@
-"""Hosts under which clients may reach a listener, and web pages that may call it from a browser."""
+"""Host names under which clients may reach a listener, and origins of web pages that may call it from a browser."""
 
 import ipaddress
 import re
@@ -10,17 +10,18 @@ ANY_HOST = "*"
 _LABELS = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*"
 _NAME = re.compile(rf"(\*\.)?{_LABELS}")
 _LOOPBACK = ("localhost", "*.localhost", "127.0.0.0/8", "::1")
-"""Browsers resolve these names to the user's own machine, so no web site can have its name point there instead."""
+"""Host names that browsers always resolve to the user's own machine, so no web site can redirect them."""
 
 
 class AllowedHosts:
-    """Tells whether a host is one of ``entries``, of the loopback names, or ``bound``, the host that the listener binds to.
+    """Set of allowed hosts: ``entries``, the loopback names, and ``bound``, the host that the listener binds to.
 
-    An entry is a name, ``*.NAME`` (every name below it), an IP address, a network as ``10.0.0.0/8``, or ``*`` (any host).
+    An entry is a name, ``*.NAME`` (every name below NAME), an IP address, a network such as ``10.0.0.0/8``, or ``*``
+    (any host).
     """
 
     def __init__(self, entries: Sequence[str], *, field: str, bound: str = "") -> None:
-        """Raises ConfigError, naming ``field``, for an entry of another form."""
+        """Parse the entries. Raises ConfigError, naming ``field``, for an invalid entry."""
         self._field = field
         self.any = ANY_HOST in entries
         self._names: set[str] = set()
@@ -32,7 +33,7 @@ class AllowedHosts:
             self._names.add(canonical_host(bound))
 
     def __contains__(self, host: str) -> bool:
-        """Whether ``host``, as ``canonical_host`` returns it, is allowed."""
+        """Return whether ``host`` is allowed. ``host`` must have the form that ``canonical_host`` returns."""
         if self.any or host in self._names or host.endswith(tuple(self._suffixes)):
             return True
         try:
@@ -59,13 +60,16 @@ class AllowedHosts:
 
 
 def _is_numeric(entry: str) -> bool:
-    """Whether the last label is a number: such a host can only be an IPv4 address, and this one is malformed."""
+    """Return whether the last label is a number. Such a host is not a name, and the caller has excluded valid IPv4
+    addresses.
+    """
     return entry.rpartition(".")[2].isdigit()
 
 
 def canonical_host(host: str) -> str:
-    """``host`` in lower case, without brackets and without a trailing dot. IP addresses are written in their shortest form, and
-    an IPv4 address inside an IPv6 address as the IPv4 address.
+    """Return ``host`` in lower case, without brackets and without a trailing dot.
+
+    IP addresses take their shortest form. An IPv4 address inside an IPv6 address becomes the IPv4 address.
     """
     host = host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
     try:
@@ -75,20 +79,21 @@ def canonical_host(host: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-# The web pages that may call a listener from a browser, as ``http.allowed_origins`` lists them.
+# Origins that ``http.allowed_origins`` lists.
 
 ANY_ORIGIN = "*"
 _ENTRY = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\*|[^/*\s]*)")
 
 
 class AllowedOrigins:
-    """Tells whether an ``Origin`` is one of ``entries``.
+    """Set of allowed values of the ``Origin`` header.
 
-    An entry is an origin as browsers send it, ``SCHEME://*`` (every origin of that scheme), ``null`` or ``*`` (any origin).
+    An entry is an origin as browsers send it, ``SCHEME://*`` (every origin of that scheme), ``null`` or ``*`` (any
+    origin).
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        """Raises ConfigError, naming ``http.allowed_origins``, for an entry of another form."""
+        """Parse the entries. Raises ConfigError, naming ``http.allowed_origins``, for an invalid entry."""
         for entry in entries:
             if _ENTRY.fullmatch(entry) is None or entry != entry.lower():
                 raise ConfigError(
@@ -98,11 +103,11 @@ class AllowedOrigins:
         self.any = ANY_ORIGIN in entries
         self._schemes = tuple(entry.removesuffix("*") for entry in entries if entry.endswith("://*"))
         self.exact = tuple(entry for entry in entries if not entry.endswith("://*"))
-        """The entries that are not of the form ``SCHEME://*``."""
+        """Entries without the form ``SCHEME://*``."""
 
     @property
     def pattern(self) -> str | None:
-        """A regular expression for the origins of the entries ``SCHEME://*``, or None if there are none."""
+        """Return a regular expression for the entries ``SCHEME://*``, or None if there are none."""
         return rf"({'|'.join(map(re.escape, self._schemes))}).*" if self._schemes else None
 
     def __contains__(self, origin: str) -> bool:

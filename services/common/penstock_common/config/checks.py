@@ -1,4 +1,4 @@
-"""What settings are checked by beside their own ranges, and the checks of ranges where no annotation holds them."""
+"""Checks of settings beyond their annotated ranges, and range checks for values that msgspec does not validate."""
 
 import functools
 import socket
@@ -10,22 +10,23 @@ from penstock_common.config.settings import Kind, kind_of, struct_in
 from penstock_common.errors import ConfigError
 
 ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"
-"""What is there instead of the settings ``wedged_after`` of coordinator and frontend."""
+"""Hint for the removed settings ``wedged_after`` of the coordinator and the frontend."""
 
 
 def check_fields(section: str, config: msgspec.Struct) -> None:
-    """Raise ConfigError when a field of ``config`` is outside the range or the choices of its annotation.
+    """Raise ConfigError if a field of ``config`` is outside the range or choices of its annotation.
 
-    msgspec looks at them only where it converts; this is for ``__post_init__`` of structs that are also built by call.
-    ``section`` stands in front of the fields' names in messages; empty: nothing does.
+    msgspec checks annotations only when it converts data. Call this function from ``__post_init__`` of structs that
+    code also creates directly. ``section`` is the prefix of field names in messages, or empty.
     """
     _check(config, lambda name: f"{section}.{name}" if section else name)
 
 
 def check_flags(options: msgspec.Struct) -> None:
-    """The same of a command's options, by their flags: ``--max-model-len``.
+    """Raise ConfigError if an option is outside its range or choices, or if a flag has no effect.
 
-    Raise ConfigError, too, for a flag that has no effect: ``IDLE_WITH`` of the options names others that take its effect.
+    Messages name the flag, for example ``--max-model-len``. ``IDLE_WITH`` of the options lists the flags that disable
+    other flags.
     """
     _check(options, flag_of)
     idle_with: Mapping[str, tuple[str, ...]] = getattr(options, "IDLE_WITH", {})
@@ -37,7 +38,7 @@ def check_flags(options: msgspec.Struct) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -54,13 +55,13 @@ def _kinds(config_type: type[msgspec.Struct]) -> tuple[tuple[str, Kind], ...]:
 
 
 def require(key: str, value: str) -> None:
-    """Raise ConfigError when a value that must be given is empty."""
+    """Raise ConfigError if a required value is empty."""
     if not value:
         raise ConfigError(f"{key} is required")
 
 
 def check_range(key: str, value: float | None, *, low: float | None = None, high: float | None = None) -> None:
-    """Raise ConfigError unless ``low <= value <= high``. None passes: it means unset."""
+    """Raise ConfigError unless ``low <= value <= high``. None means unset and passes."""
     if value is None:
         return
     below = low is not None and not value >= low
@@ -71,11 +72,13 @@ def check_range(key: str, value: float | None, *, low: float | None = None, high
 
 
 def model_name(path: str, served_model_name: str) -> str:
-    """The name clients use: the served name, or the last part of the path. Engines and frontends must agree on it."""
+    """Return the model name for clients: the served name, or the last part of the path. Engines and frontends must
+    agree on it.
+    """
     return served_model_name or path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def check_reuse_port(field: str, wanted: bool) -> None:
-    """Raise ConfigError where ports are to be shared and the system cannot."""
+    """Raise ConfigError if ``wanted`` is set but the operating system cannot share ports."""
     if wanted and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(f"{field} is true; it must be false, because this system has no SO_REUSEPORT")

@@ -1,4 +1,4 @@
-"""Classes that settings name."""
+"""Import of classes that settings name."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -6,17 +6,18 @@ from typing import Any
 
 from penstock_common.errors import ConfigError, nearest
 
-# Classes that settings name.
-
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
-"""What the system's loader says of a library for which there is no memory."""
+"""Error texts of the dynamic loader when memory for a library is missing."""
 
 
 def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequence[str] = ()) -> Any:
-    """What ``name``, the value of the setting ``field``, means: one of ``known``, whose values are written
-    ``package.module:Class``, or such a text itself. ``others``: names that the setting takes, too, for the error.
+    """Return the object that a setting names. Raises ConfigError.
 
-    Raises ConfigError.
+    Args:
+        field: Name of the setting.
+        name: Value of the setting: a key of ``known``, or ``package.module:Class``.
+        known: Short names and their ``package.module:Class``.
+        others: Further valid values, for the error message.
     """
     target = name if ":" in name else known.get(name)
     if target is None:

@@ -1,4 +1,4 @@
-"""Configuration loader: one frozen struct per service, filled from a YAML file, the environment and flags of the command line."""
+"""Configuration loader. Fills one frozen struct per service from a YAML file, the environment and command-line flags."""
 
 import argparse
 import os
@@ -55,7 +55,9 @@ def load(
 
 
 def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) -> T:
-    """Build ``config_type`` from nested ``values``. Not ``strict``: numbers and truth values may be text. Raises ConfigError."""
+    """Build ``config_type`` from nested ``values``. Raises ConfigError. If ``strict`` is false, numbers and booleans
+    may be text.
+    """
     _refuse_unknown(config_type, values, "")
     _parse_sizes(config_type, values, "")
     try:
@@ -69,12 +71,14 @@ def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) 
 
 
 def hint(key: str, known: Iterable[str], gone: Mapping[str, str]) -> str:
-    """What to say behind a key that there is not: what it was ``removed`` for, else the nearest that is ``known``."""
+    """Return the hint after an unknown key: the text in ``gone`` if the setting was removed, else the nearest known
+    key.
+    """
     return f": it was removed; {gone[key]}" if key in gone else nearest(key, known)
 
 
 def dump(config: msgspec.Struct) -> str:
-    """The YAML that ``load`` reads back to an equal config."""
+    """Return YAML from which ``load`` builds an equal config."""
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
 
 
@@ -83,7 +87,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"config file {path}: {e.strerror or e}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or a date that does not exist
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as e:  # ValueError: invalid UTF-8, or a date that does not exist.
         raise ConfigError(f"config file {path} is not valid YAML: {e}") from None
     if data is None:
         return {}
@@ -103,7 +111,9 @@ def _set(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _parse_text(text: str) -> Any:
-    """Flags and environment variables are text: read lists and null as YAML would, leave the rest to msgspec."""
+    """Convert the text of a flag or environment variable. Lists and null are parsed as YAML. msgspec converts other
+    values.
+    """
     stripped = text.strip()
     if stripped.startswith(("[", "{")) or stripped in ("null", "~"):
         try:
@@ -137,7 +147,7 @@ def _parse_sizes(config_type: type[msgspec.Struct], values: dict[str, Any], pref
 
 
 def _outside(config_type: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
-    """What is to be said of the first value that is outside its setting's range or choices; empty: of none."""
+    """Return the error for the first value outside its setting's range or choices, or an empty string."""
     for setting in settings_of(config_type):
         value = _value_at(values, setting.key)
         if refusal := setting.kind.refusal(setting.key, value):
@@ -164,18 +174,18 @@ def _with_field_first(message: str, values: Mapping[str, Any]) -> str:
     return f"{match[2]} is {_value_at(values, match[2])!r}: {match[1][0].lower()}{match[1][1:]}"
 
 
-# A service's command line: ``--config FILE`` and a flag for each setting, explained by what the structs say of them.
+# Command line of a service: ``--config FILE`` and a flag for each setting. The help texts come from the structs.
 
 
 class ConfigSource(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """Where a service's configuration comes from, beside the environment: a file, empty without one, and flags by dotted keys."""
+    """Source of a service's configuration, in addition to the environment: an optional file, and flags by dotted key."""
 
     config_type: type[T]
     file: str
     flags: Mapping[str, str]
 
     def load(self) -> T:
-        """Read it, as it is now. Raises ConfigError."""
+        """Read the configuration in its current state. Raises ConfigError."""
         return load(self.config_type, file=self.file, overrides=self.flags)
 
 
@@ -189,14 +199,15 @@ def from_command_line(
 
 
 def parser_of(config_type: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
-    """The parser, whose help lists the settings by section with range, default and environment variable."""
+    """Return the parser. Its help lists the settings by section with range, default and environment variable."""
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [--config FILE] [--SETTING VALUE ...]", description=description, allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings below as nested keys")
     for section in sections_of(config_type):
         _add_section(parser, section)
-    for key in removed(config_type):  # so that it is refused as a key, with what is there instead
+    # Accept the flag of a removed setting here, so that a later check refuses it and names the replacement.
+    for key in removed(config_type):
         parser.add_argument(f"--{key.replace('_', '-')}", dest=key, default=None, help=argparse.SUPPRESS)
     return parser
 

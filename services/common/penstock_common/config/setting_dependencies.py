@@ -1,4 +1,6 @@
-"""Settings that have an effect only together with another one: a table for each service, checked when its settings are loaded."""
+"""Settings that have an effect only together with another setting. Each service has a table, which is checked when its
+settings are loaded.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,16 +10,14 @@ import msgspec
 from penstock_common.config.settings import Setting, settings_of
 from penstock_common.errors import ConfigError
 
-# Settings that have an effect only together with another one: a table for each service, checked when its settings are loaded.
-
 
 class When(msgspec.Struct, frozen=True, kw_only=True):
     """A condition on one setting, by its dotted key.
 
     Args:
-        setting: The key.
-        values: The values that meet the condition. Empty: every value but those of ``off``.
-        off: The values that do not meet the condition.
+        setting: Dotted key.
+        values: Values that meet the condition. If empty, all values except ``off`` meet the condition.
+        off: Values that do not meet the condition.
     """
 
     setting: str
@@ -32,7 +32,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The condition as it stands behind "needs": ``data_parallel.size above 1``."""
+        """Return the condition as text after "needs", for example ``data_parallel.size above 1``."""
         if self.values:
             return f"{self.setting} {' or '.join(map(str, self.values))}"
         if self.off == ABOVE_ONE:
@@ -43,31 +43,33 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABOVE_ONE = (1,)
-"""The ``off`` of a number of parts, of which a single one changes nothing."""
+"""``off`` values of a number of parts. One part means that nothing is split."""
 A_PORT = (-1,)
-"""The ``off`` of a port."""
+"""``off`` values of a port."""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Settings that have no effect unless one of several conditions holds.
+    """Settings that have no effect unless at least one condition holds.
 
     Args:
-        settings: Their dotted keys. A key that ends in ``.`` stands for all settings of that section.
-        any_of: The conditions.
+        settings: Dotted keys. A key that ends in ``.`` stands for all settings of that section.
+        any_of: Conditions.
     """
 
     settings: tuple[str, ...]
     any_of: tuple[When, ...]
 
     def names(self, key: str) -> bool:
-        """Return whether ``key`` is among the settings. A section's own switch is not: it is what the others need."""
+        """Return whether this need covers ``key``. A section's own switch is excluded, because the section's settings
+        need it.
+        """
         if any(when.setting == key for when in self.any_of):
             return False
         return any(key.startswith(name) if name.endswith(".") else key == name for name in self.settings)
 
     @property
     def words(self) -> str:
-        """The conditions as they stand behind "needs"."""
+        """Return the conditions as text after "needs"."""
         return ", or ".join(condition.words for condition in self.any_of)
 
 
@@ -75,12 +77,14 @@ Needs = tuple[Need, ...]
 
 
 def on(setting: str) -> When:
-    """Return the condition that ``setting`` is set: not empty, not 0 and not false."""
+    """Return the condition that ``setting`` is not empty, not 0 and not false."""
     return When(setting=setting)
 
 
 def needs_of(config_type: type[msgspec.Struct]) -> Mapping[str, tuple[Need, ...]]:
-    """Return the needs of each setting of a service by its key. They are the class variable ``NEEDS`` of its struct."""
+    """Return the needs of each setting of a service, by key. They are the class variable ``NEEDS`` of the service's
+    struct.
+    """
     table: Needs = getattr(config_type, "NEEDS", ())
     return {
         setting.key: found
@@ -90,7 +94,7 @@ def needs_of(config_type: type[msgspec.Struct]) -> Mapping[str, tuple[Need, ...]
 
 
 def check_needs(config: msgspec.Struct) -> None:
-    """Raise ConfigError for a setting that differs from its default and has no effect with the others as they are."""
+    """Raise ConfigError for a setting that differs from its default but has no effect with the other settings."""
     config_type = type(config)
     values = {setting.key: _value(config, setting.key) for setting in settings_of(config_type)}
     for refusal in unmet_needs(config_type, values):
@@ -98,7 +102,9 @@ def check_needs(config: msgspec.Struct) -> None:
 
 
 def unmet_needs(config_type: type[msgspec.Struct], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a refusal for each of all ``values`` of a service, by their keys, that has no effect: one for each unmet need."""
+    """Yield an error message for each unmet need of each setting in ``values``. ``values`` has all settings of a
+    service by key.
+    """
     needs = needs_of(config_type)
     for setting in settings_of(config_type):
         value = values[setting.key]
@@ -123,11 +129,11 @@ def _value(config: msgspec.Struct, key: str) -> Any:
     return value
 
 
-# The needs of settings that several services have.
+# Needs of settings that several services share.
 
 OF_ALL: Needs = (
     Need(("metrics.host", "metrics.allowed_hosts", "metrics.tls."), (When(setting="metrics.port", off=A_PORT),)),
     Need(("tracing.sample_ratio", "tracing.service_name"), (on("tracing.endpoint"),)),
     Need(("log.prompts",), (on("log.requests"),)),
 )
-"""Those of every service."""
+"""Needs that apply to every service."""

@@ -1,4 +1,4 @@
-"""The one module that imports OpenTelemetry. ``penstock_common.observability.tracing`` loads it when traces are configured."""
+"""OpenTelemetry tracer. Only this module imports OpenTelemetry; ``tracer`` loads it if tracing is configured."""
 
 import threading
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from penstock_common.observability.metrics import service_version
 from penstock_common.observability.tracing import Attributes, Headers
 
 _EXPORT_TIMEOUT = 5.0
-"""Seconds that a batch may take on its way to the collector, retries included."""
+"""Maximum seconds to export a batch to the collector, including retries."""
 _FLUSH_TIMEOUT = 2.0
-"""Seconds that a process waits for its last spans to be sent."""
+"""Maximum seconds that a process waits at exit for its last spans to be exported."""
 _NANOSECONDS = 1_000_000_000
 _w3c = TraceContextTextMapPropagator()
 
 
 class OtelSpan:
-    """A span of OpenTelemetry as a ``tracing.Span``."""
+    """Span of OpenTelemetry as a ``tracing.Span``."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
 
     @cached_property
     def headers(self) -> Headers:
-        """Its context as W3C headers, to hand on; written once."""
+        """Context of the span as W3C headers for child spans. Cached."""
         headers: dict[str, str] = {}
         _w3c.inject(headers, trace.set_span_in_context(self._span))
         return headers
@@ -42,7 +42,9 @@ class OtelSpan:
         return self._span.is_recording()
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:
-        """Hand it to the exporter's thread, once, where it was sampled. ``error``: the text of its status; empty: none."""
+        """End the span, once, and pass it to the exporter's thread if it is sampled. ``error`` is the status text, or
+        empty.
+        """
         if not self._span.is_recording():
             return
         self._span.set_attributes(dict(attributes))
@@ -51,7 +53,7 @@ class OtelSpan:
 
 
 class OtelTracer:
-    """Makes spans of OpenTelemetry as a ``tracing.Tracer`` and sends them to a collector over OTLP.
+    """Tracer that creates OpenTelemetry spans and exports them to a collector over OTLP. Implements ``tracing.Tracer``.
 
     Further settings, such as headers and certificates for the collector, are OpenTelemetry's own environment variables
     (``OTEL_EXPORTER_OTLP_*``, ``OTEL_RESOURCE_ATTRIBUTES``).
@@ -76,7 +78,9 @@ class OtelTracer:
     def start(
         self, name: str, parent: Headers, *, server: bool = False, attributes: Attributes | None = None
     ) -> OtelSpan:
-        """Begin a span now, below ``parent`` where that is valid; sampling follows the parent, else the configured ratio."""
+        """Start a span now, as a child of ``parent`` if that is valid. Sampling follows the parent, else the configured
+        ratio.
+        """
         kind = trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL
         context = _w3c.extract(parent)
         return OtelSpan(self._tracer.start_span(name, context, kind, dict(attributes or {})))
@@ -92,7 +96,7 @@ class OtelTracer:
         events: Sequence[tuple[str, float]] = (),
         error: str = "",
     ) -> None:
-        """Add a span that is over. Times are seconds since the Unix epoch."""
+        """Add a span that has ended. Times are seconds since the Unix epoch."""
         span = self._tracer.start_span(
             name, _w3c.extract(parent), attributes=dict(attributes), start_time=int(began * _NANOSECONDS)
         )
@@ -102,12 +106,12 @@ class OtelTracer:
         span.end(int(ended * _NANOSECONDS))
 
     def shutdown(self) -> None:
-        """Send what is left, for ``_FLUSH_TIMEOUT`` seconds at most. Blocks."""
+        """Export the remaining spans, for at most ``_FLUSH_TIMEOUT`` seconds. Blocks."""
         flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         flushing.start()
         flushing.join(_FLUSH_TIMEOUT)
         if flushing.is_alive():
-            self._exporter.shutdown()  # ends its attempts
+            self._exporter.shutdown()  # Stop pending export attempts.
 
 
 def _set_error(span: trace.Span, error: str) -> None:

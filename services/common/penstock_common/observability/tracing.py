@@ -1,6 +1,6 @@
-"""Traces, as the services see them.
+"""Tracing interfaces of the services.
 
-Spans are handed on as the two headers of the W3C trace context, between processes and inside them alike.
+The context of a span is passed on as the two headers of the W3C trace context, both between and inside processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,35 +8,38 @@ from contextvars import ContextVar
 from typing import Protocol
 
 Headers = Mapping[str, str]
-"""``traceparent`` and ``tracestate``, as far as they are there."""
+"""Headers ``traceparent`` and ``tracestate``. Each may be missing."""
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 HEADER_NAMES = ("traceparent", "tracestate")
 
 current_call: ContextVar[Headers | None] = ContextVar("current_call", default=None)
-"""The span of the call that the current task serves."""
+"""Trace headers of the call that the current task serves, or None."""
 
 
 class Span(Protocol):
-    """Something under way. ``headers`` make others its children."""
+    """Operation in progress. Its ``headers`` are the parent of child spans."""
 
     @property
     def headers(self) -> Headers:
-        """Its context, to hand on."""
+        """Trace context of the span, for child spans."""
 
     @property
     def recording(self) -> bool:
-        """Whether it was sampled: otherwise attributes need not be gathered."""
+        """Whether the span is sampled. If not, callers need not collect attributes."""
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:
-        """It is over. ``error``: what went wrong, empty when nothing did. Idempotent."""
+        """End the span. ``error`` describes a failure, or is empty. Idempotent."""
 
 
 class Tracer(Protocol):
-    """Makes spans and sends them, in batches, from a thread of its own."""
+    """Creates spans and exports them in batches from its own thread."""
 
     def start(self, name: str, parent: Headers, *, server: bool = False, attributes: Attributes | None = None) -> Span:
-        """Begin a span now; one without a valid parent begins a trace, if sampling says so. ``server``: of a call."""
+        """Start a span now. Without a valid parent, the span begins a new trace if sampling selects it.
+
+        ``server`` means that the span is the server side of a call.
+        """
 
     def record(
         self,
@@ -49,14 +52,14 @@ class Tracer(Protocol):
         events: Sequence[tuple[str, float]] = (),
         error: str = "",
     ) -> None:
-        """Add a span that is over. Times, also those of ``events``, are seconds since the Unix epoch."""
+        """Add a span that has ended. All times, including the times of ``events``, are seconds since the Unix epoch."""
 
     def shutdown(self) -> None:
-        """Send what is left. Blocks, for seconds if the collector does not answer."""
+        """Export the remaining spans. Blocks for seconds if the collector does not answer."""
 
 
 def is_sampled(headers: Headers) -> bool:
-    """Whether a trace context says that its trace is recorded. What is not a trace context is not."""
+    """Return whether a trace context is valid and marks its trace as sampled."""
     parts = headers.get("traceparent", "").split("-")
     try:
         return len(parts) >= 4 and len(parts[3]) == 2 and bool(int(parts[3], 16) & 1)
@@ -65,5 +68,5 @@ def is_sampled(headers: Headers) -> bool:
 
 
 def trace_headers(carrier: Mapping[str, str]) -> dict[str, str]:
-    """The headers of the trace context among others."""
+    """Return the headers of the trace context, without other headers."""
     return {name: carrier[name] for name in HEADER_NAMES if name in carrier}

@@ -15,8 +15,6 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.status import abort
 from penstock_common.security.shared_secret import SECRET_SETTING, SharedSecret
 
-# Authorization of calls: interceptors that refuse calls, and the shared secret on internal ports.
-
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]

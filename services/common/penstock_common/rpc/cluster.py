@@ -1,4 +1,4 @@
-"""Messages of ``penstock.coordinator.v1`` to the domain and back: views of the cluster, and registrations of LoRA adapters."""
+"""Converters between domain types and ``penstock.coordinator.v1``: cluster views and LoRA registrations."""
 
 from collections.abc import Iterable
 
@@ -13,30 +13,30 @@ from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """The domain's view. An engine in a state that this version does not know takes no requests: LOADING."""
+    """Return the cluster view. An engine in an unknown state becomes LOADING, so it receives no requests."""
     return ClusterView(
         engines=tuple(map(engine_from_proto, message.engines)), groups=tuple(map(pool_group_from_proto, message.groups))
     )
 
 
 def view_to_proto(view: ClusterView) -> pb.ClusterView:
-    """The message for this view."""
+    """Return the message for a cluster view."""
     message = groups_to_proto(view)
     message.engines.extend(to_message(engine, control_pb2.EngineStatus) for engine in view.engines)
     return message
 
 
 def groups_to_proto(view: ClusterView) -> pb.ClusterView:
-    """The message for the groups of a view alone."""
+    """Return a message with only the groups of a view."""
     message = pb.ClusterView(groups=map(pool_group_to_proto, view.groups))
-    if len(view.groups) == 1:  # for readers of an earlier version
+    if len(view.groups) == 1:  # Earlier versions read only this field.
         only = view.groups[0].view
         message.group_epoch, message.current_wave, message.engines_running = only.group.epoch, only.wave, only.running
     return message
 
 
 def delta_to_proto(delta: ViewDelta, *, base_version: int) -> pb.ViewDelta:
-    """The message for what has changed since the view of ``base_version``."""
+    """Return the message for the changes since the view with ``base_version``."""
     return to_message(
         delta,
         pb.ViewDelta,
@@ -50,7 +50,7 @@ def delta_to_proto(delta: ViewDelta, *, base_version: int) -> pb.ViewDelta:
 
 
 def delta_from_proto(message: pb.ViewDelta) -> ViewDelta:
-    """What has changed since the view of ``message.base_version``."""
+    """Return the changes since the view with ``message.base_version``."""
     loras = {each.index: from_message(each.loras, LoraHeld) for each in message.loras}
     for held in loras.values():
         check_held(held)
@@ -58,25 +58,25 @@ def delta_from_proto(message: pb.ViewDelta) -> ViewDelta:
 
 
 def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
-    """One engine of a view."""
+    """Return one engine of a view."""
     engine = from_message(message, EngineStatus)
     check_held(engine.loras)
     return engine
 
 
-# Registrations of LoRA adapters to ``penstock.coordinator.v1`` and back: both ends of the wire in one place.
+# LoRA registrations to ``penstock.coordinator.v1`` and back.
 
 MAX_NAME_LENGTH = 256
 MAX_PATH_LENGTH = 4096
 MAX_VERSION = 2**62
-"""There is room for more above it: nobody can take the last one."""
+"""Highest version that a frontend may send. Higher numbers stay free, so no frontend can use up the version numbers."""
 _DIGEST_SIZE = 16
 
 
 def registrations_to_proto(
     registrations: Iterable[LoraRegistration], refused: Iterable[LoraRefusal] = ()
 ) -> pb.LoraRegistrations:
-    """The message of these, at most MAX_REGISTRATIONS of either."""
+    """Return the message for registrations and refusals. At most MAX_REGISTRATIONS of each kind fit."""
     return pb.LoraRegistrations(
         registrations=[to_message(each, pb.LoraRegistration) for each in registrations],
         refused=[to_message(each, pb.LoraRefusal) for each in refused],
@@ -84,7 +84,7 @@ def registrations_to_proto(
 
 
 def registrations_from_proto(message: pb.LoraRegistrations) -> list[LoraRegistration]:
-    """The registrations. Raises InvalidArgument for what no frontend may say."""
+    """Return the registrations. Raises InvalidArgument for values that no frontend may send."""
     count = len(message.registrations)
     if count > MAX_REGISTRATIONS:
         raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""TLS for gRPC's servers and channels."""
+"""TLS credentials for gRPC servers and channels."""
 
 from collections.abc import Sequence
 
@@ -19,14 +19,18 @@ _ADVICE = {
 def server_credentials(
     config: TlsConfig, *, field: str, certificates: Certificates | None = None
 ) -> grpc.ServerCredentials:
-    """Credentials that go by the files as they are at each handshake; open connections stay. ``certificates``: told when these
-    end. Raises ConfigError.
+    """Return credentials that use the current files at each handshake. Open connections are unaffected. Raises
+    ConfigError.
+
+    ``certificates`` receives the expiry times of these certificates.
     """
     watched = watched_material(config, field=field, certificates=certificates)
     used = watched.current()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC is to use from now on, None for what it has; it asks before each handshake, on a thread of its own."""
+        """Return a new configuration, or None if nothing changed. gRPC calls this function before each handshake, on
+        its own thread.
+        """
         nonlocal used
         material = watched.current()
         if certificates is not None:
@@ -38,16 +42,18 @@ def server_credentials(
 
     return grpc.dynamic_ssl_server_credentials(
         _configuration(used),
-        newer,  # type: ignore[arg-type]  # the stub knows nothing of None, gRPC's documentation does
+        newer,  # type: ignore[arg-type]  # None is documented but missing in the stub
         require_client_authentication=bool(config.ca),
     )
 
 
 class ClientCredentials:
-    """What the channels of one hop are made with: TLS by the files as they are when the channel is made, or none."""
+    """Credentials for the client channels of one hop. A channel uses the TLS files as they are when it is created, or
+    no TLS.
+    """
 
     def __init__(self, config: ClientTlsConfig, *, field: str, certificates: Certificates | None = None) -> None:
-        """``certificates``: told when those of this hop end. Raises ConfigError."""
+        """Read the files. Raises ConfigError. ``certificates`` receives the expiry times of this hop's certificates."""
         self._watched = watched_material(config, field=field, certificates=certificates) if config.enabled else None
         self._server_name = config.server_name
 
@@ -57,7 +63,7 @@ class ClientCredentials:
         options: Sequence[tuple[str, int | str]] = (),
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
     ) -> grpc.aio.Channel:
-        """A new channel with these options."""
+        """Return a new channel with these options."""
         if self._watched is None:
             return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
         material = self._watched.current()
@@ -71,12 +77,12 @@ NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")
 
 
 def is_of_tls(details: str) -> bool:
-    """Whether the details of a failed call say that TLS is the cause: something listens there."""
+    """Return whether the details of a failed call name TLS as the cause. If so, a server listens at the address."""
     return any(sign in details for sign in _ADVICE)
 
 
 def advised(details: str) -> str:
-    """The details of a failed call, with what they mean where TLS is the cause."""
+    """Return the details of a failed call. If TLS is the cause, an explanation is added."""
     for sign, meaning in _ADVICE.items():
         if sign in details:
             return f"{details} ({meaning})"

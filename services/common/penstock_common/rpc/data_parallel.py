@@ -1,4 +1,4 @@
-"""Words of data-parallel groups to the domain and back: both ends of each wire in one place."""
+"""Converters between domain types and protobuf messages of data-parallel groups."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -23,20 +23,24 @@ from penstock_common.types.data_parallel import (
 Wave = TypeVar("Wave", StartWave, WaveComplete, StartDpWave)
 
 MAX_NUMBER = 2**62
-"""Of an epoch, a wave, a step or a turn: far from what any group comes to, and from where the next number fits no message."""
+"""Maximum epoch, wave, step or pause number. No group reaches this number, and its successors still fit into the
+message.
+"""
 _NOWHERE: Mapping[str, str] = {}
 
 
 def checked(field: str, number: int) -> int:
-    """A number of a group's. Raises InvalidArgument beyond ``MAX_NUMBER``."""
+    """Return a number of a group. Raises InvalidArgument if it exceeds ``MAX_NUMBER``."""
     if number > MAX_NUMBER:
         raise InvalidArgument(f"{field} is {number}; it must be at most {MAX_NUMBER}", field=field)
     return number
 
 
 def pauses_from_proto(message: pb.Pauses) -> Pauses:
-    """The turns. A mode that this version does not know counts as the strongest; one of no pause means nothing. Raises
-    InvalidArgument, as all that read numbers of a group do.
+    """Return the pause state.
+
+    A mode that this version does not know becomes the strongest mode. The mode is ignored if the group is not paused.
+    Raises InvalidArgument, as all readers of group numbers do.
     """
     pauses = from_message(message, Pauses)
     checked("pauses.number", pauses.number)
@@ -44,48 +48,48 @@ def pauses_from_proto(message: pb.Pauses) -> Pauses:
 
 
 def member_to_proto(rank: str, meeting_address: str = "") -> pb.GroupMember:
-    """The message for a rank."""
+    """Return the message for a rank."""
     engine_id, incarnation = engine_of(rank)
     return pb.GroupMember(engine_id=engine_id, incarnation=incarnation, meeting_address=meeting_address)
 
 
 def member_from_proto(message: pb.GroupMember) -> str:
-    """The name of a rank."""
+    """Return the name of a rank."""
     return rank_name(message.engine_id, message.incarnation)
 
 
 def group_to_proto(group: RankGroup, meetings: Mapping[str, str] = _NOWHERE) -> pb.RankGroup:
-    """The message for a group. ``meetings``: by rank, the address of its store."""
+    """Return the message for a group. ``meetings`` maps each rank to the address of its store."""
     members = [member_to_proto(rank, meetings.get(rank, "")) for rank in group.members]
     return pb.RankGroup(epoch=group.epoch, members=members)
 
 
 def group_from_proto(message: pb.RankGroup) -> RankGroup:
-    """The group, less its addresses."""
+    """Return the group without its addresses."""
     return RankGroup(
         checked("group.epoch", message.epoch), tuple(member_from_proto(member) for member in message.members)
     )
 
 
 def meetings_from_proto(message: pb.RankGroup) -> dict[str, str]:
-    """By rank, the address of its store."""
+    """Return the address of each rank's store, by rank."""
     return {member_from_proto(member): member.meeting_address for member in message.members}
 
 
 def wave_from_proto(message: pb.GroupWave, kind: type[Wave], rank: str) -> Wave:
-    """What is said of a wave by ``rank``, or to it."""
+    """Return a wave message that ``rank`` sent or receives."""
     wave = checked("wave", message.wave)
     return from_message(message, kind, engine=rank, wave=wave, pauses=pauses_from_proto(message.pauses))
 
 
 def report_to_proto(report: RankReport) -> pb.RankReport:
-    """The message for a report."""
+    """Return the message for a report."""
     group, place = group_to_proto(report.group), report.place
     return to_message(report, pb.RankReport, group=group, wave=place.wave, step=place.step)
 
 
 def report_from_proto(message: pb.RankReport, rank: str) -> RankReport:
-    """Where ``rank`` is."""
+    """Return the report of ``rank``."""
     group, pauses = group_from_proto(message.group), pauses_from_proto(message.pauses)
     place = Place(group.epoch, checked("wave", message.wave), message.step, pauses.number)
     checked("prepared", message.prepared)
@@ -93,7 +97,7 @@ def report_from_proto(message: pb.RankReport, rank: str) -> RankReport:
 
 
 def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
-    """The message for a group of a view."""
+    """Return the message for a group of a view."""
     view, members = group.view, group.view.group.members
     routed = [members.index(rank) for rank in view.routed]
     message = to_message(view, pb.GroupView, group=group_to_proto(view.group), routed_ranks=routed)
@@ -102,7 +106,7 @@ def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
 
 
 def pool_group_from_proto(message: pb.GroupView) -> PoolGroup:
-    """A group of a view. Ranks that it does not have are routed to as little."""
+    """Return a group of a view. Routed ranks that are not members of the group are dropped."""
     group = group_from_proto(message.group)
     routed = tuple(group.members[rank] for rank in message.routed_ranks if rank < len(group.members))
     pauses = pauses_from_proto(message.pauses)

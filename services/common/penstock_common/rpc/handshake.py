@@ -1,4 +1,4 @@
-"""How a stream begins: its first message, which says who calls, and the revisions of the contract."""
+"""Stream handshake: the first message, which identifies the caller, and the protocol revisions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,10 +6,8 @@ from typing import TypeVar
 
 from penstock_common.errors import DeadlineExceeded
 
-# The first message of a stream, which says who calls: a stream that does not send it ends.
-
 FIRST_MESSAGE_TIMEOUT = 10.0
-"""Seconds in which a stream has to send its first message."""
+"""Seconds within which a stream must send its first message."""
 
 T = TypeVar("T")
 
@@ -18,11 +16,11 @@ async def first_message(messages: AsyncIterator[T], field: str) -> T | None:
     """Return the first message of a stream, or None if the stream ends without one.
 
     Args:
-        messages: What the caller sends.
-        field: What the first message has to be, for example ``hello``.
+        messages: Messages that the caller sends.
+        field: Required field of the first message, for example ``hello``.
 
     Raises:
-        DeadlineExceeded: The message did not come within FIRST_MESSAGE_TIMEOUT.
+        DeadlineExceeded: No message arrived within FIRST_MESSAGE_TIMEOUT.
     """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT):
@@ -31,13 +29,13 @@ async def first_message(messages: AsyncIterator[T], field: str) -> T | None:
         raise DeadlineExceeded(f"{field} did not come within {FIRST_MESSAGE_TIMEOUT:g} s", field=field) from None
 
 
-# Revisions of the contract between a frontend and an engine. Both ends speak the lower of their two.
+# Protocol revisions of frontend and engine. Both ends use the lower of their two revisions.
 
 OLDEST_REVISION = 1
-"""Every output is a message, and so is every frame."""
+"""Oldest supported revision. Each output and each frame is a separate message."""
 COLUMNS_SINCE = 2
-"""New tokens come in columns, under the numbers of their requests, and several frames may come in one message."""
+"""First revision with new tokens in columns, keyed by request number. Several frames may share a message."""
 ANNOUNCED_SINCE = 3
-"""The first chunk of a tensor says how many bytes the tensor has."""
+"""First revision in which the first chunk of a tensor announces the tensor's size in bytes."""
 PROTOCOL_REVISION = 3
-"""The newest."""
+"""Newest revision."""

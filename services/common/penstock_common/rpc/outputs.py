@@ -1,4 +1,4 @@
-"""Parts of requests and outputs to messages and back: errors, log-probabilities, vectors, prompts as vectors, cache events."""
+"""Converters between domain types and protobuf messages for errors, log-probabilities, embeddings and KV cache events."""
 
 import sys
 from array import array
@@ -26,7 +26,7 @@ from penstock_common.types.outputs import UINT32, EngineCoreOutput, Logprobs, To
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import PoolingParams, Vectors
 
-# Columns of tokens to their message and back: a few copies of memory, however many outputs there are.
+# Token columns are converted with a few memory copies, independent of the number of outputs.
 
 _NUMBER_BYTES = 4
 
@@ -41,7 +41,7 @@ def fill_columns(message: pb.TokenColumns, columns: TokenColumns) -> None:
 
 
 def columns_from_proto(message: pb.TokenColumns) -> TokenColumns:
-    """The columns. Raises Internal for those that do not fit together: it cannot be told whose the tokens are."""
+    """Return the columns. Raises Internal if their lengths disagree, because the tokens cannot be assigned to requests."""
     columns = TokenColumns(
         request_numbers=_from_bytes(message.request_numbers, "request_numbers"),
         offsets=_from_bytes(message.offsets, "offsets"),
@@ -85,19 +85,20 @@ _MEDIA = frozenset(KvMedium)
 
 
 def logprobs_from_proto(message: logprobs_pb2.Logprobs) -> Logprobs:
-    """The domain's log-probabilities of an engine, which has no texts."""
+    """Return the log-probabilities that an engine sent. Engines send no token texts."""
     return from_message(message, Logprobs, tokens=[])
 
 
 Place: TypeAlias = TensorRef | SegmentRef
-"""Where the elements of a tensor are that are not inline."""
+"""Location of a tensor's elements if they are not inline."""
 
 TakeTensor: TypeAlias = Callable[[tensor_pb2.ChunkReference, str], Buffer]
-"""The bytes of a tensor that came in chunks; the text names its field, for errors."""
+"""Function that returns the bytes of a tensor that arrived in chunks. The string names the tensor's field, for errors.
+"""
 
 
 TakeShared: TypeAlias = Callable[[tensor_pb2.SharedMemoryReference, str], Buffer]
-"""The bytes of a tensor that lies in shared memory; the text names its field, for errors."""
+"""Function that returns the bytes of a tensor in shared memory. The string names the tensor's field, for errors."""
 
 
 def payload(
@@ -108,9 +109,14 @@ def payload(
     element_bytes: int,
     shared: TakeShared | None = None,
 ) -> Buffer:
-    """The elements of a tensor, inline or, with ``take``, in chunks, or, with ``shared``, in shared memory. Raises
-    InvalidArgument unless they are as many as its shape says, Unimplemented for elements that are elsewhere, and what ``take``
-    and ``shared`` raise.
+    """Return the elements of a tensor.
+
+    Elements may be inline, in chunks if ``take`` is given, or in shared memory if ``shared`` is given. Errors of
+    ``take`` and ``shared`` are passed on.
+
+    Raises:
+        InvalidArgument: The number of elements differs from the tensor's shape.
+        Unimplemented: The elements are in any other place.
     """
     size = element_bytes
     for length in message.shape:
@@ -132,14 +138,16 @@ def payload(
 
 
 def vectors_to_proto(vectors: Vectors, ref: TensorRef | None = None) -> tensor_pb2.Tensor:
-    """A float32 tensor, inline or in chunks."""
+    """Return a float32 tensor, inline or in chunks."""
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=vectors.shape)
     set_payload(message, vectors.data, ref)
     return message
 
 
 def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = None) -> Vectors:
-    """The vectors of a float32 tensor. Raises InvalidArgument for another kind, and what ``payload`` raises."""
+    """Return the vectors of a float32 tensor. Raises InvalidArgument for another element type, and the errors of
+    ``payload``.
+    """
     if message.dtype != tensor_pb2.DATA_TYPE_FLOAT32 or message.WhichOneof("payload") not in ("inline", "chunks"):
         raise InvalidArgument("pooling_output is not a float32 tensor, inline or in chunks", field="pooling_output")
     data = payload(message, take, path="pooling_output", element_bytes=_FLOAT32_BYTES)
@@ -147,12 +155,12 @@ def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = Non
 
 
 def chunk_to_proto(chunk: Chunk) -> tensor_pb2.TensorChunk:
-    """The message of a piece of a tensor."""
+    """Return the message for a tensor chunk."""
     return tensor_pb2.TensorChunk(**chunk._asdict())
 
 
 def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> None:
-    """Keep a piece of a tensor for the messages to come."""
+    """Store a tensor chunk until a later message refers to the tensor."""
     if message.abandoned:
         tensors.abandon(message.transfer_id)
     else:
@@ -160,14 +168,14 @@ def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> Non
 
 
 def taker(tensors: IncomingTensors) -> TakeTensor:
-    """Takes from ``tensors`` what a message refers to."""
+    """Return a function that takes the referenced tensor out of ``tensors``."""
     return lambda reference, field: tensors.take(
         reference.transfer_id, reference.size, keep=reference.keep, field=field
     )
 
 
 def set_payload(message: tensor_pb2.Tensor, data: Buffer, place: Place | None) -> None:
-    """Say where the elements of a tensor are: at ``place``, or inline."""
+    """Set the location of a tensor's elements: ``place``, or inline if ``place`` is None."""
     match place:
         case None:
             message.inline = bytes(data)
@@ -192,8 +200,12 @@ def prompt_embeds_from_proto(
     take: TakeTensor | None = None,
     shared: TakeShared | None = None,
 ) -> PromptEmbeds:
-    """The vectors of a prompt, ``[vectors, hidden size]``, or with a row for every position. ``is_token``: which positions are
-    token ids, none if empty. Raises InvalidArgument for another shape, type or size, and what ``payload`` raises.
+    """Return the prompt embeddings from a tensor ``[vectors, hidden size]``, or from a tensor with a row for every
+    position.
+
+    Raises InvalidArgument for another shape, type or size, and the errors of ``payload``.
+
+    ``is_token`` tells for each position whether it is a token ID. It is empty if no position is a token ID.
     """
     dtype = _EMBEDS_DTYPES.get(message.dtype)
     if dtype is None:
@@ -225,8 +237,12 @@ def prompt_embeds_from_proto(
 def prompt_embeds_to_proto(
     embeds: PromptEmbeds, place: Place | None = None, *, every_position: bool = False
 ) -> tensor_pb2.Tensor:
-    """The message of the vectors. ``place``: where they are; None: inline. ``every_position``: with a row, of zeros, for each
-    token id too.
+    """Return the message for prompt embeddings.
+
+    Args:
+        embeds: The prompt embeddings.
+        place: Location of the elements, or None if they are inline.
+        every_position: Whether the tensor has a row for every position. The rows of token IDs are zeros.
     """
     num_rows = embeds.num_tokens if every_position else embeds.num_vectors(0, embeds.num_tokens)
     dtype = next(number for number, name in _EMBEDS_DTYPES.items() if name == embeds.dtype)
@@ -249,7 +265,7 @@ def _every_row(embeds: PromptEmbeds) -> Buffer:
 
 
 def floats(vectors: Vectors) -> list[float]:
-    """The elements, in row-major order."""
+    """Return the elements in row-major order."""
     elements = array("f", vectors.data)
     if sys.byteorder == "big":
         elements.byteswap()
@@ -257,19 +273,19 @@ def floats(vectors: Vectors) -> list[float]:
 
 
 def pooling_params_to_proto(params: PoolingParams) -> pooling_pb2.PoolingParams:
-    """The message for these parameters."""
+    """Return the message for pooling parameters."""
     return to_message(params, pooling_pb2.PoolingParams, use_activation=params.use_activation)
 
 
 def fill_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
-    """Write who keeps the request's keys and values, and what a plugin's connector says of them."""
+    """Write the engine that keeps the request's KV blocks, and the data of a plugin's connector."""
     if output.kv_source is not None:
         message.kv_source.CopyFrom(to_message(output.kv_source, kv_pb2.KvSource))
     message.kv_transfer_params = output.kv_params
 
 
 def read_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
-    """The reverse of ``fill_kv``."""
+    """Read the fields that ``fill_kv`` writes."""
     if message.HasField("kv_source"):
         output.kv_source = from_message(message.kv_source, KvSource)
     if message.kv_transfer_params:
@@ -277,7 +293,9 @@ def read_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
 
 
 def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
-    """The message of a cache event. The device goes unsaid, as before there were other media."""
+    """Return the message for a cache event. The device medium is left unset, because earlier versions have only that
+    medium.
+    """
     if isinstance(event, AllBlocksCleared):
         return events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
     medium = None if event.medium is KvMedium.DEVICE else event.medium
@@ -294,7 +312,7 @@ def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
 
 
 def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None:
-    """The domain's event; None for a kind or a medium that this version does not know."""
+    """Return the cache event, or None if this version does not know its kind or medium."""
     which = message.WhichOneof("event")
     if which == "all_blocks_cleared":
         return AllBlocksCleared()

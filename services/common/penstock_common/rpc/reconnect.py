@@ -1,4 +1,4 @@
-"""Reconnection of a stream to a server that may be away, with backoff."""
+"""Reconnection of a stream with backoff while its server is unreachable."""
 
 import asyncio
 import random
@@ -11,13 +11,12 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.credentials import advised
 
-# How long to wait before the next attempt.
-
 
 class Backoff:
-    """Delays in seconds that double from ``initial`` up to ``maximum``, each shortened by up to a half at random.
+    """Delays in seconds that double from ``initial`` up to ``maximum``. Each delay is shortened by up to half at
+    random.
 
-    The randomness keeps the clients of a restarted server from coming back all at once.
+    The randomness keeps the clients of a restarted server from reconnecting all at once.
     """
 
     def __init__(self, *, initial: float, maximum: float, rng: random.Random | None = None) -> None:
@@ -27,22 +26,21 @@ class Backoff:
         self._rng = rng or random.Random()
 
     def next(self) -> float:
-        """The delay before the attempt that comes now."""
+        """Return the delay before the next attempt."""
         delay = min(self._next, self.maximum)
         self._next = delay * 2
         return delay * self._rng.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Start from the beginning: the last attempt was a success."""
+        """Restart at the initial delay, after an attempt succeeded."""
         self._next = self._initial
 
 
-# Whether anybody listens at an address.
-
-
 async def refuses(address: str, *, within: float) -> bool:
-    """Whether the host of an address, ``host:port``, says that nobody listens at the port. False also where it says nothing for
-    ``within`` seconds, cannot be reached or is not known: that tells of the network, not of who listens.
+    """Return whether the host of ``address`` refuses connections to the port.
+
+    Returns False if the host is unknown or unreachable, or does not answer for ``within`` seconds. Such failures may be
+    network failures, so they do not show that no server listens.
     """
     return await asyncio.to_thread(_refuses, address, within)
 
@@ -51,7 +49,7 @@ def _refuses(address: str, within: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=within, all_errors=True).close()
-    except ExceptionGroup as e:  # one for each address of the host
+    except ExceptionGroup as e:  # One exception for each address of the host.
         return all(isinstance(error, ConnectionRefusedError) for error in e.exceptions)
     except (OSError, ValueError):
         return False
@@ -62,17 +60,20 @@ INITIAL_DELAY = 0.05
 
 
 class Reconnector:
-    """Runs ``session`` again and again until ``close``; whatever a session ends with is logged and never raised.
+    """Runs ``session`` repeatedly until ``close``. Exceptions of a session are logged and never raised.
 
-    ``session`` opens a stream, calls ``established`` when the peer has accepted it, and returns or raises when the stream is
-    over. Delays grow up to ``max_delay`` seconds and start anew after a session that held at least as long.
+    ``session`` opens a stream, calls ``established`` when the peer has accepted the stream, and returns or raises when
+    the stream ends. The delay between attempts grows up to ``max_delay`` seconds. It restarts at the initial delay
+    after a session that lasted at least as long.
     """
 
     def __init__(
         self, session: Callable[[], Awaitable[None]], *, peer: str, max_delay: float, logs_sessions: bool = True
     ) -> None:
-        """``logs_sessions``: log when a session is established and when it ends. If False, ``session`` logs both itself, and
-        only peers that cannot be reached at all are logged here.
+        """Create a reconnector that is not running yet.
+
+        ``logs_sessions`` is whether to log the start and end of sessions here. If False, ``session`` logs both, and only
+        unreachable peers are logged here.
         """
         self._logs_sessions = logs_sessions
         self._session = session
@@ -87,16 +88,16 @@ class Reconnector:
 
     @property
     def connected(self) -> bool:
-        """Whether a session is established now."""
+        """Return whether a session is established now."""
         return self._established_at is not None
 
     @property
     def closing(self) -> bool:
-        """Whether ``close`` has been called."""
+        """Return whether ``close`` has been called."""
         return self._closing.is_set()
 
     async def run(self) -> None:
-        """Connect, and connect again, until ``close``."""
+        """Connect and reconnect until ``close``."""
         self._over.clear()
         try:
             while not self.closing:
@@ -112,25 +113,25 @@ class Reconnector:
             self._over.set()
 
     async def close(self, *, grace: float = 0.0) -> None:
-        """End ``run``. A session that runs may end by itself for ``grace`` seconds, then it is cancelled. Idempotent."""
+        """End ``run``. A running session has ``grace`` seconds to end by itself, then it is cancelled. Idempotent."""
         self._closing.set()
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + grace)
         await self._over.wait()
 
     def established(self) -> None:
-        """To be called by the session when the peer has accepted it."""
+        """Record that the peer has accepted the session. The session calls this method."""
         self._established_at = asyncio.get_running_loop().time()
         self._away = False
         if self._logs_sessions:
             get_logger().info(f"connected to the {self._peer}")
 
     def limit_delay(self, seconds: float) -> None:
-        """Wait no longer than this between attempts from now on."""
+        """Limit the delay between later attempts to ``seconds``."""
         self._backoff.maximum = min(self._backoff.maximum, seconds)
 
     async def _attempt(self) -> str:
-        """One session; returns why it ended."""
+        """Run one session and return the reason for its end."""
         try:
             async with asyncio.timeout(None) as self._limit:
                 await self._session()
@@ -141,7 +142,7 @@ class Reconnector:
         except TimeoutError:
             return "no answer"
         except Exception as e:
-            # A defect on this side must not take the service down with it: the peer is not needed for serving.
+            # A bug in a session must not end the service, because the service can run without this peer.
             get_logger().error(f"session with the {self._peer} failed", exc_info=e)
             return f"{type(e).__name__}: {e}"
         finally:
@@ -149,18 +150,18 @@ class Reconnector:
         return "the stream ended"
 
     def _held_for(self) -> float:
-        """Seconds that the session was established; 0 if it never was."""
+        """Return how many seconds the session was established, or 0 if it never was."""
         return 0.0 if self._established_at is None else asyncio.get_running_loop().time() - self._established_at
 
     def _report(self, problem: str, *, was_established: bool) -> None:
-        """Once per absence: a peer that stays away is no news."""
+        """Log the problem only once while the peer stays unreachable."""
         if not self._away and (self._logs_sessions or not was_established):
             get_logger().warning(f"no connection to the {self._peer}; trying again", problem=problem)
         self._away = True
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
-    """Return when the event is set or the time is over, whichever comes first."""
+    """Return when the event is set or ``seconds`` have passed, whichever comes first."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,7 +1,9 @@
-"""Server reflection: what a server's services are, for tools that have no proto files (``grpc.reflection.v1`` and ``.v1alpha``).
+"""Server reflection (``grpc.reflection.v1`` and ``.v1alpha``): describes a server's services to tools without proto
+files.
 
-grpcio-reflection has v1alpha alone, whose messages are those of v1 by another name, and asks protobuf's pool for symbols, which
-knows no methods and no fields. ghz asks for a method.
+grpcio-reflection supports only v1alpha. v1 has the same messages under another package name. In addition,
+grpcio-reflection looks up symbols in protobuf's descriptor pool, which does not find methods and fields. ghz looks up a
+method.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 class SymbolPool:
-    """protobuf's pool, in which members of what it knows are found as well. What it does not know is a KeyError."""
+    """Descriptor pool that also finds methods, fields, oneofs and enum values. Unknown symbols raise KeyError."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -27,7 +29,7 @@ class SymbolPool:
         self.FindAllExtensions = pool.FindAllExtensions
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """The file of a service, message or enum, or of a method, field, oneof or value of one."""
+        """Return the file that defines a service, message, enum, method, field, oneof or enum value."""
         try:
             return self._pool.FindFileContainingSymbol(symbol)  # type: ignore[no-any-return]
         except KeyError:
@@ -39,7 +41,7 @@ class SymbolPool:
 
 
 def serve(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Describe these services, and reflection itself, by either version."""
+    """Serve reflection in both versions for these services and for reflection itself."""
     _define_v1()
     names = (*service_names, V1, V1ALPHA)
     servicer = reflection.aio.ReflectionServicer(names, SymbolPool(descriptor_pool.Default()))
@@ -54,7 +56,7 @@ def serve(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
 
 
 def _define_v1() -> None:
-    """Make v1's file of v1alpha's, unless somebody has brought it."""
+    """Derive v1's file descriptor from v1alpha's, unless the pool already has v1."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)

@@ -1,4 +1,4 @@
-"""Parts of requests to messages and back: sampling parameters, the context and media."""
+"""Converters between domain types and protobuf messages for request context, sampling parameters and media."""
 
 import math
 import time
@@ -24,24 +24,28 @@ from penstock_common.types.sampling import (
     StructuredOutput,
 )
 
-# A request's context to ``penstock.enginecore.v1.EngineCoreRequest`` and back: both ends of the wire in one place.
+# Request context to ``penstock.enginecore.v1.EngineCoreRequest`` and back.
 
 
 def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None:
-    """Write the context's fields into a message that has none of them yet. ``time_left`` is set when the message is sent."""
+    """Write the context into a message without context fields. ``time_left`` is set when the message is sent."""
     fill(message, context, "lora")
     message.lease_kv = context.kv.lease
     message.kv_transfer_params = context.kv.params
 
 
 def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
-    """The context; unset fields take the domain's defaults. Raises InvalidArgument for a ``time_left`` that is not finite."""
+    """Return the context. Unset fields take the domain's defaults. Raises InvalidArgument if ``time_left`` is not
+    finite.
+    """
     kv = KvParams(lease=message.lease_kv, params=message.kv_transfer_params)
     return from_message(message, RequestContext, lora="", deadline=_deadline(message), kv=kv)
 
 
 def _deadline(message: pb.EngineCoreRequest) -> float | None:
-    """Seconds since the Unix epoch by this machine's clock, with which alone it is compared. Raises InvalidArgument."""
+    """Return the deadline in seconds since the Unix epoch. It is compared only with this machine's clock. Raises
+    InvalidArgument.
+    """
     if not message.HasField("time_left"):
         return message.deadline if message.HasField("deadline") else None
     if not math.isfinite(message.time_left):
@@ -49,7 +53,7 @@ def _deadline(message: pb.EngineCoreRequest) -> float | None:
     return time.time() + message.time_left
 
 
-# ``penstock.common.v1.SamplingParams`` to the domain and back, and the refusal of what is not served yet.
+# ``penstock.common.v1.SamplingParams`` to the domain and back. Unsupported fields are refused.
 
 
 def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> None:
@@ -66,7 +70,7 @@ def refuse(field: str) -> None:
 
 
 def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """The fields that are set, as arguments of ``SamplingParams``. Refuses what has no meaning: n = 0, an empty constraint."""
+    """Return the fields that are set, as arguments of ``SamplingParams``. Refuses n = 0 and an empty constraint."""
     if message.HasField("n") and message.n < 1:
         raise InvalidArgument("sampling_params.n is 0; it must be at least 1", field="sampling_params.n")
     values: dict[str, Any] = {}
@@ -79,12 +83,12 @@ def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """The domain's parameters; unset fields take the domain's defaults."""
+    """Return the sampling parameters. Unset fields take the domain's defaults."""
     return SamplingParams(**set_fields(message))
 
 
 def to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """The message for these parameters. Values that equal the default stay unset."""
+    """Return the message for sampling parameters. Values that equal the default stay unset."""
     constraint = None if params.structured_output is None else _constraint_to_proto(params.structured_output)
     words = [sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in params.bad_word_token_ids]
     return to_message(
@@ -128,10 +132,10 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Media to messages of ``penstock.common.v1`` and back: tensors of any kind, and what is taken of each modality.
+# Media tensors and media limits to ``penstock.common.v1`` and back.
 
 MAX_DIMENSIONS = 8
-"""Of a tensor."""
+"""Maximum number of dimensions of a tensor."""
 _DTYPES: dict[int, TensorDtype] = {
     tensor_pb2.DATA_TYPE_FLOAT32: "float32",
     tensor_pb2.DATA_TYPE_FLOAT16: "float16",
@@ -148,7 +152,7 @@ _MODALITIES: dict[str, Modality] = {modality: modality for modality in MODALITIE
 
 
 def modality_from_proto(text: str, *, path: str) -> Modality:
-    """The modality of that name. Raises InvalidArgument."""
+    """Return the modality with this name. Raises InvalidArgument if the name is unknown."""
     known = _MODALITIES.get(text)
     if known is None:
         raise InvalidArgument(f"{path} is {quoted(text)}; known: {', '.join(MODALITIES)}", field=path)
@@ -158,9 +162,18 @@ def modality_from_proto(text: str, *, path: str) -> Modality:
 def tensor_from_proto(
     message: tensor_pb2.Tensor, *, path: str, take: TakeTensor | None = None, shared: TakeShared | None = None
 ) -> TensorData:
-    """The tensor. ``take`` gives what came in chunks, ``shared`` what lies in shared memory. Raises InvalidArgument for an
-    unknown type, more than ``MAX_DIMENSIONS`` dimensions, or bytes that are not as many as its shape says; Unimplemented for
-    elements that are elsewhere; and what ``take`` and ``shared`` raise.
+    """Return the tensor. Errors of ``take`` and ``shared`` are passed on.
+
+    Args:
+        message: The message of the tensor.
+        path: Field path of the tensor, for errors.
+        take: Returns the elements of a tensor that arrived in chunks.
+        shared: Returns the elements of a tensor in shared memory.
+
+    Raises:
+        InvalidArgument: The type is unknown, the tensor has more than ``MAX_DIMENSIONS`` dimensions, or the number of bytes
+            differs from its shape.
+        Unimplemented: The elements are in any other place.
     """
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
@@ -176,8 +189,9 @@ def tensor_from_proto(
 
 
 def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb2.Tensor:
-    """The message of a tensor. ``place``: where its elements are; None: inline. Raises ValueError for one whose bytes are not as
-    many as its shape says.
+    """Return the message for a tensor. Raises ValueError if the number of bytes differs from the tensor's shape.
+
+    ``place`` is the location of the elements, or None if they are inline.
     """
     size = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
     if len(tensor.data) != size:
@@ -188,5 +202,5 @@ def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb
 
 
 def limits_from_proto(messages: Iterable[media_pb2.MediaLimits]) -> tuple[MediaLimits, ...]:
-    """What is taken of each modality, as far as this revision knows it."""
+    """Return the limits of each modality that this version knows."""
     return tuple(from_message(each, MediaLimits) for each in messages if each.modality in MODALITIES)

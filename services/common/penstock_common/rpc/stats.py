@@ -1,4 +1,4 @@
-"""Statistics of ``penstock.common.v1`` to the domain, checked."""
+"""Conversion of ``penstock.common.v1`` statistics to the domain, with validation."""
 
 import math
 
@@ -19,7 +19,7 @@ _AMOUNTS = {
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
-    """The domain's statistics. Raises InvalidArgument for numbers that can not be, and for more than MAX_HELD adapters."""
+    """Return the statistics. Raises InvalidArgument for impossible numbers, and for more than MAX_HELD adapters."""
     stats = from_message(message, SchedulerStats)
     _check(stats, path)
     if stats.lora is not None:

@@ -1,4 +1,4 @@
-"""RequestFailed on the wire: a gRPC status with ``google.rpc`` details, and back."""
+"""Conversion between RequestFailed and a gRPC status with ``google.rpc`` details."""
 
 import asyncio
 from typing import NoReturn
@@ -14,8 +14,10 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: RequestFailed) -> status_pb2.Status:
-    """Code and message, with ErrorInfo always, BadRequest when a field is at fault, QuotaFailure when a quota is used up,
-    RetryInfo when a retry may help.
+    """Return the status with code and message.
+
+    The details always include ErrorInfo. BadRequest is added for an invalid field, QuotaFailure for an exhausted quota,
+    and RetryInfo if a retry may help.
     """
     code: grpc.StatusCode = grpc.StatusCode[error.code]
     status = status_pb2.Status(code=code.value[0], message=error.message)
@@ -37,7 +39,7 @@ def to_status(error: RequestFailed) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: RequestFailed) -> NoReturn:
-    """End the call with the error's status and details. Raises CancelledError when its client has gone and cannot be told."""
+    """End the call with the error's status and details. Raises CancelledError if the client has disconnected."""
     status = to_status(error)
     details = ((DETAILS_KEY, status.SerializeToString()),)
     try:
@@ -48,7 +50,9 @@ async def abort(context: grpc.aio.ServicerContext[object, object], error: Reques
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> RequestFailed:
-    """The RequestFailed that a call ended with; without details (a broken connection) just code and message."""
+    """Return the RequestFailed for a failed call. A call without details (a broken connection) yields only code and
+    message.
+    """
     failed = request_failed(error.code().name, error.details() or error.code().name)
     for key, value in error.trailing_metadata() or ():
         if key != DETAILS_KEY:

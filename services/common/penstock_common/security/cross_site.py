@@ -1,9 +1,9 @@
-"""Decides which HTTP calls to refuse because a browser made them for a page that has no business here.
+"""Detection of HTTP calls that a browser makes for a web page of another site.
 
-A browser lets every page send requests to every server, a server on the user's own machine included. The answer stays hidden
-from the page, but the work is done. And where the owner of a site makes its name point to that server ("DNS rebinding"), the page
-and the server have the same origin, and the page reads the answers, too. The headers that browsers set tell such calls apart: a
-page cannot change them.
+A browser lets every page send requests to every server, including servers on the user's own machine. The page cannot
+read the response, but the server does the work. With DNS rebinding, the owner of a site points its name to that server.
+The page and the server then have the same origin, so the page can also read the responses. Browsers set headers that
+identify such calls, and pages cannot change these headers.
 """
 
 import re
@@ -25,23 +25,23 @@ _HEADERS = frozenset(
         b"transfer-encoding",
     )
 )
-"""The headers that decide."""
+"""Headers that the checks read."""
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\s]+)(:(?P<port>[0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READING = ("GET", "HEAD")
 _JSON = re.compile(r"application/json|[^/\s]+/[^/\s]+\+json", re.IGNORECASE)
 _SHOWN = 200
-"""Characters of a header that a message quotes."""
+"""Maximum characters of a header value in a message."""
 _NO_PAGES = "pages of other origins may not call this port"
 
 
 class CallerRules(NamedTuple):
-    """What a listener lets browsers do.
+    """Rules for calls from browsers to a listener.
 
     Args:
-        section: The section of the listener's settings, for messages.
-        hosts: The names under which the listener may be called; None: any.
-        origins: Pages that may call; None: none but the listener's own, and no setting lists others.
+        section: Settings section of the listener, for messages.
+        hosts: Host names under which the listener may be called, or None for any.
+        origins: Other origins that may call. If None, only the listener's own origin may call and no setting lists others.
     """
 
     section: str
@@ -50,7 +50,7 @@ class CallerRules(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a call is not served: the status of the answer, its message and a code for programs."""
+    """Refusal of a call: HTTP status, message, and a code for programs."""
 
     status: int
     message: str
@@ -60,7 +60,9 @@ class Refusal(NamedTuple):
 def caller_rules(
     section: str, host: str, allowed_hosts: Sequence[str], allowed_origins: Sequence[str] | None = None
 ) -> CallerRules:
-    """Return the rules of a listener on ``host``. On loopback, or where there are ``allowed_hosts``, hosts are checked."""
+    """Return the rules of a listener on ``host``. Host names are checked on loopback and if ``allowed_hosts`` is not
+    empty.
+    """
     checks_hosts = bool(allowed_hosts) or _binds_loopback(host)
     hosts = AllowedHosts(allowed_hosts, field=f"{section}.allowed_hosts", bound=host) if checks_hosts else None
     origins = None if allowed_origins is None else AllowedOrigins(allowed_origins)
@@ -68,16 +70,18 @@ def caller_rules(
 
 
 def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRules) -> Refusal | None:
-    """Return why a call must not be served, or None. ``headers``: the call's, as ASGI has them, with names in lower case.
+    """Return the refusal of a call, or None if the call is allowed. ``headers`` are ASGI headers with names in lower
+    case.
 
-    The status is 421 (or 400) for a wrong ``Host``, 403 for a page of another origin, 415 for a body from a page that is not
-    declared as JSON: a browser asks before it sends JSON to another origin, and does not ask before it sends plain text.
+    The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 for a page's body that is
+    not declared as JSON. A browser asks the server before it sends JSON to another origin, but not before it sends
+    plain text.
     """
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
         if name in _HEADERS:
             given.setdefault(name, []).append(value.decode("latin-1"))
-    # No browser leaves Host out, so a call without it (HTTP/1.0) is no page's.
+    # Browsers always send Host, so a call without it (HTTP/1.0) does not come from a page.
     hosts = given.get(b"host", [])
     if len(hosts) > 1:
         return Refusal(400, f"the call has {len(hosts)} Host headers; send one", "host_repeated")
@@ -93,10 +97,10 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
 
 
 def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules: CallerRules) -> Refusal | None:
-    """A refusal if the call is from a page of another origin that is not allowed."""
+    """Return a refusal if the call comes from a page of another origin that is not allowed."""
     site, allowed = _last(given, b"sec-fetch-site"), rules.origins
     if site == "same-origin" or (allowed is not None and allowed.any):
-        # The browser compared the page's origin with the URL that it calls. A proxy may have changed Host on the way here.
+        # The browser compared the page's origin with the called URL. A proxy may have changed Host since.
         return None
     origins = given.get(b"origin", [])
     if not origins:
@@ -124,7 +128,7 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules
 
 
 def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
-    """A refusal if the call is from a page and its body may have been sent without asking."""
+    """Return a refusal if a page may have sent the body without asking the server first."""
     if b"origin" not in given or method in _READING:
         return None
     if b"transfer-encoding" not in given and _last(given, b"content-length") in ("", "0"):
@@ -140,14 +144,16 @@ def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
 
 
 def _is_navigation(method: str, given: dict[bytes, list[str]]) -> bool:
-    """Whether the user follows a link to a page of this server, which the page with the link cannot read."""
+    """Return whether the user follows a link to a page of this server. The page with the link cannot read the response."""
     shows_page = _last(given, b"sec-fetch-mode") == "navigate" and _last(given, b"sec-fetch-dest") == "document"
     return shows_page and method in _READING
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether an origin has the host and port of a ``Host`` header. A proxy in front may have ended TLS, so the scheme counts
-    only for its default port, and a ``Host`` without a port may mean either scheme's.
+    """Return whether an origin has the host and port of a ``Host`` header.
+
+    A proxy may have terminated TLS, so the scheme counts only for its default port. A ``Host`` without a port may mean
+    the default port of either scheme.
     """
     scheme, _, authority = origin.partition("://")
     theirs, ours = _AUTHORITY.fullmatch(authority), _AUTHORITY.fullmatch(host)
@@ -160,7 +166,7 @@ def _is_own(origin: str, host: str) -> bool:
 
 
 def _host_of(header: str) -> str:
-    """The host of a ``Host`` header, in its canonical form; empty for a malformed one."""
+    """Return the host of a ``Host`` header in canonical form, or an empty string if the header is malformed."""
     match = _AUTHORITY.fullmatch(header)
     return canonical_host(match["host"]) if match is not None else ""
 
@@ -175,5 +181,5 @@ def _binds_loopback(host: str) -> bool:
     try:
         _, address = resolve(host, 0)
     except OSError:
-        return False  # the listener will say so
+        return False  # The listener reports this error.
     return is_loopback(address[0])

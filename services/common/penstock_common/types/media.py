@@ -1,4 +1,4 @@
-"""Images, sound and video of a prompt, as engines get them: processed, and named by their content."""
+"""Images, audio and video of a prompt in the form that engines receive: preprocessed, and identified by content."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 TensorDtype = Literal["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64", "bool"]
 LARGEST_NUMBER = 65504
-"""Greatest magnitude of a number in the tensors of media, float16's. Processed media are around 1; far larger numbers make a
-model's logits infinite.
+"""Largest magnitude of a number in media tensors: the maximum of float16. Preprocessed media have magnitudes around 1.
+Far larger numbers make a model's logits infinite.
 """
 DTYPE_BYTES: dict[TensorDtype, int] = {
     "float32": 4,
@@ -27,11 +27,11 @@ DTYPE_BYTES: dict[TensorDtype, int] = {
 }
 
 EMBEDS = "embeds"
-"""What a tensor is called that holds what the model's tower would give."""
+"""Name of the tensor that contains embeddings in place of the encoder's inputs."""
 
 
 class TensorData(msgspec.Struct, frozen=True, weakref=True):
-    """A dense row-major tensor; ``data``: its elements, little-endian."""
+    """Dense row-major tensor. ``data`` contains its elements in little-endian order."""
 
     dtype: TensorDtype
     shape: tuple[int, ...]
@@ -39,19 +39,23 @@ class TensorData(msgspec.Struct, frozen=True, weakref=True):
 
 
 class EmbedRun(msgspec.Struct, frozen=True):
-    """``count`` positions that have embeddings, from ``start`` on."""
+    """Run of ``count`` positions with embeddings, beginning at ``start``."""
 
     start: int
     count: int
 
 
 class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of a prompt: ``length`` positions from ``offset`` on, of which those of ``embed_runs`` (relative to ``offset``;
-    empty: all) have embeddings and the others are tokens.
+    """Media item of a prompt.
 
-    ``identifier``: 64 hexadecimal digits that stand for all that the embeddings depend on, and for the cache salt. ``data``: the
-    model's own inputs under the names of its processor in transformers. Between a frontend and an engine it may be empty where
-    the engine keeps the item; within an engine's core it is whole.
+    Attributes:
+        identifier: 64 hexadecimal digits that identify everything the embeddings depend on, and the cache salt.
+        offset: First position of the item in the prompt.
+        length: Number of positions.
+        embed_runs: Positions with embeddings, relative to ``offset``. The other positions are tokens. Empty if
+            all positions have embeddings.
+        data: Inputs of the model, under the names of its processor in transformers. Frontends may
+            send an empty ``data`` if the engine has the item cached. Within an engine's core, ``data`` is complete.
     """
 
     modality: Modality
@@ -63,22 +67,22 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """Position after the item."""
         return self.offset + self.length
 
     @property
     def num_embeds(self) -> int:
-        """Embeddings that stand in the prompt for it."""
+        """Number of embeddings that the item has in the prompt."""
         return sum(run.count for run in self.embed_runs) if self.embed_runs else self.length
 
     @property
     def num_bytes(self) -> int:
-        """Of its data."""
+        """Size of the item's data in bytes."""
         return sum(len(tensor.data) for tensor in self.data.values())
 
 
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine or a frontend takes of one modality: items in a request, and prompt positions of an item, at most."""
+    """Limits of an engine or a frontend for one modality: items per request, and prompt positions per item."""
 
     modality: Modality
     max_items: int

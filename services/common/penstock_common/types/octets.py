@@ -1,4 +1,4 @@
-"""Bytes as msgpack knows them: it writes either kind, and what it reads is always ``bytes``."""
+"""Bytes type for msgspec structs. Encoding accepts any bytes-like object; decoding always returns ``bytes``."""
 
 from typing import TYPE_CHECKING
 

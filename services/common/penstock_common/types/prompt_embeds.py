@@ -1,4 +1,4 @@
-"""A prompt, or parts of one, given as vectors in place of token ids."""
+"""Prompts, or parts of prompts, given as embeddings in place of token IDs."""
 
 from typing import Any, Literal
 
@@ -13,11 +13,14 @@ IS_VECTOR, IS_TOKEN = b"\0", b"\1"
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
-    """``data``: row-major little-endian elements of ``[vectors, hidden_size]``, what the model's embedding layer would give: a
-    row for each position that is a vector, in order. ``num_tokens``: positions of the prompt.
+    """Prompt embeddings. The sequences of a request share one instance.
 
-    ``is_token``: a byte for each position, 1 where it is a token id after all; empty: every position is a vector. The sequences
-    of a request share one of these. ``memo``: what an engine has found out about it, once for all of them.
+    Attributes:
+        data: Row-major little-endian elements of ``[vectors, hidden_size]``, in place of the output of the model's embedding
+            layer. There is one row, in order, for each position that is a vector.
+        num_tokens: Number of positions of the prompt.
+        is_token: One byte per position, 1 for a token ID. Empty if every position is a vector.
+        memo: Values that an engine has derived from the embeddings, cached for all sequences.
     """
 
     dtype: EmbedsDtype
@@ -28,16 +31,16 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     memo: dict[object, Any] = msgspec.field(default_factory=dict)
 
     def is_vector(self, position: int) -> bool:
-        """Whether the position of the prompt is a vector."""
+        """Return whether the position of the prompt is a vector."""
         return position < self.num_tokens and not (self.is_token and self.is_token[position])
 
     def num_vectors(self, start: int, end: int) -> int:
-        """How many of the positions from ``start`` to ``end`` are vectors."""
+        """Return the number of vectors among the positions from ``start`` to before ``end``."""
         end = min(end, self.num_tokens)
         return max(end - start, 0) - self.is_token.count(IS_TOKEN, start, end)
 
     def is_alike(self, other: "PromptEmbeds") -> bool:
-        """Whether the other one says the same of its data."""
+        """Return whether ``other`` has the same metadata. The data is not compared."""
         return (self.dtype, self.num_tokens, self.hidden_size, self.is_token) == (
             other.dtype,
             other.num_tokens,
@@ -47,11 +50,11 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a vector."""
+        """Size of a vector in bytes."""
         return self.hidden_size * ELEMENT_BYTES[self.dtype]
 
     def last(self, count: int) -> "PromptEmbeds | None":
-        """That of the last ``count`` positions; None when none of them is a vector."""
+        """Return the embeddings of the last ``count`` positions, or None if these positions have no vectors."""
         if count >= self.num_tokens:
             return self
         kept = self.num_vectors(self.num_tokens - count, self.num_tokens)
