@@ -34,8 +34,7 @@ class EngineRank:
         self._config = config.data_parallel
         self._meets = meets = make_meets(config.data_parallel, self.name, secret)
         self.target_size = 0
-        """Number of ranks that the group should have, as last reported by the coordinator. 0 if it has reported none.
-        """
+        """Target number of ranks of the group, as last reported by the coordinator. 0 before the first report."""
         self._agreed = {
             **ready.config,
             "block_size": str(ready.block_size),

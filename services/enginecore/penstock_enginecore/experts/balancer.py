@@ -37,16 +37,16 @@ class Move(msgspec.Struct, frozen=True):
 def balance(counts: Sequence[int], experts: Sequence[int], size: int) -> float:
     """Return the mean load of the ranks divided by the highest load, or 1 if there are no tokens.
 
-    ``counts`` are the tokens of each expert, and ``experts`` those in the slots of ``size`` ranks. Replicas share the
-    load equally.
+    ``counts`` are the tokens of each expert, and ``experts`` are the experts in the slots of ``size`` ranks. Replicas
+    share the load equally.
     """
     loads = _rank_loads(counts, experts, size)
     return sum(loads) / size / max(loads) if max(loads) else 1.0
 
 
 def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the ``experts`` for the slots of ``size`` ranks, by their tokens, or the current ones if the gain would be
-    small.
+    """Return a new placement of experts for the slots of ``size`` ranks, based on their token counts. Returns the
+    current placement if the gain would be small.
     """
     slots = len(experts) // size
     shares = _replicas(counts, len(experts), size)
@@ -64,7 +64,8 @@ def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tupl
 def moves_between(before: Placement, after: Placement, layer: int) -> list[Move]:
     """Return the moves of a layer, in order of slots.
 
-    If the rank has the expert in another slot, it is the source itself. Several other sources alternate.
+    If the receiving rank has the expert in another slot, that rank is the source. If several other ranks have the
+    expert, they alternate as sources.
     """
     old, new = before.physical[layer], after.physical[layer]
     sources: dict[int, list[int]] = {}
@@ -92,7 +93,7 @@ def _rank_loads(counts: Sequence[int], experts: Sequence[int], size: int) -> lis
 
 
 def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
-    """Return the number of slots of each expert. Spare slots go to the expert with the most tokens per replica."""
+    """Return the number of slots of each expert. Each spare slot goes to the expert with the most tokens per replica."""
     replicas = [1] * len(counts)
     heaviest = [(float(-count), expert) for expert, count in enumerate(counts)]
     heapq.heapify(heaviest)
@@ -151,7 +152,7 @@ def _swap(weights: Sequence[float], loads: list[float], packed: list[list[int]],
 
 
 def _in_their_slots(own: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Return a rank's experts, with those that it already had in their previous slots."""
+    """Return a rank's experts in slot order. Experts that the rank already had stay in their slots."""
     left = list(own)
     placed: list[int | None] = []
     for expert in before:

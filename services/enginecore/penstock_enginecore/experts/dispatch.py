@@ -26,7 +26,7 @@ class Routed:
     Attributes:
         states: ``[tokens, hidden]``.
         slots: int64 ``[tokens, top]``, physical experts, numbered over all ranks.
-        weights: ``[tokens, top]``, weights of these experts.
+        weights: ``[tokens, top]``, weights of these experts in the sum.
     """
 
     states: torch.Tensor

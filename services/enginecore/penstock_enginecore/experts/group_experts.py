@@ -67,14 +67,14 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
 
 
 def _once_each(rank: Sequence[int]) -> list[int]:
-    """Return a rank's experts, in which the second slot of the same expert is ``EMPTY``."""
+    """Return a rank's experts. If an expert occurs twice, its second slot becomes ``EMPTY``."""
     return [EMPTY if expert in rank[:slot] else expert for slot, expert in enumerate(rank)]
 
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-"""Experts that are read together. This many experts of a layer are briefly in memory twice."""
+"""Number of experts that are read together. These experts of a layer are briefly in memory twice."""
 
 
 @dataclass(slots=True)

@@ -59,10 +59,10 @@ EMPTY = -1
 
 
 class DispatchedExperts(torch.nn.Module):
-    """Replacement of a model's module of experts that dispatches tokens to ranks.
+    """Replacement for a model's experts module. It dispatches tokens to ranks.
 
-    Without a group it computes only its own experts, and other experts add zero. Therefore a model can be loaded and probed
-    before a group exists.
+    Without a group, the layer computes only its own experts, and other experts add zero. Therefore a model can be
+    loaded and probed before a group exists.
 
     Args:
         layer: Number of the layer of experts.
@@ -95,9 +95,9 @@ class DispatchedExperts(torch.nn.Module):
                 self._own_slots[expert] = slot
 
     def write(self, slot: int, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write an expert into a slot. ``weights`` are named as in ``experts``.
+        """Write an expert into a slot. ``weights`` has the parameter names of ``experts``.
 
-        Raises ValueError if they do not fit. The slot is then empty.
+        Raises ValueError if the weights do not fit. The slot is then empty.
         """
         self._hold(slot, EMPTY)
         experts: Any = self.experts
@@ -134,7 +134,7 @@ class DispatchedExperts(torch.nn.Module):
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
-        """Compute with this group from now on, or alone for None."""
+        """Compute with this group from now on, or without a group if None."""
         self._membership = membership
 
     def slot_memory(self, slot: int) -> list[torch.Tensor]:

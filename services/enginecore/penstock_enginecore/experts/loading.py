@@ -1,4 +1,6 @@
-"""Partial loading of a checkpoint: everything except experts before the rank has a number, then single experts."""
+"""Partial loading of a checkpoint. Everything except experts is read before the rank's number is known; single experts
+are read later.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from penstock_enginecore.models.quantization.weights import StoredTensor, open_t
 
 _DISPATCHED = "ep_dispatch_experts"
 _SHARED_OUT = "grouped_gemm"
-"""Value in the plan for weights of such modules. A rank has some of their rows, one per expert."""
+"""Value in the plan for the weights of experts modules. A rank has some of the rows, with one row per expert."""
 
 
 def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -104,8 +106,9 @@ class ExpertShare:
     """Part of a model that a rank reads before it joins a group: everything except experts, plus the first expert of
     each layer.
 
-    That expert is read into every slot, so that the experts' computation can be checked. Raises ModelLoadError if the
-    experts cannot be shared, and the errors of ``slots``, which returns the slots per rank for a number of experts.
+    The first expert is read into every slot, so that the experts' computation can be checked. ``slots`` returns the
+    slots per rank for a number of experts. Raises ModelLoadError if the experts cannot be shared, and the errors of
+    ``slots``.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class ExpertShare:
             experts.__init__ = whole
 
     def install(self, module: PreTrainedModel) -> list[DispatchedExperts]:
-        """Replace the experts of a model that was made small by layers that dispatch."""
+        """Replace the experts modules of a small model by layers that dispatch tokens."""
         layers = []
         for index, name in enumerate(self.names):
             held = (0,) * self.slots

@@ -61,8 +61,8 @@ def fewest_slots(num_experts: int, size: int) -> int:
 
 
 def check_slots(num_experts: int, size: int, slots: int) -> None:
-    """Raise ConfigError, with the limit, if ``size`` ranks of ``slots`` slots cannot hold every expert, or must hold
-    one twice.
+    """Raise ConfigError, with the limit, if ``size`` ranks of ``slots`` slots cannot hold every expert, or if a rank
+    would need the same expert twice.
     """
     if size > num_experts:
         raise ConfigError(

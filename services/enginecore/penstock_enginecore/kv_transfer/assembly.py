@@ -38,7 +38,7 @@ from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
 FINGERPRINT_BYTES = 16
 _PERSON = b"penstock-kv-1"
 _OF_TOKENS_ALONE = frozenset({"task", "eos_token_ids", "enable_in_reasoning", "revision"})
-"""Facts that tokens depend on, but keys and values do not, or that are only names."""
+"""Facts that affect tokens but not keys and values, and facts that are only names."""
 _NUMERICS = ("tensor_parallel_size", "batch_invariant")
 """Facts that change how numbers are rounded."""
 _HASH = re.compile(r"[0-9a-f]{16}")
@@ -55,8 +55,8 @@ def layout_of(
 ) -> KvLayout:
     """Describe the layout of an engine's blocks.
 
-    The fingerprint is empty if the weights have no hash, as random weights have none. No other engine has equal blocks
-    then.
+    The fingerprint is empty if the weights have no hash, as with random weights. In that case, no other engine has
+    equal blocks.
 
     Args:
         config: Configuration of the KV cache.

@@ -22,8 +22,8 @@ _TOUCHED = 64 << 20
 
 
 class HostMemory:
-    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All pages are allocated at creation, so that copies
-    never wait for one.
+    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All pages are allocated at creation, so copies never
+    wait for page faults.
 
     ``pinned`` makes the memory page-locked, for copies from and to a device. Raises MemoryError if there is too little
     memory.
@@ -44,9 +44,9 @@ class HostMemory:
 
 T = TypeVar("T")
 Call = Callable[..., "Future[Any]"]
-"""Has a method of ``WorkerCopies`` called by name at all workers."""
+"""Function that calls a method of ``WorkerCopies`` by name on all workers."""
 Memory = Callable[[], list[torch.Tensor]]
-"""Returns the KV cache like ``block_memory``, or an empty list while it sleeps."""
+"""Function that returns the KV cache like ``block_memory``, or an empty list while the cache sleeps."""
 
 
 class WorkerCopies:
@@ -64,7 +64,9 @@ class WorkerCopies:
         return sum(tensor.shape[1] for tensor in self._memory())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Have a method of this class called. On a GPU, it runs after the work that the calling thread has launched."""
+        """Call a method of this class on its thread. On a GPU, the call runs after the work that the calling thread has
+        launched.
+        """
         memory = self._memory()
         ready: Any = None
         if memory and memory[0].is_cuda:
@@ -226,8 +228,8 @@ class CopiesAwaited:
         self._failed: Exception | None = None
 
     def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Have all workers make a copy. The future completes when all have answered. It raises the error of the lowest
-        rank that failed.
+        """Start a copy on all workers. The future completes when all workers have answered. If workers failed, it
+        raises the error of the lowest failed rank.
         """
         future: Future[Any] = Future()
         with self._lock:

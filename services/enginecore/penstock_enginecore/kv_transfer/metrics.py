@@ -16,8 +16,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class TransferCounts:
-    """Counts since the start. The transfer thread counts transfers with other engines, and the busy loop's thread those
-    with the engine's own media. Any thread may read.
+    """Counts since the start. The transfer thread counts transfers with other engines. The busy loop's thread counts
+    transfers with the engine's own media. Any thread may read.
     """
 
     def __init__(self) -> None:
@@ -78,9 +78,7 @@ def tier_families(tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
 
 
 def _num_bytes(read: tuple[TransferCounts, TierStats]) -> dict[tuple[str, str], int]:
-    """Return bytes by direction and transport. The tiers that the engine has are included with their names as
-    transports.
-    """
+    """Return bytes by direction and transport. The names of the engine's tiers also occur as transports."""
     counts, tiers = read
     found = counts.num_bytes.copy()
     for way, usage, loaded, kept in (

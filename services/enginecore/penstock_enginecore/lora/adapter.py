@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from penstock_enginecore.attention.base import IntArray
 
 TakeAdapter: TypeAlias = Callable[[], None]
-"""Makes a forward pass accept segments of an adapter from then on. It is cheap. Call it between steps, at most once."""
+"""Function that makes a forward pass accept segments of a prepared adapter. The call is cheap. Call the function
+between steps, at most once.
+"""
 BLANK = b""
 """Digest of segments without an adapter, for passes that replay captured steps. Such steps launch the same kernels as
 steps with adapters.
@@ -131,7 +133,7 @@ class AdapterPart:
     linears: frozenset[str] | None = None
 
     def of(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Return the worker's part of ``adapter``, under the digest of the whole. The part may be empty.
+        """Return the worker's part of ``adapter``, with the digest of the whole adapter. The part may be empty.
 
         The result does not share memory with ``adapter``, unless the worker computes the whole adapter.
         """
@@ -154,8 +156,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes]) -> list[str]:
-    """Return the requests without an adapter in their order, then the requests of each adapter, by digest. All workers
-    get the same order.
+    """Return the requests in batch order. All workers compute the same order.
+
+    Requests without an adapter come first, in their given order. Requests with an adapter follow, grouped by digest.
 
     Args:
         request_ids: IDs of the step's requests.
@@ -203,8 +206,8 @@ def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[Lo
     ]
 
 
-# Adapters on the modules of any transformers model. The kernels' results are compared with these products in plain
-# torch.
+# Plain torch implementation of adapters, for the modules of any transformers model. Kernels are compared with this
+# implementation.
 
 Addition = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds an update to a layer's output ``[rows, out features]`` in place, given its input ``x`` ``[rows, in features]``.

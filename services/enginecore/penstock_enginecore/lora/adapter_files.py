@@ -82,7 +82,7 @@ class StoredTensor:
         return self.raw.numpy().data
 
     def float(self) -> torch.Tensor:
-        """Return the tensor as float32. May be a view of the buffer if the file stores float32."""
+        """Return the tensor as float32. The result may be a view of the buffer if the file stores float32."""
         dtype = DTYPES[self.dtype_name]
         aligned = self.raw if self.raw.storage_offset() % dtype.itemsize == 0 else self.raw.clone()
         return aligned.view(dtype).view(self.shape).float()
@@ -108,7 +108,9 @@ class TensorFile:
         self._check_order()
 
     def read(self) -> dict[str, StoredTensor]:
-        """Read all tensors, by name. They share one buffer, which lives as long as any of them."""
+        """Read all tensors, by name. All tensors share one buffer, which stays allocated while any of the tensors
+        exists.
+        """
         buffer = torch.empty(self._data_size, dtype=torch.uint8)
         view = buffer.numpy().data
         done = 0
@@ -126,8 +128,8 @@ class TensorFile:
 
     def _headers(self, text: bytes) -> dict[str, TensorHeader]:
         try:
-            # Decode entry by entry. So a header with other content never becomes Python objects, which take many times
-            # its size.
+            # Decode each entry separately, so that other header content never becomes Python objects. Such objects
+            # would take many times the memory of the text.
             found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             found.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in found.items()}
@@ -187,7 +189,7 @@ _POINTER = b"version https://git-lfs"
 
 
 class AdapterFolder:
-    """An open directory. It stays the same directory even if its path is changed to refer to another one."""
+    """An open directory of an adapter. Reads always use this directory, even if its path later names another directory."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -316,7 +318,7 @@ class ReadBefore:
 # Digests of adapters. The digest depends on the adapter's content, not on its location or file layout.
 
 _PERSON = b"penstock.lora.1"
-"""Change the number whenever the same adapter would get another digest."""
+"""Personalization of BLAKE2b. Increase the number whenever a code change gives the same adapter a different digest."""
 DIGEST_SIZE = 16
 
 

@@ -18,12 +18,12 @@ from penstock_enginecore.models.errors import ModelLoadError
 # Inputs of the kernels that add adapters to a product: where matrices are in the slots, and tiles of the rows that have
 # adapters.
 
-# A slot is one piece of memory for all matrices of an adapter. Its size follows from ``max_lora_rank``; an adapter
-# fills as much as its ranks need. So an adapter is copied to the device in one copy, and its table of matrix offsets in
-# a second one.
+# A slot is one contiguous piece of memory for all matrices of an adapter. The slot size follows from ``max_lora_rank``.
+# An adapter with smaller ranks fills only a part of its slot. One copy transfers an adapter to the device, and a second
+# copy transfers its table of matrix offsets.
 
 ALIGNED = 16
-"""Alignment of a matrix, in numbers. Rows of B are aligned to half of it, because kernels load vectors."""
+"""Alignment of a matrix, in numbers. Rows of B are aligned to half of this number, because kernels load vectors."""
 ROW_ALIGNED = 8
 PIECE = 128
 """Output features that one program computes. All features of a piece belong to one projection."""
@@ -54,7 +54,9 @@ class ProductShape:
 
     @property
     def chunk(self) -> int:
-        """Columns of A that one program takes, in any step. A long sum is the sum of the chunks' sums, in order."""
+        """Number of columns of A that one program processes. The number is equal in all steps. A sum over more columns
+        adds the sums of the chunks in order.
+        """
         whole = -(-self.in_features // (_MOST_CHUNKS * _STEP)) * _STEP
         return max(_CHUNK, whole)
 
@@ -158,8 +160,8 @@ def _whole(numbers: int) -> int:
 # Tiles that kernels multiply: the rows of a step that have adapters, and the slot of each tile.
 
 TILE_ROWS = 16
-"""Rows of a tile: the fewest that tensor cores multiply, for steps of any size. So the sums of a row always come from
-the same instruction, whatever else is in the batch.
+"""Rows per tile, for steps of any size: the minimum that tensor cores multiply. Each row's sums therefore always use
+the same instruction, regardless of the rest of the batch.
 """
 
 
@@ -231,9 +233,7 @@ class SlotLimits:
 
 
 class DeviceSlots:
-    """Assigns ``count`` slots to adapters. If no slot is free, a new adapter replaces the one whose last step is the
-    longest ago.
-    """
+    """Assigns ``count`` slots to adapters. If no slot is free, a new adapter replaces the least recently used one."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -250,8 +250,8 @@ class DeviceSlots:
     def offer(self, digest: bytes) -> int | None:
         """Assign a slot to an adapter before its first step. Returns the slot to write.
 
-        Returns None if the adapter already has a slot, or if adapters of the last step occupy all slots. These are
-        likely to be used in the next step.
+        Returns None if the adapter already has a slot, or if adapters of the last step occupy all slots. The last
+        step's adapters keep their slots, because the next step probably uses them.
         """
         return None if digest in self._slots else self._take(digest, self._last)
 
@@ -275,7 +275,7 @@ class DeviceSlots:
         return fresh
 
     def remove(self, digest: bytes) -> None:
-        """Free the slot of an adapter. Does nothing if it has none."""
+        """Free the slot of an adapter. Does nothing if the adapter has no slot."""
         if (slot := self._slots.pop(digest, None)) is not None:
             self._free.append(slot)
 
@@ -307,7 +307,7 @@ class Place:
 
     Attributes:
         layers: ``(out, in)`` features of each layer, by name.
-        of_rows: Whether the layers' input is the rows whose logits are wanted, not all tokens.
+        of_rows: Whether the layers' input contains only the rows whose logits are needed, instead of all tokens.
     """
 
     layers: Mapping[str, tuple[int, int]]
@@ -372,7 +372,7 @@ class AtOnce:
     """Copies on a CPU, synchronously."""
 
     def begin(self, copy: Callable[[], None]) -> None:
-        """Run ``copy``, which is complete when this returns."""
+        """Run ``copy`` to its end before returning."""
         copy()
 
     def await_end(self, end: None) -> None:
@@ -404,7 +404,9 @@ class SlotMemory:
         return self._limits.max_loras * of_slot * self._dtype.itemsize
 
     def scratch_numbers(self, tiles: int, tile_rows: int) -> int:
-        """Return the number of float32 values that the kernels of one place need between them, for ``tiles`` tiles."""
+        """Return the number of float32 values that the first kernel of any place passes to the second kernel, for
+        ``tiles`` tiles.
+        """
         return max(matrices.scratch_numbers(tiles, tile_rows) for matrices in self.matrices)
 
     @torch.inference_mode(False)

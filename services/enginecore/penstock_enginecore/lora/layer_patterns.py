@@ -52,11 +52,11 @@ class Patterns:
     """Matches the expressions of one adapter. All methods raise LoraError, which names the setting, ``key``."""
 
     def __init__(self, file: str, names: Iterable[str] = ()) -> None:
-        """Start no process yet.
+        """Create a matcher. A process starts only when an expression must be matched.
 
         Args:
             file: Name of the file that has the settings, for errors.
-            names: Names that expressions will be matched against. One process answers for all of them.
+            names: Names that expressions will be matched against. One process matches all of these names.
         """
         self._file = file
         self._names = frozenset(names)

@@ -192,8 +192,8 @@ def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
 
 
 class Onlooker:
-    """Observer of a model's modules while it is loaded. A model may be loaded several times; the last notification
-    counts.
+    """Observer of a model's modules while the model is loaded. A model may be loaded several times; the last
+    notification counts.
     """
 
     def loaded(self, module: PreTrainedModel) -> None:

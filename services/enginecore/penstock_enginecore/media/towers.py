@@ -1,4 +1,4 @@
-"""Weights of a model's vision and audio encoders, which sleep together with those of the model."""
+"""Weights of a model's vision and audio encoders. They sleep and wake together with the model's other weights."""
 
 import torch
 
@@ -9,7 +9,7 @@ from penstock_enginecore.models.multimodal.base import MediaEncoder
 
 
 class Towers:
-    """The modules of ``encoder``. If it is None, there are no modules."""
+    """Vision and audio encoder modules of a model. Empty if ``encoder`` is None."""
 
     def __init__(self, encoder: MediaEncoder | None) -> None:
         self._modules = [] if encoder is None else list(encoder.modules)

@@ -1,1 +1,1 @@
-"""A model over several devices: its plan, its parts, and the communication between them."""
+"""Model parallelism: the split of a model over several devices, and the communication between its parts."""

@@ -1,4 +1,4 @@
-"""Collectives between ranks of one host in a step: by gloo, NCCL or shared memory."""
+"""Collectives between the ranks of one host during a step, over gloo, NCCL or shared memory."""
 
 import ctypes
 import functools
@@ -27,11 +27,11 @@ from penstock_enginecore.parallel.meeting import Meeting
 
 _GLOO_INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
-"""No timeout here: the engine ends a step that hangs, and names the worker."""
+"""Effectively no timeout, because the engine ends a step that hangs and names the worker."""
 
 
 def host_store(meeting: Meeting) -> Store:
-    """Return torch's store in the memory that processes of one host share. Raises ValueError for a meeting of several
+    """Return torch's store in the shared memory of one host's processes. Raises ValueError if the meeting spans several
     hosts.
     """
     if not isinstance(meeting.at, int):
@@ -87,7 +87,6 @@ _NCCL_INTERFACE = "=lo"
 """Interface on which NCCL listens while its ranks meet. NCCL does not authenticate clients, so use the loopback
 interface.
 """
-"""No timeout here: the engine ends a step that hangs, and names the worker."""
 
 
 def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.device) -> Any:
@@ -112,10 +111,9 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
 
 
 class NcclCollectives:
-    """``Collectives`` of tensors on GPUs, in the order of their current stream. Methods return before anything is
-    computed.
+    """``Collectives`` for GPU tensors, on their current stream. Methods return before the results are computed.
 
-    NCCL chooses the order of a sum by its size and the links. Every rank gets the same bits.
+    NCCL chooses the order of a sum by the sum's size and the links. Every rank gets the same bits.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -187,8 +185,8 @@ def available() -> bool:
 class SharedMemoryCollectives:
     """``Collectives`` with float32 and bfloat16 sums in rank order. bfloat16 sums are rounded once.
 
-    A waiting rank spins for 50 microseconds, then sleeps. If another rank has ended, it waits until it is killed.
-    ``base`` is the address of the memory.
+    A waiting rank spins for 50 microseconds, then sleeps. If another rank has died, the waiting rank waits until the
+    engine kills it. ``base`` is the address of the memory.
     """
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
@@ -232,9 +230,9 @@ def _num_bytes(size: int) -> int:
 
 @functools.cache
 def _functions() -> "tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]":
-    """Return the library's functions, which release the interpreter lock.
+    """Return the library's functions, which release Python's global interpreter lock.
 
-    Raises OSError without the library, AttributeError for an older one.
+    Raises OSError if the library is missing, and AttributeError if an older library lacks a function.
     """
     library = ctypes.CDLL(str(_LIBRARY))
     add_up, gather = library.penstock_all_reduce, library.penstock_all_gather
@@ -250,9 +248,7 @@ _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e
 
 
 class TimedCollectives:
-    """``Collectives`` that record the seconds of each operation of ``inner``, including the time that it waits for
-    other ranks.
-    """
+    """``Collectives`` that record the seconds of each operation of ``inner``, including the wait for other ranks."""
 
     def __init__(self, inner: Collectives) -> None:
         self.rank, self.size = inner.rank, inner.size

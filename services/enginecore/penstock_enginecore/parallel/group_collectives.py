@@ -165,10 +165,10 @@ class SocketCollectives:
     """Exchanges one message with each peer in each direction. Any inconsistency breaks the group."""
 
     def __init__(self, name: str, rank: int, size: int, silence: float = 0.0) -> None:
-        """Create the collectives of the group ``name``, which must be unique and includes the epoch.
+        """Create the collectives of the group ``name``, which must be unique and include the epoch.
 
-        ``silence`` is the time in seconds after which a rank counts as lost if its host does not answer. 0 leaves this
-        to the kernel, which may take 15 minutes.
+        ``silence`` is the number of seconds after which a rank counts as lost if its host does not answer. If 0, the
+        kernel decides, which may take 15 minutes.
         """
         self.rank, self.size = rank, size
         self.entered = 0
@@ -252,13 +252,15 @@ class SocketCollectives:
             raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} failed: {e}") from e
 
     def _look_for_dead(self) -> None:
-        """Raise CollectiveBroken if a peer has died, even if its message was complete. The other ranks end with it."""
+        """Raise CollectiveBroken if a peer has died, even if the peer's message was complete. The other ranks raise the
+        same error.
+        """
         for peer in self._silent:
             if peer.died():
                 raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
 
     def _wait(self) -> None:
-        """Wait until a connection has changed."""
+        """Wait for events on the connections. Raises CollectiveBroken if the mesh was given up."""
         changes = self._events.poll()
         if self._mesh.given_up:
             raise CollectiveBroken("this rank gave it up")
@@ -276,11 +278,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 class SocketLink:
-    """A ``GroupLink``. ``collectives`` are those of the group, which steps use as well."""
+    """A ``GroupLink`` over sockets. Exchanges and steps share ``collectives``."""
 
     def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float, silence: float) -> None:
-        """Create an unconnected link. ``timeout`` is the seconds for all ranks to come. ``silence``: see
-        ``SocketCollectives``.
+        """Create an unconnected link. ``timeout`` is the number of seconds within which all ranks must connect. For
+        ``silence``, see ``SocketCollectives``.
         """
         self.collectives = SocketCollectives(f"group-{group.epoch}", rank, len(group.members), silence)
         self._meeting = meeting

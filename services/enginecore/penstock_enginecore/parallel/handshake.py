@@ -1,4 +1,4 @@
-"""Handshake of internal ports: both sides prove that they know the key. Also detects dead peers."""
+"""Handshake on internal ports, in which both sides prove that they know the key. The module also detects dead peers."""
 
 import errno
 import logging
@@ -17,9 +17,9 @@ from penstock_common.security.shared_secret import ProofError
 # The listening side: unknown clients authenticate concurrently.
 
 MAX_UNPROVEN = 64
-"""Maximum number of unauthenticated connections. One more closes the oldest."""
+"""Maximum number of unauthenticated connections. A further connection closes the oldest one."""
 PROOF_WITHIN = 10.0
-"""Seconds in which a connection must authenticate."""
+"""Seconds within which a connection must authenticate."""
 _PAUSE = 0.2
 """Seconds without accepting after the system ran out of descriptors or memory."""
 _AT_ONCE = 16
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Admitted(NamedTuple):
-    """A non-blocking connection whose other side knows the key, and the identity that it claims."""
+    """A non-blocking connection whose other side has proven that it knows the key, and the identity that the other side
+    claims.
+    """
 
     connection: socket.socket
     claim: bytes
@@ -217,7 +219,7 @@ def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitRea
 
 
 def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> bytes:
-    """Return ``count`` bytes of a non-blocking connection. Raises OSError if it breaks or ends before."""
+    """Return ``count`` bytes from a non-blocking connection. Raises OSError if the connection breaks or ends first."""
     got = bytearray()
     while len(got) < count:
         wait(connection)
@@ -246,11 +248,10 @@ _TRIES = 3
 
 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """Let a connection fail once the other host has been silent for ``seconds``.
+    """Let a connection fail after the other host has been silent for ``seconds``.
 
     This applies while data is in transit, while the connection is idle, and after it was closed with unsent data. A
-    process that is stopped or busy does not count as silent, because its host answers for it while its receive buffer
-    has space.
+    stopped or busy process does not count as silent. Its host answers for it while its receive buffer has space.
     """
     probe = max(round(seconds / _TRIES), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -41,11 +41,11 @@ class MeetingStore:
         self._wait = wait
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value. It replaces an earlier value of the key."""
+        """Store a value. The new value replaces an earlier value of the key."""
         self._ask(SET, key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``. Waits until there is one."""
+        """Return the value of ``key``. Waits until the key has a value."""
         return self._ask(GET, key, b"")
 
     def _ask(self, what: bytes, key: str, value: bytes) -> bytes:

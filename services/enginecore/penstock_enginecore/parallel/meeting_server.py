@@ -20,7 +20,7 @@ MAX_ASKING = 4096
 """Maximum number of authenticated connections. Ranks of two epochs may meet at the same time, with one connection each.
 """
 MAX_KEYS = 16
-"""Maximum number of keys that one connection may set. A rank sets one."""
+"""Maximum number of keys that one connection may set. A rank sets one key."""
 MAX_STORE_BYTES = 4 * 1024 * 1024
 """Maximum bytes of all keys and values. The 1024 ranks of the largest group store about 150 bytes each."""
 

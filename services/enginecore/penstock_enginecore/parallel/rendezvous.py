@@ -24,16 +24,18 @@ from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
 # Agreement of ranks that all are connected.
 
 READY, CONFIRMED = b"r", b"c"
-"""READY: this rank is connected to all others. CONFIRMED: this rank knows that all others are, too."""
+"""READY: this rank is connected to all others. CONFIRMED: this rank knows that all other ranks are also connected to
+all others.
+"""
 ROUNDS = len(READY + CONFIRMED)
 
 
 class Confirmation:
     """Tracks the agreement of one rank with the others. A state machine without I/O.
 
-    The agreement needs two rounds, because a rank that is connected to all others does not know whether they are
-    connected, too. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has
-    formed. A rank that gives up before it sent CONFIRMED prevents all others from completing the second round.
+    The agreement needs two rounds, because a connected rank does not know whether the other ranks are connected to each
+    other. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has formed. A
+    rank that gives up before it sent CONFIRMED prevents all others from completing the second round.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -79,8 +81,8 @@ TOKEN_BYTES = 32
 CLAIM = struct.Struct("!I")
 """Rank of the connecting process."""
 _AGAIN_AFTER, _AGAIN_AFTER_AT_MOST = 0.05, 1.0
-"""First and longest retry delay in seconds, after a port has closed a connection early. Unknown clients may have filled
-its queue.
+"""First and longest retry delay in seconds after a port has closed a connection early. Unknown clients may have filled
+the port's queue.
 """
 _LAST_ROUND = 1.0
 """Seconds at the end of the timeout that are reserved for the last round of the agreement, but at most a tenth of the
@@ -364,7 +366,7 @@ class Mesh:
                 self._shut_down()
 
     def give_up(self) -> None:
-        """Give up the mesh, and end all waits for this rank, here and on other ranks. Thread-safe."""
+        """Give up the mesh. All waits end, on this rank and on ranks that wait for this rank. Thread-safe."""
         self.given_up = True
         with self._lock:
             if self._open:

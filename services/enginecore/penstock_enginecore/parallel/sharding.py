@@ -1,4 +1,4 @@
-"""The part that one rank has of a shared model."""
+"""Shard of a model that one tensor-parallel rank holds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,13 @@ import torch
 
 from penstock_enginecore.parallel.collectives import Collectives, SharedMemoryCollectives, TimedCollectives
 
-# The part that one rank has of a shared model.
-
 # Logits whose columns are split among ranks.
 
 
 class SplitVocabulary:
-    """A vocabulary of ``total`` tokens, of which rank r has ``width`` tokens from ``r * width`` on.
+    """Split of a vocabulary of ``total`` tokens. Rank r has ``width`` tokens, starting at token ``r * width``.
 
-    The last ranks may have fewer tokens or none; their remaining columns are padding. Not thread-safe.
+    The last ranks may have fewer tokens or none. Their remaining columns are padding. Not thread-safe.
     """
 
     def __init__(self, collectives: Collectives, total: int, width: int) -> None:
@@ -48,7 +46,7 @@ class SplitVocabulary:
         return logits if self._apart else self.whole(logits)
 
     def is_apart(self, logits: torch.Tensor) -> bool:
-        """Return whether these are only the columns of this rank."""
+        """Return whether the logits are only the columns of this rank."""
         return logits.shape[-1] == self.width
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -71,7 +69,7 @@ class SplitVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a model that one rank has.
+    """Shard of a model that one rank holds.
 
     Attributes:
         collectives: Collectives that sum the ranks' results.

@@ -167,7 +167,7 @@ class SocketStream:
 
 
 _FOREVER = 86_400.0
-"""No timeout here: the engine ends a rendezvous that takes too long, and names the missing node."""
+"""Effectively no timeout, because the engine ends a rendezvous that takes too long and names the missing node."""
 
 
 class SocketTransport:

@@ -49,7 +49,7 @@ class StageTransport(Protocol):
         """Start to receive into uint8 ``[bytes]``."""
 
     def close(self) -> None:
-        """Free resources that would not end with the process. Idempotent."""
+        """Free resources that would outlive the process. Idempotent."""
 
 
 class GlooTransport:

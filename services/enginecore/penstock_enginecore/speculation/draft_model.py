@@ -25,8 +25,6 @@ from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
 
-# How drafters with a model choose a draft: the most likely token, or a draw with the request's own random numbers.
-
 # Two ways to choose drafts. Each request uses the one whose drafts are accepted more often.
 
 _TRIES = 6
@@ -111,7 +109,7 @@ class DraftChoice:
 
 
 def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:
-    """Return how many drafts, from the first, equal the known tokens."""
+    """Return the number of leading drafts that equal the known tokens."""
     return next(
         (n for n, (a, b) in enumerate(zip(drafts, known, strict=False)) if a != b), min(len(drafts), len(known))
     )
@@ -121,7 +119,7 @@ def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:
 
 
 def check_vocabulary(model: Path, drafter: Path) -> None:
-    """Raise ModelLoadError for the first token ID that has another text in the draft model's checkpoint.
+    """Raise ModelLoadError for the first token ID whose text differs between the two checkpoints.
 
     Checkpoints without a ``tokenizer.json`` are not compared.
     """

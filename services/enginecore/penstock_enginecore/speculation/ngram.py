@@ -161,7 +161,7 @@ class TokenIndex:
 
 
 _MOST = 8
-"""Number of newest positions to examine. The one with the longest match is used."""
+"""Number of newest positions to examine. The position with the longest match is used."""
 
 
 class Ngram(Weightless):

@@ -69,8 +69,8 @@ class Place:
         self._at = at + 2 + near.index(token) if token in near else min(at + 1, len(tokens))
 
     def _find(self, pair: Sequence[int], at: int) -> int | None:
-        """Return the position after the nearest occurrence of the pair from ``at`` on, or else after the last one
-        before.
+        """Return the position after the nearest occurrence of the pair at or after ``at``, else after the last
+        occurrence before ``at``.
         """
         places = list(self._index.ending_like(pair, _PLACES))
         behind = [place for place in places if place >= at - _LOST]
@@ -132,7 +132,7 @@ class Predicted:
             self._inner.observe(step, first, states)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft for each request. The inner drafter is asked only for requests that get no drafts from a prediction."""
+        """Draft for each request. The inner drafter drafts only for requests that get no drafts from a prediction."""
         predicted = [self._draft(request) if request.num_drafts else [] for request in step.requests]
         if self._inner is None:
             return predicted

@@ -53,7 +53,7 @@ class _Generation:
 class PastOutputs:
     """Stores completed outputs by scope. Separate scopes keep a tenant's speed from revealing other tenants' outputs.
 
-    Half of ``max_bytes`` is filled at a time. When a half is full, the store starts a new one and drops the older one.
+    Half of ``max_bytes`` is filled at a time. When a half is full, the store fills a new half and drops the oldest one.
     """
 
     def __init__(self, width: int, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class PastOutputs:
         return (self._num_new + self._num_old) * _BYTES_PER_TOKEN
 
     def add(self, scope: str, output: Sequence[int]) -> None:
-        """Add an output, or the rest of one. If it is too long, only its end is kept."""
+        """Add an output, or the rest of a partly stored output. If the output is too long, only its end is kept."""
         output = output[max(0, len(output) - self._max_tokens) :]
         if len(output) <= self._width:
             return

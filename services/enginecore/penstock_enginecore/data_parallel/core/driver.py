@@ -1,4 +1,6 @@
-"""Driver of a rank: it carries out the effects of the rank's state machine, and feeds events back."""
+"""Driver of a data-parallel rank. The driver carries out the effects of the rank's state machine, and passes events to
+the state machine.
+"""
 
 import logging
 import time
@@ -57,9 +59,9 @@ from penstock_enginecore.data_parallel.core.rank import (
 class Standstill:
     """Measures the time without steps during planned changes and after losses of a group.
 
-    Both end with the first exchange of the new group. A planned change begins with the exchange in which all ranks
-    agree to switch, when the old group's last step has ended. A loss begins when this rank notices it, even during a
-    planned change.
+    Both intervals end with the first exchange of the new group. A planned change begins with the exchange in which all
+    ranks agree to switch, when the old group's last step has ended. A loss begins when this rank notices the loss, even
+    during a planned change.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -74,7 +76,7 @@ class Standstill:
 
     @property
     def seconds_since_loss(self) -> float:
-        """Seconds since the rank lost its group, or 0 if it has one."""
+        """Seconds since the rank lost its group, or 0 if the rank has a group."""
         return 0.0 if self._lost_at is None else self._clock() - self._lost_at
 
     def exchanging(self) -> None:

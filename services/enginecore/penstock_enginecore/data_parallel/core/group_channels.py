@@ -16,7 +16,7 @@ from penstock_enginecore.core.collective_errors import CollectiveBroken, Unprepa
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The ranks of an epoch's group have connected to each other."""
+    """Event: the ranks of an epoch's group have connected to each other."""
 
     epoch: int
 
@@ -32,23 +32,23 @@ class Gathered(msgspec.Struct, frozen=True):
 
 
 class Broke(msgspec.Struct, frozen=True):
-    """A group could not connect, or one of its collectives failed. No more events of this epoch follow."""
+    """Event: a group could not connect, or one of its collectives failed. No more events of this epoch follow."""
 
     epoch: int
     why: str
     unprepared: bool = False
-    """Whether it is this rank that cannot join the group."""
+    """Whether this rank is the one that cannot join the group."""
 
 
 class Named(msgspec.Struct, frozen=True):
-    """The coordinator has announced a group. ``meetings`` has the address of each rank's store."""
+    """Event: the coordinator has announced a group. ``meetings`` has the address of each rank's store."""
 
     message: Reconfigure
     meetings: Mapping[str, str]
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A request with this epoch and wave was refused before it reached the loop."""
+    """Event: a request with this epoch and wave was refused before it reached the busy loop."""
 
     epoch: int
     wave: int
@@ -90,7 +90,7 @@ meanwhile. Raises UnpreparedError if this rank cannot join the group.
 
 
 def prepare_nothing(epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-    """Do nothing, because connected ranks are ready."""
+    """Do nothing, because connected ranks need no preparation."""
 
 
 class LinkThread:
@@ -110,7 +110,9 @@ class LinkThread:
         self._given_up = threading.Event()
         self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._begun, self._over = 1, 0
-        """Number of connection attempts and exchanges begun and ended. The thread counts the latter."""
+        """Numbers of connection attempts and exchanges that have begun and that have ended. The link's thread counts
+        the ended ones.
+        """
         self._thread = threading.Thread(target=self._run, name=f"group-{epoch}", daemon=True)
         self._thread.start()
 
@@ -242,11 +244,11 @@ class SharedExperts(Protocol):
     """
 
     def prepare(self, epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-        """Distribute the experts of an epoch. All its ranks call this once they have connected.
+        """Distribute the experts of an epoch. All ranks of the epoch call this method once they have connected.
 
-        The ranks agree on the placement of experts, and each receives the experts that it lacks. A serving group
-        continues with its current experts meanwhile. Raises UnpreparedError, and CollectiveBroken, also soon after
-        ``given_up`` returns True.
+        The ranks agree on the placement of experts, and each rank receives the experts that it lacks. A serving group
+        continues with its current experts meanwhile. Raises UnpreparedError if this rank cannot join, and
+        CollectiveBroken if a rank is lost or soon after ``given_up`` returns True.
         """
 
     def leave(self) -> None:

@@ -60,7 +60,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 
 class AbortCollective(msgspec.Struct, frozen=True):
-    """Abort the collective that the rank is in, because other ranks may never join it."""
+    """Abort the collective that the rank is in, because other ranks may never join that collective."""
 
 
 class RollBack(msgspec.Struct, frozen=True):
@@ -165,22 +165,23 @@ class Phase(enum.Enum):
 
 
 class Rank(msgspec.Struct, frozen=True, cache_hash=True):
-    """State of a rank. Every method is an event. It returns the next state and the effects to carry out, in order.
+    """State of a rank. Every method handles an event. It returns the next state and the effects to carry out, in order.
 
-    Either all ranks of a group run or all are idle, because a step needs every rank. A wave begins with an exchange, a
-    small all-gather on the CPU. More exchanges follow before every ``interval``-th step. The last exchange's rows alone
-    decide whether a rank enters a collective, and all ranks have seen the same rows. The wave ends when no row has
-    work.
+    Either all ranks of a group run or all are idle, because a step needs every rank. A wave begins with an exchange,
+    which is a small all-gather on the CPU. More exchanges follow before every ``interval``-th step. A rank enters a
+    collective only if the rows of the last exchange say so, and all ranks have seen the same rows. The wave ends when
+    no row has work.
 
-    An idle rank enters the first exchange of its wave when it has work, has news, or was told to. News is a pause, a
-    resume, or a standby group that has not been in an exchange. It is enough that one rank knows about it; that rank
-    need not reach all others or stay alive. A rank that waits in a first exchange repeats its announcement
-    (``repeat``), and every idle rank that receives it joins. A paused rank joins too, but no step follows. A rank that
-    waits in an exchange handles all other events meanwhile.
+    An idle rank enters the first exchange of its wave for one of three reasons. It has work, it has news, or another
+    rank started the wave. News is a pause, a resume, or a standby group that has not been in an exchange. Only one rank
+    needs to know the news. That rank need not reach all others or stay alive. A rank that waits in a first exchange
+    repeats its announcement (``repeat``), and every idle rank that receives it joins. A paused rank joins too, but no
+    step follows. While a rank waits in an exchange, it handles all other events.
 
     A group changes in one of two ways. A planned change is prepared while the current group serves, and all ranks
-    switch after the exchange in which all were prepared. Any other change is immediate: the collective is aborted, and
-    its step is undone. Both begin with an exchange, after which wave and pauses are the maximum over all ranks.
+    switch after the exchange in which all were prepared. Any other change is immediate: the rank aborts the collective
+    and undoes its step. Both changes begin with an exchange, after which wave and pauses are the maximum over all
+    ranks.
     """
 
     engine: str
@@ -251,7 +252,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     # Waves.
 
     def start_dp_wave(self, message: StartDpWave) -> tuple[Self, Effects]:
-        """Handle the announcement that a rank is in a wave, or is about to be."""
+        """Handle the announcement that a rank is in a wave, or is about to enter it."""
         current = message.epoch == self.group.epoch and message.wave >= self.wave
         if not current or self.phase in (Phase.OUTSIDE, Phase.BROKEN):
             return self, ()

@@ -95,7 +95,7 @@ class SlotIndex:
 logger = logging.getLogger(__name__)
 
 Evicted = Callable[[list[BlockName], list[int]], None]
-"""Called with evicted blocks and their slots. The slots keep the content until the next copy to them."""
+"""Called with evicted blocks and their slots. The slots keep the content until the next copy into these slots."""
 
 
 class HostTier:

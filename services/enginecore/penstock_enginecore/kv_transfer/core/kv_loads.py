@@ -383,7 +383,7 @@ class KvLoads(StepResource):
             self._waiting.release(self._others.pop(key), Hold.KV_TRANSFER)
 
     def _loaded(self, request: Request, ended: LoadEnded, computed: ComputedBlocks) -> tuple[int, ...]:
-        """Return the number of tokens loaded from each medium, of those that the request starts with."""
+        """Return the number of loaded tokens by medium, among the tokens that the request need not compute."""
         of_prefix = set(request.block_hashes[: computed.num_blocks])
         media: dict[bytes, KvMedium] = {}
         for place, medium in ended.arrived:

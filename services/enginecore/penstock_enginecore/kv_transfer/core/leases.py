@@ -190,7 +190,7 @@ class Leases:
         return self._give_back()
 
     def next_expiry(self) -> float | None:
-        """Return when ``expire`` has work to do. 0 means now; None means that there are no leases."""
+        """Return the time at which ``expire`` has work to do. 0 means now; None means that there are no leases."""
         if self._over:
             return 0.0
         with self._lock:
@@ -335,11 +335,11 @@ class LeasedBlocks:
         self._block_bytes = block_bytes
 
     def grant(self, request: Request) -> KvSource | None:
-        """Lease the blocks that another engine needs to resume the request. Return the source, or None.
+        """Lease the blocks that another engine needs to resume the request. Return the source.
 
-        These are the full, findable blocks. In groups with windows, they are those that the next query sees. The
-        request's own references may be dropped afterwards. None means that there are no such blocks, or that leases
-        already hold too many.
+        The lease contains the request's full, findable blocks. In groups with windows, it contains only the blocks that
+        the next query sees. The caller may drop the request's own references afterwards. Return None if there are no
+        such blocks, or if leases already hold too many blocks.
         """
         if self._source is None:
             return None
@@ -390,7 +390,7 @@ class LeasedBlocks:
             logger.error("blocks are still being copied for other engines after %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
-        """Return statistics of leases and of external cache hits. ``found`` counts the latter."""
+        """Return statistics of leases and of external cache hits. ``found`` counts the external cache hits."""
         return KvTransferStats(
             external_prefix_cache_queries=found.queries,
             external_prefix_cache_hits=found.hits,

@@ -73,7 +73,7 @@ class PeerLoads:
     def load(self, request: Request, places: Sequence[Place], over: Over) -> int:
         """Begin to load blocks. Return the number of the load, for ``abandon``."""
         missing = self._missing.setdefault(request.key, set())
-        # Not requested again, unless they arrive.
+        # Blocks count as missing until they arrive, so that they are not requested again.
         missing.update(place.name for place in places)
 
         def all_over(arrived: list[Place]) -> None:
@@ -290,8 +290,8 @@ class TieredConnector:
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """See ``KVConnector``. Host memory counts as 0 seconds: such a load takes as long as the running step, which
-        computing would wait for as well.
+        """See ``KVConnector``. Host memory counts as 0 seconds. Such a load ends with the running step, and a request
+        that computes its tokens would also wait for that step.
         """
         counts = Counter(self._where(request, name) for name in names)
         return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)

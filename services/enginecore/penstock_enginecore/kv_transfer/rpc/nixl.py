@@ -1,4 +1,4 @@
-"""The NIXL transport: an engine that wants blocks reads them from the memory of the engine that has them, on any host.
+"""NIXL transport. The pulling engine reads blocks from the memory of the engine that has the blocks, on any host.
 
 Both ends register separate memory with an agent, never the pool. An abandoned read therefore cannot touch a block. The
 target slot of a read is reused only after the read has ended.

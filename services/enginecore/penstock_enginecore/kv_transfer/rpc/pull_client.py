@@ -1,4 +1,4 @@
-"""The client side of a pull: the engine that wants blocks."""
+"""Client side of a pull, in the engine that receives blocks."""
 
 import asyncio
 import contextlib
@@ -37,9 +37,9 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import WINDOW_BYTES, Receiver
 
 CHECKSUM = "checksum"
-"""Reason of failures after which a peer is not asked for a while."""
+"""Failure reason after which a peer is not asked for blocks for a while."""
 _FAREWELL = 1.0
-"""Seconds that the other end has to end a released stream."""
+"""Seconds within which the other end must end a released stream."""
 _REASONS = {"LEASE_GONE": "lease", "RESTARTED": "restarted", "LAYOUTS_DIFFER": "layout", "ENGINE_LOADING": "restarted"}
 
 Post = Callable[[Callable[[], None]], None]

@@ -1,4 +1,4 @@
-"""The server side of a pull: the engine that has the blocks."""
+"""Server side of a pull, in the engine that has the blocks."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender, Window
 
 _READ_BYTES = 2 * 1024 * 1024
-"""Approximate bytes that are read from the pool at once. The next read runs while these are sent. Nothing is sent
+"""Approximate bytes that are read from the pool at once. The next read runs while these bytes are sent. Nothing is sent
 before the first read ends.
 """
 _MAX_TRANSPORTS = 16

@@ -1,4 +1,4 @@
-"""The transfer thread of an engine: it serves pulls of other engines, and runs this engine's own pulls."""
+"""Transfer thread of an engine. The thread serves pulls of other engines, and runs this engine's own pulls."""
 
 import asyncio
 import contextlib
@@ -32,10 +32,10 @@ from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 # Pulls from the sources of requests, over one connection per source engine.
 
 MAX_PULLS = 1024
-"""Maximum number of open pulls. Further requests are computed."""
+"""Maximum number of open pulls. If the limit is reached, the engine computes the blocks of further requests."""
 _MAX_BAD_BLOCKS = 3
 _LEFT_ALONE = 60.0
-"""Seconds for which an engine is not asked after it has sent this many bad blocks."""
+"""Seconds for which an engine is not asked for blocks after it has sent ``_MAX_BAD_BLOCKS`` bad blocks."""
 _IDLE = 60.0
 """Seconds after which a connection without pulls is closed."""
 

@@ -248,7 +248,7 @@ class LoraAdapters(StepResource):
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take`` has something to do."""
+        """Whether ``take`` has events to process."""
         return not self._news.empty()
 
     def stats(self) -> LoraStats:
@@ -307,13 +307,13 @@ class LoraAdapters(StepResource):
             self.acquire(request, lora)
 
     def begin_step(self, *, paused: bool) -> None:
-        """Release the requests whose adapters have got a slot."""
+        """Resume the requests whose adapter now has a slot."""
         if not paused:
             for key in self._slots.settle(self._clock()):
                 self._scheduler.release(self._users[key], Hold.LORA)
 
     def may_start(self, request: Request) -> Hold:
-        """Return NONE if the request's adapter has a slot or can have one now."""
+        """Return NONE if the request's adapter has a slot or can get a slot now."""
         lora = request.lora
         return Hold.NONE if lora is None or self.acquire(request, lora) is Usable.READY else Hold.LORA
 
@@ -323,7 +323,7 @@ class LoraAdapters(StepResource):
             self._slots.start(request.key, request.lora.digest, request.lora.name)
 
     def preempted(self, request: Request) -> None:
-        """Free the request's share of the slot."""
+        """Record that the request stopped using the adapter's slot."""
         self._slots.leave(request.key)
 
     def all_preempted(self) -> None:
@@ -340,7 +340,7 @@ class LoraAdapters(StepResource):
             self._holdings.ended()
             self._unload(self.cache.release(request.lora.digest))
 
-    # What operators may call, through EngineControl.
+    # Methods for operators, called through EngineControl.
 
     @utility
     def add_lora(self, name: str, path: str, digest: bytes = b"", pinned: bool = False) -> "Future[HeldLora]":

@@ -1,1 +1,1 @@
-"""Media of an engine's requests: what the engine caches of them, and when their embeddings are computed."""
+"""Media caches of the engine core, and scheduling of media encoding."""

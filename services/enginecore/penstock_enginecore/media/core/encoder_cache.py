@@ -134,9 +134,10 @@ class EncoderCache:
 
 
 def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> int:
-    """Return the size of the cache in embeddings: the configured one, but at least that of the largest item.
+    """Return the cache size in embeddings: the configured size, but at least the number of embeddings of the largest
+    item.
 
-    If 0 is configured, the size is twice the tokens of a step. Returns 0 for a model without media.
+    If 0 is configured, the size is twice the maximum number of tokens in a step. Returns 0 for a model without media.
     """
     if not model.media:
         return 0
@@ -144,7 +145,7 @@ def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> i
 
 
 class MediaControl:
-    """Utilities of an engine, called in the same way as those of ``EngineControl``."""
+    """Media utilities for operators, called in the same way as methods of ``EngineControl``."""
 
     def __init__(self, scheduler: Scheduler, inputs: MediaInputs) -> None:
         self._scheduler = scheduler
@@ -152,8 +153,8 @@ class MediaControl:
 
     @utility
     def reset_mm_cache(self) -> None:
-        """Drop the media inputs that are cached for frontends. Frontends send them again when needed. Existing requests
-        keep theirs.
+        """Drop the media inputs that are cached for frontends. Frontends send the inputs again when needed. Existing
+        requests keep their inputs.
         """
         self._inputs.clear()
 

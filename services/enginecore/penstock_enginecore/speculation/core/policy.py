@@ -113,10 +113,11 @@ class Prior:
 
 
 class DraftHistory:
-    """Tracks the probability that the draft at each place is accepted if those before it are.
+    """Tracks, for each place in a draft, the probability that its token is accepted if all tokens before it are
+    accepted.
 
-    If drafts do not pay off, the request rests for 32 tokens, then tries again. Each rest is twice as long as the one
-    before, up to 512 tokens.
+    If drafts do not pay off, the request rests for 32 tokens, then tries again. Each rest is twice as long as the
+    previous rest, up to 512 tokens.
     """
 
     __slots__ = ("_counts", "_prior", "held", "next_rest", "rest_left", "tries")
