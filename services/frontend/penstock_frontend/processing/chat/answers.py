@@ -61,13 +61,13 @@ class CountToEndToken:
 
 
 class CountByParser:
-    """Counts the tokens whose text is reasoning according to a parser, including tag tokens before it.
+    """Counts the tokens whose text is reasoning according to a parser, including tokens of the opening tag.
 
     Used for models whose tags are several tokens. A piece of output may end anywhere in the reasoning, so the text is
     parsed a second time, token by token.
 
     Args:
-        parser: Parser for this sequence alone.
+        parser: Parser used only for this sequence.
         text_of_next: Returns the text that the sequence's next token completes.
     """
 
@@ -96,10 +96,10 @@ class CountByParser:
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one of the n answers, or all of it, as the output kind says. See ``RequestOutput``.
+    """Piece of one of the request's answers, or the whole answer, depending on the output kind. See ``RequestOutput``.
 
-    ``tool_calls`` has pieces of calls. Pieces with the same ``index`` belong to one call, and the first has the name.
-    With kinds other than DELTA, each call is one piece.
+    ``tool_calls`` has pieces of calls. Pieces with equal ``index`` belong to one call, and the first piece has the
+    call's name. With output kinds other than DELTA, each call is one piece.
     """
 
     index: int = 0
@@ -267,7 +267,7 @@ class Blocks:
             yield from self._close()
 
     def has(self, kind: BlockKind) -> bool:
-        """Return whether there is a block of that kind."""
+        """Return whether a block of this kind exists."""
         return any(block.kind is kind for block in self.all)
 
     def _text(self, kind: BlockKind, text: str) -> Iterator[BlockPiece]:

@@ -13,7 +13,8 @@ from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
 from penstock_frontend.processing.media.families.base import Family
 
-# Client texts in template variables, which are JSON values, and characters in them that could begin a token.
+# Client texts in template variables, and characters in these texts that could begin a token. Template variables are
+# JSON values.
 
 
 def texts_in(value: Any) -> list[str]:
@@ -50,10 +51,10 @@ def changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def openings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each token where the rest of the token follows in the text.
+    """Return a pattern for the first character of each token that the text contains.
 
-    The pattern also matches if the text ends before the token is complete. A template may trim that end and write the
-    rest of the token from another text.
+    The pattern also matches if the text ends before the token is complete. A template may trim the end of the text and
+    write the rest of the token from another text.
     """
     by_first: dict[str, list[str]] = {}
     for token in tokens:
@@ -62,7 +63,9 @@ def openings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _rest(rests: Collection[str]) -> str:
-    """Return a pattern for one of ``rests``, or for its start at the end of the text. Common prefixes are matched once."""
+    """Return a pattern for one of ``rests``, or for the start of one of ``rests`` at the end of the text. Common
+    prefixes are matched once.
+    """
     if "" in rests:
         return ""
     by_first: dict[str, list[str]] = {}
@@ -94,11 +97,11 @@ class Places:
         self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
 
     def guarded(self, value: Any) -> Any:
-        """Return a template variable in which no text is a placeholder or ends with the start of one."""
+        """Return a template variable in which no text is a placeholder or ends with the start of a placeholder."""
         return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
 
     def named(self, index: int) -> str:
-        """Return the mark for the media item with that index, for templates that read plain text."""
+        """Return the mark for the media item with this index, for templates that read plain text."""
         return f"{self._mark}:{index}:{self._mark}"
 
     def split(self, rendered: str, *, by_name: bool) -> list[str | MediaPart]:
@@ -160,12 +163,12 @@ class ShownRoles(NamedTuple):
     """Roles that a template shows to the model.
 
     Attributes:
-        developer: Messages of that role, if the template names it. A template that writes any role does not count, because its
-            model was not trained on this one.
-        system: One system message at the start.
-        systems: Any number of system messages, anywhere.
-        users: Several user messages in a row.
-        tool: Tool results.
+        developer: Whether messages with role ``developer`` are shown. True only if the template names the role. A template
+            that writes any role does not count, because its model was not trained on this role.
+        system: Whether one system message at the start is shown.
+        systems: Whether any number of system messages is shown, anywhere.
+        users: Whether several consecutive user messages are shown.
+        tool: Whether tool results are shown.
     """
 
     developer: bool = True
@@ -264,7 +267,7 @@ def _without_rows(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """Return the first message with the contents of all."""
+    """Return the first message, with the contents of all messages."""
     contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
         return {**messages[0], "content": _BETWEEN.join(filter(None, contents))}
@@ -315,7 +318,7 @@ class MessageReader:
                 _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
             ]
         if message.reasoning:
-            # Templates use different names for it.
+            # Templates use different names for the reasoning.
             variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
         if message.tool_call_id:
             variable["tool_call_id"] = message.tool_call_id
@@ -376,7 +379,9 @@ def _check_part(part: ContentPart, path: str) -> None:
 
 
 def _part_variable(part: ContentPart) -> dict[str, str]:
-    """Return a part as templates read it. Media have a type and a key of that name, because templates check either."""
+    """Return a content part in the form that templates read. A media part has its type both as the value of ``type``
+    and as a key, because templates check either.
+    """
     return _text_part(part.text) if part.media is None else {"type": part.media.modality, part.media.modality: ""}
 
 

@@ -36,10 +36,10 @@ from penstock_frontend.processing.prompts.mixed_prompt import check_media
 from penstock_frontend.processing.prompts.sampling_params import check_conversation
 from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenizer
 
-# Protection against control tokens in client texts. The rendered prompt is tokenized as one text, in which
-# ``<|im_end|>`` ends a turn no matter who wrote it. So a mark is inserted after the first character of every control
-# token in client texts before the template runs. Control tokens without the mark then come from the template. The mark
-# is one character that occurs in no client text, so templates may trim and cut texts.
+# Protection against control tokens in client texts. The rendered prompt is tokenized as one text. A control token such
+# as ``<|im_end|>`` in client text would therefore end a turn. So a mark is inserted after the first character of every
+# control token in client texts before the template runs. Control tokens without the mark then come from the template.
+# The mark is one character that occurs in no client text, so templates may trim and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
 """Code points of possible marks: rare Chinese characters, which have no case, are not whitespace, and stay unchanged
@@ -53,7 +53,7 @@ class ControlTokens:
     """Control tokens of a model. ``names`` maps their texts to the names of ``Tokenizer.guard``."""
 
     def __init__(self, names: Mapping[str, str], *, always: bool = False) -> None:
-        """Create the set. With ``always``, every conversation is guarded, even without texts of control tokens."""
+        """Create the set. With ``always``, every conversation is guarded, even if its texts contain no control tokens."""
         self._names = names
         self._always = always
         self._token = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
@@ -63,8 +63,8 @@ class ControlTokens:
     def guarded(self, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Mark the control tokens in template variables. Returns the variables, and the mark.
 
-        In the result, no text contains a control token or ends with the start of one. If there are none, the variables
-        are unchanged and the mark is empty. Raises InvalidArgument.
+        In the result, no text contains a control token or ends with the start of a control token. If the variables
+        contain no control tokens, they are unchanged and the mark is empty. Raises InvalidArgument.
         """
         texts = texts_in(variables)
         together = "\n".join(texts)
@@ -105,7 +105,7 @@ def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> Contr
 
 
 def _controls(token: tokenizers.AddedToken, templates: ChatTemplates) -> bool:
-    """Return whether a token is special, or is in brackets and named by a template.
+    """Return whether a token is special, or is in brackets and occurs in a template's source.
 
     Some models do not declare all of their control tokens as special. Tokens that a template searches for in messages,
     such as ``</think>``, do not count.

@@ -17,7 +17,7 @@ from penstock_common.process import start_python
 # Messages between a frontend and the template process: JSON, preceded by its length.
 
 LENGTH = struct.Struct("<I")
-"""Length of a message in bytes, sent before it."""
+"""Format of the message length in bytes, which precedes each message."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +45,11 @@ def framed(message: TemplateJob | TemplateAnswer) -> bytes:
 
 _MODULE = "penstock_frontend.processing.chat.template_worker"
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
-"""Environment variables that the process inherits. It gets no keys and no addresses."""
+"""Environment variables that the process inherits. Secrets and addresses are not passed on."""
 KILLED_AFTER = 3.0
-"""Seconds after which the process is killed. It checks the time itself, but not within a single operation."""
+"""Seconds after which the frontend kills the process. The process also checks its own time limit, but not within a
+single operation.
+"""
 _START_LIMIT = 60.0
 """Timeout of the process start, in seconds."""
 _FIELD = "chat_template"

@@ -133,7 +133,7 @@ def _is(node: nodes.Node, text: str) -> bool:
     return isinstance(node, nodes.Const) and node.value == text
 
 
-# Words that a chat template searches for in its input texts.
+# Strings that a chat template searches for in its input texts.
 
 
 def looked_for(template: nodes.Template) -> set[str]:
@@ -173,7 +173,7 @@ class TemplateTraits(NamedTuple):
 
     form: ContentFormat
     looked_for: set[str]
-    """Words that the template searches for in its input texts."""
+    """Strings that the template searches for in its input texts."""
     shows_tools: bool
 
 
@@ -201,7 +201,7 @@ class ChatTemplates:
         self._formats: dict[str, ContentFormat] = {}
         self._subject = subject
         self.looked_for: set[str] = set()
-        """Words that the templates search for in their input texts."""
+        """Strings that the templates search for in their input texts."""
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
@@ -375,7 +375,9 @@ def _first_line(error: Exception) -> str:
 
 
 class _Checked(CodeGenerator):
-    """Compiles every block, such as a loop body, to check the time first, so that no template runs forever."""
+    """Code generator that makes every block, such as a loop body, check the time limit first. So no template runs
+    forever.
+    """
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.checkpoint()")
@@ -442,7 +444,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """Creates dicts. Methods of Python's own class would modify objects that the sandbox protects."""
+    """Replacement for ``dict`` in templates, which creates dicts. Methods of Python's own class would modify objects
+    that the sandbox protects.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -27,11 +27,12 @@ def tool_constraint(
     reasoning: type[ReasoningParser] | None = None,
     prompt: str = "",
 ) -> StructuredOutput | None:
-    """Return a constraint that forces tool calls: ``required`` forces one or more, ``named`` exactly one of that tool.
+    """Return a constraint that forces tool calls. ``required`` forces at least one call, ``named`` exactly one call of
+    that tool.
 
     Returns None for ``auto`` and ``none``. Arguments match the tool's schema and are written in the format of
-    ``parser``. With ``reasoning``, the constraint itself allows reasoning first, for engines that do not; ``prompt``
-    shows whether the reasoning has already begun. Raises InvalidArgument.
+    ``parser``. If ``reasoning`` is set, the constraint itself allows reasoning first, for engines that do not add it.
+    ``prompt`` shows whether the reasoning has already begun. Raises InvalidArgument.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":
@@ -59,7 +60,7 @@ def tool_constraint(
 
 
 def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> RequestFailed:
-    """Convert an error about the constraint of ``tool_constraint`` to one about the tools, which the client wrote."""
+    """Convert an error about the constraint of ``tool_constraint`` to an error about the tools that the client sent."""
     if not error.field.startswith(_FIELD):
         return error
     message, field = error.message, "tools"

@@ -164,7 +164,7 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
-    """Return the error of the first character of a slice that is not base64.
+    """Return the error for the first character of a slice that is not base64.
 
     ``padding`` is the number of ``=`` before the slice.
     """
@@ -181,5 +181,5 @@ def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
 
 
 def _wrong(character: str, position: int, why: str) -> DataUrlError:
-    """Return the error of a character at that position, counted from 0."""
+    """Return the error for the character at this position, counted from 0."""
     return DataUrlError(f"has {quoted(character)} at character {position + 1}, {why}")

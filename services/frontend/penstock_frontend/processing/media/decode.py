@@ -66,7 +66,7 @@ def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samp
     return scaled
 
 
-# WAV files whose header does not have the length, because their writer did not know it yet.
+# WAV files whose header lacks the length, because the length was unknown when the header was written.
 
 _UNKNOWN = (0, 0xFFFF_FFFF)
 """Sizes that programs write while the length of a stream is unknown."""
@@ -115,7 +115,9 @@ MIN_RATE, MAX_RATE = 1000, 384_000
 
 
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
-    """Open an image without decoding it. Its size is known and within the limits. Raises TooLarge, Unreadable."""
+    """Open an image without decoding it. The returned image has a known size within the limits. Raises TooLarge,
+    Unreadable.
+    """
     if (kind := image_format(data)) is None:
         raise Unreadable("is not a JPEG, PNG, WebP or GIF file")
     try:

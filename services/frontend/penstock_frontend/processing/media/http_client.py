@@ -26,7 +26,9 @@ _FRAMING = 64 * 1024
 extensions, trailers, and TLS overhead.
 """
 _FRAMING_SHARE = 4
-"""Divisor of the body's size that gives the overhead allowed in addition. Chunks of 24 bytes or more stay within it."""
+"""Divisor of the body's size that gives the additional allowance for overhead. Chunks of 24 bytes or more stay within
+the limit.
+"""
 
 
 class BadAnswer(Exception):  # noqa: N818 - it says what is wrong with the answer

@@ -42,7 +42,7 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolForm(NamedTuple):
-    """Text form in which a model can be forced to write a call: ``begin``, the arguments as JSON, then ``end``.
+    """Text form in which a model can be forced to write a call: ``begin``, then the arguments as JSON, then ``end``.
 
     In ``begin``, ``{name}`` is the tool's name as a JSON string, and ``{bare}`` is the name unchanged. ``separator`` is
     the text between two calls, or None if the model makes one call at a time. ``opening`` and ``closing`` enclose all
@@ -90,7 +90,7 @@ class ToolParser(abc.ABC):
 class ReasoningParser(abc.ABC):
     """Base class of parsers that split an answer into reasoning and the rest.
 
-    ``tags`` are as in ToolParser: the first one begins the reasoning, and the second one ends it.
+    ``tags`` are as in ToolParser. The first tag begins the reasoning, and the second tag ends it.
     """
 
     tags: ClassVar[tuple[str, str]]
@@ -151,7 +151,7 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser:
-    """Parses the answer of one sequence. Reasoning is split off first, then the rest is searched for calls.
+    """Parses the answer of one sequence. Reasoning is split off first, then the remaining text is searched for calls.
 
     Without parsers, all text is content. The joined deltas do not depend on how the text is split into pieces.
     """

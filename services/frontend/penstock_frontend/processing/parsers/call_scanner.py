@@ -254,7 +254,7 @@ class ObjectScanner:
 
 
 class JsonToolParser(ToolParser):
-    """Parses calls that are JSON objects, with one scanner per call. Subclasses find where they begin."""
+    """Parses calls that are JSON objects, with one scanner per call. Subclasses find where the calls begin."""
 
     def __init__(self) -> None:
         self._scanner: CallScanner | None = None  # scanner of the current call

@@ -70,7 +70,7 @@ class DeepSeekV3ToolParser(CallReader):
 
 
 class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
-    """Same parser, for models whose forced calls use the format of V3.1."""
+    """DeepSeek parser for models whose forced calls use the format of V3.1."""
 
     form: ClassVar = ToolForm(f"{_CALL}{{bare}}{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
 

@@ -28,7 +28,9 @@ class GraniteToolParser(CallListReader):
 
 
 class GraniteReasoningParser(TagReasoningParser):
-    """Parses reasoning after a sentence (3.2) or between tags (3.3). The response has such tags too."""
+    """Parses reasoning after a sentence (3.2) or between tags (3.3). The text after the reasoning may be between
+    ``<response>`` tags.
+    """
 
     tags: ClassVar = (_THOUGHTS, "Here is my response:")
     begins: ClassVar = (_THOUGHTS, "Here's my thought process:", "<think>")

@@ -20,7 +20,7 @@ class _At(enum.Enum):
     ENDED = enum.auto()
     """Position in the whitespace after the reasoning, or in the tag that may begin the response."""
     RESPONSE = enum.auto()
-    """Position after that tag. Another tag ends the response."""
+    """Position after the tag that begins the response. Another tag ends the response."""
     CONTENT = enum.auto()
 
 

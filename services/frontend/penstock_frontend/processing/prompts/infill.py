@@ -7,7 +7,7 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class InfillForm(NamedTuple):
-    """Tokens of a fill-in-the-middle prompt: before the text, before the suffix, and before the middle."""
+    """Special tokens of a fill-in-the-middle prompt. They precede the text, the suffix and the middle."""
 
     before: str
     behind: str

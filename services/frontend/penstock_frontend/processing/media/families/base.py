@@ -75,8 +75,8 @@ Encode = Callable[[str], list[int]]
 class FamilyProcessor(Protocol):
     """Part of a family that runs in a media worker and converts decoded media to the model's inputs.
 
-    It may import transformers, numpy and Pillow, but never torch. Each worker creates one from a checkpoint's
-    directory.
+    A processor may import transformers, numpy and Pillow, but never torch. Each worker creates a processor from a
+    checkpoint's directory.
     """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
@@ -93,7 +93,7 @@ class FamilyProcessor(Protocol):
 
 
 class Family(Protocol):
-    """Part of a family that runs in the frontend. It is pure Python and cheap."""
+    """Part of a family that runs in the frontend. Implementations are pure Python and cheap."""
 
     modalities: frozenset[Modality]
     identity: bytes

@@ -49,7 +49,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def identity(self) -> bytes:
-        """Bytes that identify all configuration on which an item's tensors and embeddings depend."""
+        """Bytes that identify the entire configuration on which an item's tensors and embeddings depend."""
         depends = {
             "model_type": self.model_type,
             "processor": self.processor,
@@ -88,7 +88,9 @@ class Checkpoint(NamedTuple):
         return ids[0]
 
     def number(self, name: str, *sources: Mapping[str, Any], default: int | None = None) -> int:
-        """Return the first integer of that name. Raises ConfigError if no source has it and there is no default."""
+        """Return the first integer with this name. Raises ConfigError if no source has the name and there is no
+        default.
+        """
         for source in sources:
             if isinstance(value := source.get(name), int):
                 return value

@@ -97,7 +97,9 @@ def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """Return the resolution that keeps most of an image of ``size``, and among those the one that wastes least."""
+    """Return the resolution that keeps most pixels of an image of ``size``. Among equal resolutions, return the one
+    with the least padding.
+    """
     height, width = size
     best, most, least_wasted = resolutions[0], 0, math.inf
     for candidate in resolutions:

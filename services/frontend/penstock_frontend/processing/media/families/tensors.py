@@ -23,7 +23,7 @@ _TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
     "pixel_attention_mask": _MASKS,
     "second_per_grid_ts": ("float64", *_FLOATS),
 }
-"""Accepted dtypes by tensor name, the same as in engines."""
+"""Accepted dtypes by tensor name. Engines accept the same dtypes."""
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]:
@@ -48,9 +48,9 @@ def to_array(tensor: TensorData) -> npt.NDArray[Any]:
 
 
 def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> TensorData:
-    """Return the tensor of that name. None in ``dims`` allows any size.
+    """Return the tensor with this name. None in ``dims`` allows any size.
 
-    Raises ValueError if it is missing, or has another dtype or other dimensions.
+    Raises ValueError if the tensor is missing, or has another dtype or other dimensions.
     """
     tensor = data.get(name)
     if tensor is None:
@@ -77,7 +77,7 @@ def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None
 def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
     """Return the number of precomputed embeddings ``[rows, width]``.
 
-    Raises ValueError for other tensors, or too few or too many.
+    Raises ValueError for other tensors, or if there are too few or too many embeddings.
     """
     check_names(data, (EMBEDS,))
     rows = taken(data, EMBEDS, (None, None)).shape[0]

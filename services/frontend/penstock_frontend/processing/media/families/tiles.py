@@ -98,7 +98,7 @@ class Canvas(NamedTuple):
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``.
 
-        The checkpoint limits the latter two.
+        The checkpoint limits ``min_patches`` and ``max_patches``.
         """
         arguments.check_names(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         crops = arguments.flag(kwargs, "crop_to_patches")
@@ -119,7 +119,7 @@ def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
 
 
 class InternVL(ImageFamily):
-    """Family with a begin token, one token per embedding, and an end token. Each video frame is a line of these."""
+    """Family with a begin token, one token per embedding, and an end token. Each video frame is a line of such tokens."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         rows = checkpoint.number("image_seq_length", checkpoint.processor, checkpoint.config, default=256)
@@ -231,7 +231,7 @@ class GridTiles(NamedTuple):
         """Return the item of ``pixel_values`` ``[1, tiles, 3, height, width]``, its mask, and the grid ``rows`` and
         ``cols`` ``[1, 1]``.
 
-        The grid is 0 for an image of a single tile. The layout is both numbers.
+        The grid is 0 for an image of a single tile. The layout is the numbers of rows and columns.
         """
         (rows,), (columns,) = (tensors.numbers(data, name, (1, 1)) for name in ("rows", "cols"))
         if (rows == 0) != (columns == 0) or min(rows, columns) < 0:
