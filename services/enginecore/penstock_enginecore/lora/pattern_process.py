@@ -1,8 +1,8 @@
 """Program that matches regular expressions of an adapter's settings, with limits on processor time and memory.
 
-Expressions can be hostile: a short one can take seconds to match, or gigabytes. The engine runs this file as a separate
-process, once for each setting that has expressions. So an expression can block neither the engine's interpreter lock
-nor its memory.
+Expressions can be hostile: a short expression can need seconds of time or gigabytes of memory. The engine runs this
+file as a separate process, once for each setting that has expressions. So an expression can neither hold the engine's
+interpreter lock nor exhaust the engine's memory.
 
 The program imports only the standard library, so that it starts in about 20 ms. It reads one job from its standard
 input and writes one reply to its standard output, both as JSON.
@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 _NICENESS = 10
-"""Added to the niceness of the process while it matches, so that the engine's steps get the processor first."""
+"""Increment of the process's niceness while it matches, so that the engine's steps get the processor first."""
 
 
 def main() -> None:

@@ -105,12 +105,12 @@ def read_adapter(
 
 
 def _differs(config: PeftConfig, target: AdapterTarget) -> bool:
-    """Return whether the adapter names a model with another name. It may be the same model all the same."""
+    """Return whether the adapter names another model. The model may still be the same under another name."""
     return bool(config.base_model and target.model) and Path(config.base_model).name != Path(target.model).name
 
 
 def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarget) -> LoraError:
-    """Add the name of the adapter's base model to an error, if that may be the cause."""
+    """Add the name of the adapter's base model to an error, if a wrong base model may be the cause."""
     if error.remedy or error.reason not in _OF_ANOTHER_MODEL or not _differs(config, target):
         return error
     base, model = config.base_model[:_LONGEST_NAME], Path(target.model).name
@@ -119,7 +119,7 @@ def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarge
 
 
 def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
-    """Return how many bytes the adapter's matrices take in memory, according to its file headers. Raises LoraError."""
+    """Return how many bytes the adapter's matrices take in memory, according to the file headers. Raises LoraError."""
     with AdapterFolder.at(Path(path)) as folder:
         with folder.file(CONFIG_FILE) as (opened, _):
             parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
@@ -210,7 +210,9 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
 
 
 def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], target: AdapterTarget) -> None:
-    """Check that copied weights match this model. PEFT saves the base model's lm_head together with an adapter for it."""
+    """Check that copied weights equal this model's weights. PEFT saves the base model's lm_head together with an
+    adapter for the lm_head.
+    """
     for parameter, name in tensors.copies.items():
         if not target.samples[parameter].agrees(stored[name].float()):
             raise LoraError(

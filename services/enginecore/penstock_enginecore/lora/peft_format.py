@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = frozenset(
         "velora_config",
     }
 )
-"""Settings that have no effect here: training settings, initializations that ``_check_init`` looks at by name, and
+"""Settings that have no effect here: training settings, initializations that ``_check_init`` checks by name, and
 options of variants that have their own switches.
 """
 _NOTES = ("_", "unsloth_")
@@ -237,7 +237,8 @@ def _short(value: object) -> str:
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Parts that torch.compile, activation checkpointing and FSDP insert into the names of modules that they wrap."""
+"""Name parts that torch.compile, activation checkpointing and FSDP insert into the names of the modules that they wrap.
+"""
 _TEXT_MODELS = ("language_model", "text_model")
 """Names that transformers gives to the text model of a multimodal model."""
 _UPDATE = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -292,7 +293,7 @@ class Naming:
         for text in _TEXT_MODELS:
             for added in dict.fromkeys((inner, "")):  # with a head, and without
                 ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
-            # before transformers 4.52, when the head belonged to the text model
+            # Names before transformers 4.52, in which the head belonged to the text model.
             ways.append(cls(((f"{text}.", ""),), of_media=True))
             ways.append(cls(((f"{text}.model.", ""),), of_media=True))
         return max(ways, key=lambda way: sum(way.in_model(layer) in target.linears for layer in layers))

@@ -101,10 +101,10 @@ def _refusal(module: PreTrainedModel, reason: str) -> ModelLoadError:
 
 
 class Seams:
-    """Hooks where a stage was cut.
+    """Hooks at the boundaries of a stage.
 
     Attributes:
-        entering: Hidden states ``[tokens, width]`` for the next pass, set before it. None in the first stage.
+        entering: Hidden states ``[tokens, width]`` for the next pass, set before the pass. None in the first stage.
         leaving: Output of the stage's last layer in the last pass. None in the last stage.
     """
 
@@ -135,8 +135,8 @@ class Seams:
 
 
 class _ForeignLayer(torch.nn.Module):
-    """Layer of another stage: returns hidden states unchanged. It has the attributes that models read from their
-    layers.
+    """Replacement for a layer of another stage. It returns hidden states unchanged, and has the attributes that models
+    read from their layers.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -176,7 +176,12 @@ class _ForeignHead(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of a model's weights: each of its ``layers``, and the head, ``behind`` them."""
+    """Bytes of a model's weights.
+
+    Attributes:
+        layers: Bytes of each layer.
+        behind: Bytes of the weights after the last layer, such as the head.
+    """
 
     layers: list[int]
     behind: int

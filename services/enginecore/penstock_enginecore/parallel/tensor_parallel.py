@@ -176,7 +176,7 @@ class SplitEmbedding(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """The part of a model that a rank has kept.
+    """Shard of a model that a rank has kept.
 
     Attributes:
         vocabulary: Split of logits that may stay in parts, or None.
@@ -218,7 +218,7 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
 
 
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
-    """Return ``vocabulary``, or None if the model needs all logits to compute its result ``whole``."""
+    """Return ``vocabulary``, or None if the model needs the logits of the whole vocabulary to compute its result."""
     if vocabulary is None:
         return None
     with vocabulary.apart():

@@ -14,7 +14,7 @@ _BATCH_BYTES = 8 << 20
 """Maximum bytes of blocks that are copied together, so that later copies do not wait long."""
 Done = Callable[["Future[Any]"], None]
 Follow = Callable[["Future[Any]", Done], None]
-"""Has a function called on the busy loop's thread once a copy is done."""
+"""Function that calls the second argument on the busy loop's thread once the copy's future is done."""
 
 
 def batch_of(block_bytes: int) -> int:
@@ -74,7 +74,7 @@ class BlockCopier(Protocol):
         """Copy from host memory to the pool."""
 
     def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
-        """Return the bytes of blocks of the pool. The workers' parts are concatenated."""
+        """Return the bytes of blocks of the pool. The parts of all workers are concatenated."""
 
     def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
         """Write bytes that ``read`` returned to blocks of the pool."""
@@ -139,8 +139,8 @@ class KVConnector(Protocol):
         """Set the block pool. Called once, before everything else."""
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Validate ``kv_transfer_params`` before their request is queued. Thread-safe. Raises InvalidArgument, or
-        Unimplemented if the connector accepts none.
+        """Validate ``kv_transfer_params`` before the request is queued. Thread-safe. Raises InvalidArgument, or
+        Unimplemented if the connector accepts no parameters.
         """
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:
@@ -156,7 +156,7 @@ class KVConnector(Protocol):
         """
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """Estimate the seconds to load these blocks from past measurements. 0 if there are none."""
+        """Estimate the seconds to load these blocks from past measurements. Returns 0 if there are no measurements."""
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
         """Begin to load these blocks, and return the number of the load. The blocks are written to until ``take_ended``

@@ -61,11 +61,11 @@ class _Peer:
 
 
 class Peers:
-    """The ``PeerTier`` that pulls blocks over gRPC.
+    """``PeerTier`` implementation that pulls blocks over gRPC.
 
-    ``incarnation`` and ``leases`` are this engine's, which needs no pull for its own blocks. ``allows`` returns whether
-    blocks may be pulled from an address. ``post`` runs a function on the transfer thread, to whose loop ``tick`` and
-    ``close`` belong.
+    ``incarnation`` and ``leases`` belong to this engine, which needs no pull for its own blocks. ``allows`` returns
+    whether blocks may be pulled from an address. ``post`` runs a function on the transfer thread. ``tick`` and
+    ``close`` must run on the loop of that thread.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Peers:
         self._wake = wake
         self._next_fetch = itertools.count(1)
         self._sources: dict[str, KvSource] = {}
-        """Source of each request that may be asked, by request key. Belongs to the busy loop's thread, like the next
-        two.
+        """Source of each request that may be asked, by request key. Only the busy loop's thread uses this attribute and
+        the next two.
         """
         self._pulls: dict[str, PullClient] = {}
         self._own: dict[str, bytes] = {}
         """Leases of this engine that its own requests have open."""
         self._peers: dict[str, _Peer] = {}
-        """Peers by address. Belongs to the transfer thread, like the following attributes."""
+        """Peers by address. Only the transfer thread uses this attribute and the following ones."""
         self._fetching: dict[int, PullClient] = {}
         self._running: dict[asyncio.Task[None], PullClient] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -270,15 +270,15 @@ PORT_PURPOSE = "kv_transfer"
 """Purpose of the port, from which its key is derived with the shared secret."""
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
 _STOP_TIMEOUT = 2.0
-"""Seconds that pulls have to end by themselves when the engine stops."""
+"""Seconds within which pulls must end by themselves when the engine stops."""
 _TICKS = 4
 """Number of checks per silence timeout."""
 
 
 class KvTransfer:
-    """Owns a loop in a thread. Any other thread may call its methods.
+    """Thread with an event loop for KV transfers. Any other thread may call its methods.
 
-    Call order: ``start`` (the port is open, not serving), ``attach`` (the model is loaded), ``stop``.
+    Call ``start`` to open the port before serving, then ``attach`` once the model is loaded, then ``stop``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The adapters that the engine holds in host memory, and the adapters that may run together."""
+"""Cache of the adapters in host memory, and the limit on adapters that run together."""
 
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +26,9 @@ class LoraCache:
     To make room, the cache evicts the least recently used adapter that is neither in use nor pinned. If an adapter is
     removed while it is in use, it stays until its last user ends.
 
-    Callers reserve room for an adapter before memory is allocated for it. Held and reserved bytes together never exceed
-    ``capacity``. Methods that evict adapters return their digests, and the caller tells the workers to free them.
+    Callers reserve room for an adapter before memory is allocated for it. The bytes of held adapters and the reserved
+    bytes never exceed ``capacity`` together. Methods that evict adapters return the digests of the evicted adapters.
+    The caller then tells the workers to free these adapters.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,12 +58,12 @@ class LoraCache:
         return tuple(self._held)
 
     def is_pinned(self, digest: bytes) -> bool:
-        """Return whether an adapter is pinned. False if it is not held."""
+        """Return whether an adapter is pinned. Returns False if the cache does not hold the adapter."""
         held = self._held.get(digest)
         return held is not None and held.pinned
 
     def is_used(self, digest: bytes) -> bool:
-        """Return whether an adapter has users. False if it is not held."""
+        """Return whether an adapter has users. Returns False if the cache does not hold the adapter."""
         held = self._held.get(digest)
         return held is not None and held.users > 0
 
@@ -100,10 +101,10 @@ class LoraCache:
         self.num_reserved -= num_bytes
 
     def add(self, digest: bytes, num_bytes: int, reserved: int = 0) -> list[bytes]:
-        """Hold an adapter as the most recently used one. Returns the digests evicted for it.
+        """Hold an adapter and mark it as most recently used. Returns the digests of the adapters evicted for it.
 
-        If the adapter is already held, it becomes the most recently used one, and a pending removal is cancelled.
-        Raises the errors of ``reserve``. Nothing changes in that case.
+        If the adapter is already held, a pending removal is cancelled. Raises the errors of ``reserve``. Nothing
+        changes in that case.
 
         Args:
             digest: Digest of the adapter.
@@ -178,8 +179,8 @@ class LoraCache:
         held.leaving = held.leaving and not pinned
 
     def remove(self, digest: bytes) -> list[bytes]:
-        """Remove an adapter once it is unused. Returns its digest if it is freed at once. Does nothing if it is not
-        held.
+        """Remove an adapter once it is unused. Returns the digest if the adapter is freed at once. Does nothing if the
+        cache does not hold the adapter.
         """
         held = self._held.get(digest)
         if held is None:
@@ -303,7 +304,9 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Line:
-    """Requests that wait for the slot of one adapter, with the time each began to wait in seconds, oldest first."""
+    """Requests that wait for the slot of one adapter, oldest first. Each request has the time in seconds at which its
+    wait began.
+    """
 
     name: str
     since: dict[str, float] = field(default_factory=dict)
@@ -361,8 +364,8 @@ class LoraSlots:
         return len(self._slots) < self._max_loras and not self._lines
 
     def start(self, key: str, digest: bytes, name: str) -> None:
-        """Record that a request starts. Raises ValueError if ``admits`` is False for its adapter, or if it is already
-        running.
+        """Record that a request starts. Raises ValueError if ``admits`` is False for the request's adapter, or if the
+        request is already running.
         """
         if not self.admits(digest):
             raise ValueError(f"request {key!r} starts with adapter {digest.hex()}, which has no slot")
@@ -435,7 +438,7 @@ class LoraSlots:
         return list(line.since)
 
     def _close_for_overdue(self, now: float, fresh: set[bytes]) -> None:
-        """Close as many slots as adapters are overdue, and reopen slots that need not be closed any more.
+        """Close one slot for each overdue adapter, and reopen slots that need not be closed any more.
 
         Args:
             now: Monotonic time, in seconds.

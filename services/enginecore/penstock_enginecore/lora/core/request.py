@@ -1,4 +1,4 @@
-"""The adapter that a request names, and the properties of a loaded adapter."""
+"""Reference from a request to an adapter, and properties of a loaded adapter."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,15 +9,15 @@ import msgspec
 from penstock_common.lora_registry import LoraAdapter
 
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
-"""Requests a number of bytes of ``lora.cpu_memory``. Thread-safe.
+"""Function that requests a number of bytes of ``lora.cpu_memory``. Thread-safe.
 
-The future completes on the thread that calls the executor, after workers were told which adapters to free for the new
-one. If the bytes are not available, it fails with ResourceExhausted or FailedPrecondition.
+The future completes after workers were told which adapters to free for the new adapter, on the thread that calls the
+executor. If the bytes are not available, the future fails with ResourceExhausted or FailedPrecondition.
 """
 
 
 class LoraRequest(msgspec.Struct, frozen=True):
-    """The adapter that a request names.
+    """Reference from a request to an adapter.
 
     Attributes:
         name: Label of the adapter.

@@ -27,13 +27,13 @@ class _Item:
 
 
 class EncoderQueue:
-    """Items that are being encoded, in order.
+    """Queue of the items that are being encoded.
 
-    A step computes at least one block of the first item. It computes more blocks while the next one fits into the rest
-    of ``budget``. A block costs as many embeddings as its item has.
+    A step computes at least one block of the first item. It computes more blocks while the next block fits into the
+    rest of ``budget``. A block costs as many embeddings as its item has.
 
-    Workers may be ahead of this queue, if an item failed, or was removed after some of its blocks were counted. They
-    are never behind it: a worker that is ahead when a step begins is not behind when the step ends.
+    Workers may be ahead of this queue, if an item failed or was removed after some of its blocks were counted. Workers
+    are never behind the queue. A worker that is ahead when a step begins is still not behind when the step ends.
     """
 
     def __init__(self, budget: int) -> None:
@@ -64,7 +64,7 @@ class EncoderQueue:
         return self._advance() if self._items else []
 
     def add(self, identifier: str, num_embeds: int, num_blocks: int) -> bool:
-        """Append an item in the current step. Returns whether it is done before that step's forward pass."""
+        """Append an item in the current step. Returns whether the item is done before that step's forward pass."""
         if identifier in self._items:
             raise ValueError(f"item {identifier} is being encoded already")
         self._items[identifier] = _Item(num_embeds, num_blocks)
@@ -72,7 +72,7 @@ class EncoderQueue:
         return identifier in self._advance()
 
     def remove(self, identifier: str) -> None:
-        """Remove an item. Does nothing if it is not in the queue."""
+        """Remove an item. Does nothing if the item is not in the queue."""
         if (item := self._items.pop(identifier, None)) is not None:
             self.num_pending -= item.num_embeds
 
@@ -142,7 +142,7 @@ class MediaLine:
         return taken
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Does nothing if it is not in the queue."""
+        """Remove a request. Does nothing if the request is not in the queue."""
         if request.key in self._wanted:
             self._turns.remove(request)
             del self._wanted[request.key]
@@ -251,7 +251,7 @@ class EncoderWork(StepResource):
 
     def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
         """Return how many of the next ``count`` tokens of a running request the step can compute. Pins the items of
-        these tokens and of the next one.
+        these tokens and of the token after them.
         """
         start = request.num_computed_tokens
         if start >= request.media_end:
@@ -313,7 +313,7 @@ class EncoderWork(StepResource):
 
     def begin_waiting(self) -> None:
         """Begin items for waiting requests, while nothing else is being encoded. A small item does not overtake a large
-        one, which could otherwise wait forever.
+        item, which could otherwise wait forever.
         """
         while self._line:
             request, feature = self._line.head()
@@ -371,7 +371,7 @@ class EncoderWork(StepResource):
         requests: Mapping[str, Request],
         end: Callable[[Request, RequestError], object],
     ) -> None:
-        """End the ``requests`` whose items could not be encoded, before results for their positions are taken in.
+        """End the ``requests`` whose items could not be encoded, before results for the items' positions are processed.
 
         Args:
             failures: Reasons, by identifier.
@@ -417,7 +417,9 @@ class EncoderWork(StepResource):
         return identifier in self._cache and identifier not in self._queue
 
     def _ask(self, request: Request, index: int) -> None:
-        """Count an item once, when its request needs it. Earlier items of the request need not be encoded for it."""
+        """Count an item once, when its request needs it. Earlier items of the request need not be encoded for this
+        item.
+        """
         if index < request.num_asked_media:
             return
         features = request.mm_features[request.num_asked_media : index + 1]
@@ -451,8 +453,8 @@ class EncoderWork(StepResource):
             self._cache.unclaim(claimed.feature.identifier, key)
 
     def _begin(self, request: Request, feature: MultiModalFeature, *, urgent: bool) -> bool:
-        """Start to encode an item, if there is room for it. Unless it is ``urgent``, start only if nothing else is
-        being encoded.
+        """Start to encode an item, if the cache has room for the item. Unless it is ``urgent``, start only if nothing
+        else is being encoded.
         """
         if self._queue and not urgent:
             return False

@@ -47,8 +47,8 @@ class MediaInputs(NamedTuple):
 
 
 class ReceiverCache:
-    """Caches the tensors of all sessions, each item once. It evicts nothing: each session's frontend decides what to
-    keep and to drop.
+    """Caches the tensors of all sessions, each item once. The cache never evicts: each session's frontend decides which
+    items to keep and to drop.
 
     Requests hold the tensors themselves, so a dropped tensor lives until the requests that need it have ended. Belongs
     to one thread, except ``num_bytes``.

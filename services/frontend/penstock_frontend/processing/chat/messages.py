@@ -77,8 +77,9 @@ def _rest(rests: Collection[str]) -> str:
 # Positions of media in a conversation that a template has rendered.
 #
 # A template that reads content parts writes the model's placeholder for each media item. Client text must not produce
-# placeholders. So a random mark is inserted into client text that contains one, or could be made to contain one. The
-# mark is removed once the positions are known. For a template that reads plain text, such marks stand for the media.
+# placeholders. Therefore a random mark is inserted into client text that contains a placeholder, or from which a
+# template could form a placeholder. The mark is removed once the positions are known. For a template that reads plain
+# text, such marks replace the media.
 
 
 class Places:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue in which a tenant with many items does not delay others: each tenant's next item is taken in turn.
+    """Queue with round-robin between tenants, so that a tenant with many items does not delay others.
 
     The items of one tenant keep their order.
     """
@@ -113,7 +113,7 @@ _ENVIRONMENT = (
     "TMPDIR",
     "XDG_CACHE_HOME",
 )
-"""Environment variables that a worker inherits. It gets no keys and no addresses."""
+"""Environment variables that a worker inherits. Secrets and addresses are not passed on."""
 _OF_WORKERS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -174,7 +174,7 @@ class WorkerProcess:
             raise NoWorker(ready.error)
 
     async def process(self, job: Job) -> tuple[ProcessedItem, float] | Refused:
-        """Process an item. Returns the result and the seconds it took, or a refusal. Raises WorkerLost."""
+        """Process an item. Returns the result and the processing time in seconds, or a refusal. Raises WorkerLost."""
         loop = asyncio.get_running_loop()
         head = JobHead(
             modality=job.modality,
@@ -243,7 +243,7 @@ class WorkerProcess:
 
 
 _ATTEMPTS = 2
-"""Number of workers that may end while they have the same item. The first may have ended for another reason."""
+"""Number of workers that may end while processing the same item. The first worker may have ended for another reason."""
 _STARTS = 3
 """Number of consecutive failed starts per place in the pool, after which waiting items fail."""
 _PAUSE = 1.0

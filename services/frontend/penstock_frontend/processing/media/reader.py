@@ -199,7 +199,7 @@ class MediaReader:
             self._fetcher.check(part.source.url, field=part.field)
 
     async def look(self, content: Content, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which reads a whole item. Large items are processed in a thread."""
+        """Return the result of ``work``, which reads a whole item. A thread processes large items."""
         if size_of(content) <= _LONG:
             return work()
         self._check_open()

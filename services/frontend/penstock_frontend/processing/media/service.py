@@ -26,7 +26,7 @@ from penstock_frontend.processing.media.worker_messages import TooLarge, Unreada
 
 
 class _Alive(NamedTuple):
-    """An item that can be found while its tensors are in use."""
+    """Stored item that can be found while its tensors are in use."""
 
     item: ProcessedItem
     """The item without its tensors."""
@@ -100,7 +100,7 @@ class MediaStore:
                     del self._flights[identifier]
 
     def clear(self) -> None:
-        """Drop all items. Requests keep theirs."""
+        """Drop all items. Requests keep the items that they use."""
         self._kept.clear()
         self._alive.clear()
         self.num_bytes = 0

@@ -48,5 +48,5 @@ def _is_mp3_frame(data: bytes) -> bool:
 
 
 def is_of(modality: Modality, data: bytes) -> bool:
-    """Return whether data begins like a file of that modality."""
+    """Return whether the data begins like a file of this modality."""
     return (sound_format(data) if modality == "audio" else image_format(data)) is not None

@@ -18,14 +18,14 @@ _MAX_PENDING = 8
 class IncrementalDetokenizer:
     """Decodes a growing output.
 
-    The text of a token depends on its neighbors, and a character may span several tokens, which decode to U+FFFD until
-    it is complete. So a short window of tokens is decoded again with every token (the prefix-offset scheme of
-    text-generation-inference). ``window[:read]`` is context whose text was already returned. The text after it is
-    returned once it does not end in U+FFFD. Returned text never changes. For byte-level decoders, the joined text
-    equals decoding all tokens at once.
+    The text of a token depends on its neighbors, and a character may span several tokens. Such tokens decode to U+FFFD
+    until the character is complete. So a short window of tokens is decoded again with every token (the prefix-offset
+    scheme of text-generation-inference). ``window[:read]`` is context whose text was already returned. Text after this
+    context is returned once it does not end in U+FFFD. Returned text never changes. For byte-level decoders, the joined
+    text equals decoding all tokens at once.
 
-    Word-piece decoders put a space between any two tokens. They also put one between special tokens, unless
-    ``spaces_between_special_tokens`` is False. Other decoders never do.
+    Word-piece decoders put a space between any two tokens. They also put a space between special tokens, unless
+    ``spaces_between_special_tokens`` is False. Other decoders never add such spaces.
     """
 
     __slots__ = ("_after_special", "_decode", "_joined", "_known", "_read", "_skipped", "_window")
@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
         return len(self._window) - self._read
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens alone."""
+        """Return the text of these tokens, decoded without context."""
         return self._decode([token for token in token_ids if token not in self._skipped])
 
     def push(self, token_id: int) -> str:
@@ -96,7 +96,9 @@ class IncrementalDetokenizer:
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Release the front tokens that later ones cannot change, so that an endless undecodable run stays bounded."""
+        """Release the first tokens of the window that later tokens cannot change, so that a long undecodable run uses
+        bounded memory.
+        """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
             if front + self._decode(self._window[end:]) == text:

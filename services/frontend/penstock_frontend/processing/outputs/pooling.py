@@ -39,7 +39,7 @@ class PooledState:
 
 
 class PooledOutputs(RequestStates[PooledState]):
-    """``OutputHandler`` of pooling requests, which tracks each until its answer.
+    """``OutputHandler`` of pooling requests, which tracks each request until its answer.
 
     ``on_done`` is called for each successful request, with the id of its engine.
     """

@@ -26,9 +26,9 @@ _PATH = "sampling_params"
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a model's generation_config.json. Raises ConfigError if one is out of range.
+    """Return the defaults of a model's generation_config.json. Raises ConfigError if a value is out of range.
 
-    Sampling filters count only if the model asks for sampling (``do_sample``). The repetition penalty always counts.
+    Sampling filters apply only if the model asks for sampling (``do_sample``). The repetition penalty always applies.
     """
     defaults: dict[str, Any] = {}
     if generation_config.get("do_sample"):

@@ -141,7 +141,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
-    """Return the two pieces of a merge, and the piece that they form."""
+    """Return the two pieces of a merge, and the combined piece."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second, first + second
 
@@ -179,9 +179,9 @@ def cut(text: str, longest: int, *, at_start: bool = False) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Join texts. The result is guarded if any text is.
+    """Join texts. The result is guarded if any of the texts is guarded.
 
-    Unguarded texts next to guarded ones must not have control tokens.
+    Unguarded texts next to guarded texts must not have control tokens.
     """
     parts = list(texts)
     text = "".join(parts)
@@ -209,16 +209,16 @@ class Cut(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """Same end as a direction of the tokenizers library."""
+        """Direction of truncation in the tokenizers library."""
         return "right" if self.at == "end" else "left"
 
     def of(self, ids: list[int]) -> list[int]:
-        """Return the ids that stay."""
+        """Return the ids that remain after truncation."""
         return ids[: self.longest] if self.at == "end" else ids[-self.longest :]
 
 
 def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers.Encoding:
-    """Return the tokens of a text that stay, with the tokens around it."""
+    """Return the tokens of a text that remain after truncation, with the special tokens around the text."""
     encoding = backend.encode(text, add_special_tokens=False)
     encoding.truncate(cut.longest - backend.num_special_tokens_to_add(False), direction=cut.direction)
     return backend.post_process(encoding)
@@ -255,7 +255,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _LONG_TEXT = 64 * 1024
 """Number of characters above which a text is tokenized in a separate thread.
 
-It may take seconds, and others must not wait.
+Tokenizing such a text may take seconds, and other texts must not wait for it.
 """
 
 
@@ -390,7 +390,7 @@ class Tokenizer:
 
     @functools.cached_property
     def leading_token(self) -> int | None:
-        """Token added before every text, such as BOS or CLS; None if there is none."""
+        """Special token added before every text, such as BOS or CLS, or None."""
         with_it, without = (self._backend.encode("a", add_special_tokens=add).ids for add in (True, False))
         return with_it[0] if len(with_it) > len(without) and with_it[:1] != without[:1] else None
 

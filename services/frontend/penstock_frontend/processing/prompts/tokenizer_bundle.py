@@ -94,7 +94,7 @@ class Bundle(NamedTuple):
 class TokenizerBundle:
     """Archive of the tokenizer files, built off the event loop at first use.
 
-    It is kept, because the files do not change.
+    The archive is cached, because the files do not change.
     """
 
     def __init__(self, folder: Path) -> None:
