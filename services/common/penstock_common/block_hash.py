@@ -1,8 +1,8 @@
 """Content hashes of KV cache blocks. Engines use them for caching and frontends for routing, with equal results.
 
 A block's hash covers its parent's hash, its token IDs and its extra keys, so equal hashes mean equal prefixes. The hash
-is BLAKE2b with 128 bits. It is the same in every process, and strong enough that no client can craft a prompt that
-reads another tenant's blocks. (For 64-byte blocks of token IDs it takes 0.6 us, half as long as BLAKE3.)
+is BLAKE2b with 128 bits. Every process computes equal hashes. The hash is strong enough that no client can craft a
+prompt that reads another tenant's blocks. (For 64-byte blocks of token IDs it takes 0.6 us, half as long as BLAKE3.)
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from penstock_common.types.request import RequestContext
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
 _NO_TEXT = b"\xff"
-"""A byte that UTF-8 never contains. It separates the salt from the adapter, so that no salt looks like salt and
-adapter.
+"""Byte that UTF-8 never contains. It separates the salt from the adapter. Without the separator, a salt could equal
+another salt followed by an adapter.
 """
 
 
@@ -37,7 +37,7 @@ class Hashed(Protocol):
     all_token_ids: list[int]
     prompt_embeds: PromptEmbeds | None
     mm_features: list[MultiModalFeature]
-    """In order of position, without overlaps."""
+    """Media items in order of position, without overlaps."""
     block_hashes: list[bytes]
     """Hashes of the blocks hashed so far."""
 
@@ -58,8 +58,8 @@ def root_hash(block_size: int) -> bytes:
 def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
     """Return the extra keys of the block with positions ``start`` to ``end``.
 
-    These are the cache salt and the LoRA adapter for the first block, which later blocks inherit. In addition, they
-    cover vectors in place of tokens, and media.
+    The extra keys of the first block are the cache salt and the LoRA adapter, which later blocks inherit through the
+    parent's hash. In addition, the extra keys cover vectors in place of tokens, and media.
     """
     keys = b""
     if start == 0:
@@ -97,7 +97,7 @@ def _media_key(feature: MultiModalFeature, start: int, end: int) -> bytes:
 
 def _vectors_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
     """Return the digest of the vectors at the positions from ``start`` to ``end``. Requests with the same prompt share
-    it.
+    the cached digest.
     """
     digest: bytes | None = embeds.memo.get((start, end))
     if digest is None:

@@ -19,7 +19,9 @@ MAX_SETTINGS_BYTES = 64 << 20
 32 MiB.
 """
 MAX_INDEX_BYTES = 256 << 20
-"""Size limit of a file that maps tensors to files, in bytes. Those of the largest published models have 15 MiB."""
+"""Size limit of a file that maps tensors to files, in bytes. The index files of the largest published models have 15
+MiB.
+"""
 MAX_HEADER_BYTES = 100_000_000
 """Size limit of the header of a safetensors file, in bytes, as the format defines it."""
 MAX_DEPTH = 64

@@ -43,9 +43,10 @@ class BytesInFlight:
 
 
 class Held:
-    """A counted message. It is counted while this object exists.
+    """Counted message. The message counts against the limit while this object exists.
 
-    For a gRPC call, this is the message, because gRPC keeps the decoded message and its bytes until the call ends.
+    For a gRPC call, this object replaces the message, because gRPC keeps the decoded message and its bytes until the
+    call ends.
     """
 
     __slots__ = ("_size", "_where", "message")

@@ -60,7 +60,7 @@ class LoraAdapter(msgspec.Struct, frozen=True):
 
 
 class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the meaning of a name.
+    """Registration of a name, with its version.
 
     An unload is also a version, so a load that arrives late does not undo a newer unload.
     """
@@ -91,7 +91,7 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def precedence(self) -> Precedence:
-        """Of two registrations of a name, the one with the higher precedence wins.
+        """Sort key of a registration. The registration of a name with the highest precedence wins.
 
         A restarted frontend with the same ID may reuse a version. The other fields then decide, so that all processes
         decide alike.
@@ -110,7 +110,9 @@ class LoraRefusal(msgspec.Struct, frozen=True):
 # Merge of registrations, for frontends and the coordinator. Does no I/O.
 
 MAX_UNLOADED = 16_384
-"""Maximum number of remembered unloads. A load that arrives after more unloads than that may undo an older unload."""
+"""Maximum number of remembered unloads. If more unloads than this arrive before a late load, the load may undo an older
+unload.
+"""
 
 
 class LoraRegistry:
@@ -216,14 +218,15 @@ class LoraRegistry:
         self._num_unloaded = min(self._num_unloaded, keep)
 
 
-# Exchange of registrations between the two ends of a stream. Each sends what the other does not know. Does no I/O.
+# Exchange of registrations between the two ends of a stream. Each end sends the registrations that the other end does
+# not know. Does no I/O.
 
 MAX_REGISTRATIONS = 256
 """Maximum number of registrations in one message."""
 
 
 class Gossip:
-    """One end of one stream. It sends back nothing that it received, and sends nothing twice."""
+    """State of one end of a stream. This end sends back nothing that it received, and sends nothing twice."""
 
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry

@@ -177,8 +177,8 @@ _READ_ANEW = " Read again while the service runs, when the file changes."
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One value of a configuration. ``key`` is dotted: the names of its sections and its own name. ``default`` None
-    means unset.
+    """Setting of a configuration. ``key`` is dotted: the names of its sections and its own name. ``default`` None means
+    unset.
     """
 
     key: str

@@ -18,7 +18,7 @@ _CREATE = "create one with `openssl rand -hex 32`"
 
 
 class SharedSecret:
-    """A secret, and keys and tokens derived from it. Each purpose has its own key and token, and none of them reveals
+    """Secret, with keys and tokens derived from it. Each purpose has its own key and token. No key and no token reveals
     the secret.
     """
 
@@ -40,7 +40,7 @@ class SharedSecret:
 
 
 NO_SECRET = SharedSecret(b"")
-"""Used if no secret is configured. Its keys and tokens are public, so it protects nothing."""
+"""Placeholder if no secret is configured. Its keys and tokens are public, so it protects nothing."""
 
 
 def load_secret(path: str, *, field: str = SECRET_SETTING) -> SharedSecret | None:
@@ -134,24 +134,24 @@ class ProofError(PenstockError):
 
 
 def new_nonce() -> bytes:
-    """Return 32 random bytes. Each connection needs its own."""
+    """Return a nonce of 32 random bytes. Each connection needs a new nonce."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def hello(nonce: bytes) -> bytes:
-    """Return the first message of the connecting side. ``nonce`` is its own."""
+    """Return the first message of the connecting side. ``nonce`` is the connecting side's nonce."""
     return _MARK + nonce
 
 
 def reply(key: bytes, heard_hello: bytes, nonce: bytes) -> bytes:
-    """Return the answer of the listening side. ``nonce`` is its own. Raises ProofError if ``heard_hello`` is not a
-    hello.
+    """Return the answer of the listening side. ``nonce`` is the listening side's nonce. Raises ProofError if
+    ``heard_hello`` is not a hello.
     """
     return nonce + _proof(key, _LISTENS, _nonce_in(heard_hello), nonce)
 
 
 def proof(key: bytes, nonce: bytes, heard_reply: bytes, claim: bytes = b"") -> bytes:
-    """Return the last message of the connecting side. ``nonce`` is the one in its hello.
+    """Return the last message of the connecting side. ``nonce`` is the nonce of the connecting side's hello.
 
     Raises ProofError if the listening side does not know the key.
     """
@@ -162,7 +162,7 @@ def proof(key: bytes, nonce: bytes, heard_reply: bytes, claim: bytes = b"") -> b
 
 
 def checked_claim(key: bytes, heard_hello: bytes, nonce: bytes, heard_proof: bytes) -> bytes:
-    """Return the claim of the connecting side. ``nonce`` is the one in the reply.
+    """Return the claim of the connecting side. ``nonce`` is the nonce of the listening side's reply.
 
     Raises ProofError if the connecting side does not know the key.
     """

@@ -26,7 +26,7 @@ class EngineState(enum.IntEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``address`` is host:port. ``seconds_since_last_step`` is 0 while the engine is idle.
+    """Status of an engine. ``address`` is host:port. ``seconds_since_last_step`` is 0 while the engine is idle.
 
     ``max_num_seqs`` is the maximum number of running requests, or 0 if unknown.
     """
@@ -44,7 +44,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
     loras: LoraHeld | None = None
-    """None if the engine supports no adapters, or has not reported which ones it holds."""
+    """Adapters that the engine holds. None if the engine supports no adapters, or has not reported its adapters."""
     role: EngineRole = EngineRole.BOTH
     kv_address: str = ""
     """Address at which other engines fetch its blocks. Empty if the engine does not provide blocks."""
@@ -60,7 +60,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """All engines by index, and the data-parallel groups."""
+    """View of the cluster: all engines by index, and the data-parallel groups."""
 
     engines: tuple[EngineStatus, ...] = ()
     groups: tuple[PoolGroup, ...] = ()

@@ -76,9 +76,9 @@ class RankGroup(msgspec.Struct, frozen=True, cache_hash=True):
     """Members of a group in one epoch."""
 
     epoch: int = 0
-    """0 means no group."""
+    """Number of the epoch, or 0 for no group."""
     members: tuple[str, ...] = ()
-    """In order of rank."""
+    """Names of the ranks, in order of rank."""
 
 
 class StartWave(msgspec.Struct, frozen=True, cache_hash=True):

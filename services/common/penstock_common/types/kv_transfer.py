@@ -27,7 +27,7 @@ class EngineRole(enum.IntEnum):
 
 
 class BlockName(NamedTuple):
-    """Content-based name of a block, the same in all engines with one fingerprint.
+    """Content-based name of a block. Engines with equal fingerprints use equal names.
 
     Attributes:
         group: KV cache group of the block.
@@ -83,11 +83,11 @@ class KvSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A gateway's settings for a request's keys and values.
+    """Gateway settings for a request's KV blocks.
 
     Attributes:
-        lease: Whether to keep them for a while when the request ends.
-        source: Engine that keeps those of the request that this one continues, or None.
+        lease: Whether the engine keeps the KV blocks for a while after the request ends.
+        source: Engine that keeps the KV blocks of the request that this request continues, or None.
         params: JSON object for the engines' own connector, or empty.
     """
 
@@ -100,8 +100,8 @@ class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlockMedia(msgspec.Struct, frozen=True):
-    """A media item that overlaps a block. ``offset`` is its start relative to the block's start, in positions. It is
-    negative if the item starts in an earlier block.
+    """Media item that overlaps a block. ``offset`` is the item's start relative to the block's start, in positions. The
+    offset is negative if the item starts in an earlier block.
     """
 
     identifier: str
@@ -109,15 +109,15 @@ class BlockMedia(msgspec.Struct, frozen=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive blocks that can be found from now on.
+    """Event: consecutive blocks can be found from now on.
 
-    Outside the device, and for engines that report no tokens, only hashes are reported, in any order.
+    For blocks outside the device, and for engines that report no tokens, only hashes are reported, in any order.
 
     Attributes:
         parent_hash: Hash of the previous block. Empty at the start of a prompt.
         token_ids: Tokens of the blocks, concatenated.
         lora_name: Name of the adapter in the request, or empty.
-        extra_keys: Media of each block. Empty if no block has any.
+        extra_keys: Media of each block. Empty if no block has media.
     """
 
     block_hashes: list[bytes]
@@ -130,14 +130,14 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that cannot be found any more."""
+    """Event: blocks cannot be found any more."""
 
     block_hashes: list[bytes]
     medium: KvMedium = KvMedium.DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):
-    """All blocks were removed."""
+    """Event: all blocks were removed from the cache."""
 
 
 KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -156,9 +156,9 @@ class TokenColumns(msgspec.Struct, kw_only=True):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. Values equal ``penstock.common.v1.FinishReason``.
+    """Reason for the end of a request. Values equal ``penstock.common.v1.FinishReason``.
 
-    ERROR is a retryable internal error: a client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF means that
+    ERROR is a retryable internal error. Its client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF means that
     the request resumes on another engine, which is invisible to clients.
     """
 
@@ -188,7 +188,7 @@ class EngineCoreEvent(msgspec.Struct, frozen=True):
 
 
 class RequestError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT after a timeout).
+    """Reason why the engine ended a request without a normal end (FinishReason.ERROR, or ABORT after a timeout).
 
     Attributes:
         code: Name of a gRPC status code.
@@ -377,13 +377,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds_since_last_step: float = 0.0
     wedged: bool = False
     spec_decoding_stats: SpecDecodingStats | None = None
-    """None if the engine does not speculate."""
+    """Draft statistics, or None if the engine does not use speculative decoding."""
     lora: LoraStats | None = None
-    """None if the engine supports no adapters."""
+    """Adapter statistics, or None if the engine supports no adapters."""
     media: MediaStats | None = None
-    """None if the engine takes no media."""
+    """Media statistics, or None if the engine supports no media."""
     kv_transfer: KvTransferStats | None = None
-    """None if the engine neither loads blocks nor keeps them for others."""
+    """Statistics of KV transfers. None if the engine neither loads blocks nor keeps blocks for other engines."""
 
     def without_held(self) -> "SchedulerStats":
         """Return the statistics without the held adapters, for receivers that already know them."""
@@ -406,9 +406,8 @@ class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
-    """All outputs of one step for one frontend. ``timestamp`` is the engine's monotonic clock in seconds.
-
-    ``tokens`` come before the entries in ``outputs`` for the same request.
+    """Outputs of one step for one frontend. ``timestamp`` is the engine's monotonic clock in seconds. ``tokens`` come
+    before the entries in ``outputs`` for the same request.
     """
 
     engine_index: int = 0
@@ -461,7 +460,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 0
     max_tensor_bytes: int = 0
     lora: LoraLimits | None = None
-    """None if the engine supports no adapters."""
+    """Limits for adapters, or None if the engine supports no adapters."""
     receiver_cache_bytes: int = 0
     """Bytes of media features that the engine caches for a session. 0 means that each request must send its own."""
     shared_memory_id: str = ""

@@ -25,12 +25,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     external_request_id: str = ""
     """ID by which the client knows the request. The frontend generates one if the client gave none."""
     model: str = ""
-    """Model that the client asked for. Empty means the served model. Not sent to engines, because an engine serves one
-    model.
+    """Model that the client asked for. Empty means the served model. The field is not sent to engines, because an
+    engine serves one model.
     """
     lora: str = ""
-    """LoRA adapter that the client asked for. ``model`` may name one, too. Empty means none. Engines get
-    ``EngineCoreRequest.lora``.
+    """LoRA adapter that the client asked for, or empty. ``model`` may also name an adapter. Engines read
+    ``EngineCoreRequest.lora`` instead.
     """
     data_parallel_rank: int | None = None
     """Rank of the engine on which the request must run, or None for any. Engines that get the request serve rank 0."""
@@ -109,13 +109,13 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The fields of ``penstock.enginecore.v1.EngineCoreRequest`` that engines support."""
 
     request_id: str
-    """Unique among the requests of a frontend. The same in every attempt."""
+    """Request ID, unique among the requests of a frontend and equal in every attempt."""
     prompt_token_ids: list[int]
     """Prompt tokens, never output tokens. An ID is ignored at positions where ``prompt_embeds`` has a vector."""
     sampling_params: SamplingParams = NO_SAMPLING
-    """Ignored if ``pooling_params`` is set."""
+    """Sampling parameters, ignored if ``pooling_params`` is set."""
     pooling_params: PoolingParams | None = None
-    """If set, the request produces vectors and no tokens."""
+    """Pooling parameters. If set, the request produces vectors and no tokens."""
     lora: LoraAdapter | None = None
     """LoRA adapter, or None."""
     context: RequestContext = RequestContext()
@@ -126,11 +126,11 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     attempt: int = 0
     """Number of engines that were given the request before this one."""
     never_admitted: bool = False
-    """Whether each of those engines refused it."""
+    """Whether each of the engines in ``attempt`` refused the request."""
     prior_output_token_ids: list[int] = []
     """Tokens delivered by earlier attempts. They count as output (max_tokens, stops, seeded draws), never as prompt."""
     second_text_start: int | None = None
-    """Position of the second text of a pair in the prompt, in tokens. None if the prompt is one text."""
+    """Position of the second text of a pair in the prompt, in tokens. None if the prompt is a single text."""
     prompt_embeds: PromptEmbeds | None = None
     """Vectors at some or all positions of the prompt."""
     mm_features: list[MultiModalFeature] = []
@@ -143,7 +143,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompt tokens.
     """
     reasoning_parser_kwargs: ReasoningTokens | None = None
-    """Set if a constraint applies only after the reasoning."""
+    """Tags around the reasoning. Set if a constraint applies only after the reasoning."""
     prediction_token_ids: list[int] = []
     """The client's prediction of the output, in which drafts are looked up. It does not change any token."""
     kv_source: KvSource | None = None

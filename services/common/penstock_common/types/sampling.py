@@ -28,7 +28,7 @@ class OutputKind(enum.IntEnum):
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
-    """When to end a request that repeats itself (finish reason REPETITION)."""
+    """Rule that ends a request whose output repeats itself (finish reason REPETITION)."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -67,8 +67,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constraint(self) -> tuple[str, Any]:
-        """Name and value of the constraint. Raises ValueError unless exactly one is set and it is compatible with
-        ``json_whitespace``.
+        """Name and value of the constraint. Raises ValueError unless exactly one constraint is set and it is compatible
+        with ``json_whitespace``.
         """
         given = self._given
         if len(given) != 1:
@@ -173,7 +173,7 @@ class Bounds(NamedTuple):
     above: bool = False
 
     def allow(self, value: float) -> bool:
-        """Return whether a value is within the bounds. NaN and infinities are not."""
+        """Return whether a value is within the bounds. Returns False for NaN and infinities."""
         finite = isinstance(value, int) or math.isfinite(value)
         return finite and (value > self.low if self.above else value >= self.low) and value <= self.high
 

@@ -19,7 +19,7 @@ _ROUNDING = 2.0**-8
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """Why a module takes no update, and what kind of module it is.
+    """Module that adapters may name but not update, with the reason and the kind of the module.
 
     Attributes:
         linear: Whether "all-linear" selects the module, too.

@@ -101,7 +101,7 @@ def key_of(meeting: Meeting, rank: int, token: bytes) -> bytes:
 
 
 class Rendezvous:
-    """One attempt of one rank to meet the others. It serves incoming connections whenever it waits."""
+    """Attempt of a rank to meet the other ranks. While it waits, the attempt serves incoming connections."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class DraftStep(Protocol):
     """The completed step, as drafters see it."""
 
     requests: Sequence[DraftRequest]
-    """All requests that had tokens in the step, in batch order."""
+    """Requests that had tokens in the step, in batch order."""
 
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0

@@ -37,10 +37,10 @@ class Load:
 
 
 class Loads:
-    """All loads in flight, each with an owner.
+    """Loads in flight, each with an owner.
 
-    If the owner leaves before the load has ended, the load is abandoned. Its blocks stay allocated until it has ended,
-    which happens exactly once.
+    If the owner leaves before the load has ended, the load is abandoned. The blocks of an abandoned load stay allocated
+    until the load ends. Every load ends exactly once.
     """
 
     def __init__(self) -> None:

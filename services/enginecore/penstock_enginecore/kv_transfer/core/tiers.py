@@ -97,7 +97,7 @@ class PeerLoads:
 
 
 class _PeerLoad:
-    """One load from a peer. Only one write is in flight at a time; blocks that arrive meanwhile are written together
+    """Load from a peer. Only one write is in flight at a time. Blocks that arrive meanwhile are written together
     afterwards. Thread-safe.
     """
 

@@ -65,7 +65,7 @@ def outcome_of(num_wanted: int, num_blocks: int) -> str:
 _LATEST = 0.25
 """Weight of the latest measurement."""
 _TRY_AGAIN = 16
-"""One in this many slow loads is made anyway, because loads may have become faster."""
+"""Interval of slow loads: every n-th slow load is made anyway, because loads may have become faster."""
 
 
 class LoadRates:

@@ -141,7 +141,7 @@ _LONGEST_HANDSHAKE = 128 * 1024
 
 
 class Wire:
-    """One connection, with or without TLS. The caller closes it.
+    """Connection to a media host, with or without TLS. The caller closes the connection.
 
     TLS uses memory buffers. asyncio's own TLS decrypts up to 256 KiB in one turn of the event loop, even for small
     records.
@@ -261,7 +261,7 @@ _FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Exchange:
-    """One request and its response."""
+    """Request to a media host, with its response."""
 
     def __init__(self, wire: Wire, field: str, max_bytes: int, counted: Counted) -> None:
         self._wire = wire
