@@ -4,19 +4,19 @@ PenstockError
  ├─ ConfigError              a config file, flag or environment variable is wrong
  └─ RequestFailed            a request cannot be served; has a status code
      ├─ InvalidArgument      a field is wrong
-     ├─ Unauthenticated      nobody knows who calls
-     ├─ PermissionDenied     who calls may not do that
+     ├─ Unauthenticated      the credentials are missing or wrong
+     ├─ PermissionDenied     the caller may not do that
      ├─ Unimplemented        a field or method is known but not served yet
      ├─ NotFound             no such model, request or method
      ├─ AlreadyExists        a name is taken
-     ├─ FailedPrecondition   not while things are as they are; nothing comes of trying again
+     ├─ FailedPrecondition   the state must be changed first; a retry does not help
      ├─ ResourceExhausted    a bounded queue is full; retry later
      ├─ Unavailable          no engine, or the engine went away; retry
      ├─ DeadlineExceeded     the request's deadline has passed
      ├─ Cancelled            the client or an operator ended the request
      ├─ OutOfRange           a stream cannot begin at the position asked for
-     ├─ DataLoss             a stream cannot go on without a gap; begin again
-     └─ Internal             a defect of ours
+     ├─ DataLoss             a stream cannot continue without a gap; start again
+     └─ Internal             an internal error
 """
 
 import difflib
