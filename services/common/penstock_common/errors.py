@@ -4,19 +4,19 @@ PenstockError
  ├─ ConfigError              a config file, flag or environment variable is wrong
  └─ RequestFailed            a request cannot be served; has a status code
      ├─ InvalidArgument      a field is wrong
-     ├─ Unauthenticated      the credentials are missing or wrong
-     ├─ PermissionDenied     the caller may not do that
-     ├─ Unimplemented        a field or method is known but not served yet
+     ├─ Unauthenticated      the caller is not authenticated
+     ├─ PermissionDenied     the caller has no permission for the call
+     ├─ Unimplemented        a known field or method is not supported
      ├─ NotFound             no such model, request or method
-     ├─ AlreadyExists        a name is taken
-     ├─ FailedPrecondition   the state must be changed first; a retry does not help
+     ├─ AlreadyExists        a name is in use
+     ├─ FailedPrecondition   not possible in the current state; a retry fails, too
      ├─ ResourceExhausted    a bounded queue is full; retry later
      ├─ Unavailable          no engine, or the engine went away; retry
      ├─ DeadlineExceeded     the request's deadline has passed
      ├─ Cancelled            the client or an operator ended the request
-     ├─ OutOfRange           a stream cannot begin at the position asked for
+     ├─ OutOfRange           a stream cannot begin at the requested position
      ├─ DataLoss             a stream cannot continue without a gap; start again
-     └─ Internal             an internal error
+     └─ Internal             a bug in Penstock
 """
 
 import difflib

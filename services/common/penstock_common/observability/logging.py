@@ -192,9 +192,11 @@ class LimitedLog:
 # the stack trace.
 
 REASON = "INCIDENT"
-"""Error reason of a request that would fail in the same way on another engine. It is final."""
+"""Error reason of a request that would fail in the same way on another engine. Such a request is not retried."""
 STEP_FAILED = "STEP_FAILED"
-"""Error reason of a request that alone caused its engine's step to fail. It may be retried on one other engine."""
+"""Error reason of a request that was the only cause of its engine's failed step. The request may be retried on one
+other engine.
+"""
 
 logger = logging.getLogger(__name__)
 

@@ -205,7 +205,7 @@ def prompt_embeds_from_proto(
 
     Raises InvalidArgument for another shape, type or size, and the errors of ``payload``.
 
-    ``is_token`` tells for each position whether it is a token ID. It is empty if no position is a token ID.
+    ``is_token`` has one entry per position: whether the position is a token ID. Empty if no position is a token ID.
     """
     dtype = _EMBEDS_DTYPES.get(message.dtype)
     if dtype is None:

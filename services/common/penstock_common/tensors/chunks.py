@@ -241,10 +241,8 @@ class IncomingTensors:
         self._failed.pop(transfer_id, None)
 
     def take(self, transfer_id: int, size: int, *, keep: bool, field: str) -> Buffer:
-        """Return the bytes of a tensor, the same object each time. Without ``keep``, the tensor is forgotten here.
-
-        Raises InvalidArgument with ``field`` unless exactly ``size`` bytes arrived in order. Other errors of the
-        transfer are raised, too.
+        """Return the bytes of a tensor. Repeated calls return the same object. Without ``keep``, the tensor is dropped
+        from this store.
         """
         self.drop_stale()
         if (error := self._failed.get(transfer_id)) is not None:

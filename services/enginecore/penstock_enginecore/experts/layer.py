@@ -225,7 +225,7 @@ class SpreadExperts:
         self._set(Membership(group, placement, self._dispatch))
 
     def leave(self) -> None:
-        """Compute alone from now on."""
+        """Compute without a group from now on."""
         self._set(None)
 
     @property

@@ -12,7 +12,7 @@ class Placement(msgspec.Struct, frozen=True):
     """Placement of experts on the ranks of a group.
 
     ``physical`` has, by layer, the expert in each slot of all ranks. Rank r's slots begin at ``r * slots``. An expert
-    may be in several slots, which compute the same.
+    may be in several slots. These slots compute equal results.
     """
 
     num_experts: int

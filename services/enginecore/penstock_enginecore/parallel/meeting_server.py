@@ -32,9 +32,9 @@ class _Asking:
     """State of one connection.
 
     Attributes:
-        coming: Received bytes of its next request.
-        said: Keys that it has set.
-        wants: Key for which it waits, or None.
+        coming: Received bytes of the connection's next request.
+        said: Keys that the connection has set.
+        wants: Key for which the connection waits, or None.
     """
 
     coming: bytearray = field(default_factory=bytearray)

@@ -34,7 +34,9 @@ class SplitVocabulary:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let ``finish`` return logits unchanged in the ``with`` block. All ranks must do the same."""
+        """Make ``finish`` return logits unchanged inside the ``with`` block. All ranks must enter such a block
+        together.
+        """
         self._apart = True
         try:
             yield

@@ -125,7 +125,8 @@ class Stateless:
         """Do nothing: this drafter requests no hidden states."""
 
 
-# The drafter's attention layers among those of the model. Both use the same block tables, but separate memory.
+# Separation of the drafter's attention layers from the model's layers. Both use the same block tables, but separate
+# memory.
 
 
 def model_layers(config: KVCacheConfig) -> KVCacheConfig:

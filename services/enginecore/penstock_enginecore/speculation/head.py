@@ -19,8 +19,8 @@ from penstock_enginecore.models.rope import freeze_rotary
 
 # Config of an EAGLE head's checkpoint, in either of the two published layouts.
 #
-# EAGLE (Li et al., 2024) uses the target's last hidden states. EAGLE-3 (2025) uses those of some layers. SafeAILab's
-# repository and the speculators library name a head's tensors differently.
+# EAGLE (Li et al., 2024) uses the target's last hidden states. EAGLE-3 (2025) uses the hidden states of several layers.
+# SafeAILab's repository and the speculators library name a head's tensors differently.
 
 Kind = Literal["eagle", "eagle3"]
 _PARTS: dict[str, tuple[Any, Any, Any]] = {
@@ -199,7 +199,7 @@ class EagleHead(nn.Module):
         return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
 
     def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
-        """Run EAGLE-3's first layer. Attention reads embeddings and states; the residual is the states alone."""
+        """Run EAGLE-3's first layer. Attention reads embeddings and states; the residual is only the states."""
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(states)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)

@@ -202,8 +202,8 @@ class GroupDriver:
         self.links.post(event)
 
     def refused(self, epoch: int, wave: int) -> None:
-        """Note that a request was refused before it reached the loop. Its frontend may have told other ranks to join a
-        wave.
+        """Note that a request was refused before it reached the loop. The request's frontend may have told other ranks
+        to join a wave.
         """
         self.links.post(Refused(epoch, wave))
 

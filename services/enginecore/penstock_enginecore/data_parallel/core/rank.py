@@ -280,9 +280,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects + more + ((after.report,) if opened and not agreement.switch_to else ())
 
     def stepped(self, *, unfinished: bool) -> tuple[Self, Effects]:
-        """Handle the end of a forward pass. ``unfinished`` says whether requests that are not held have more to
-        compute.
-        """
+        """Handle the end of a forward pass. ``unfinished`` is whether requests that are not held have more to compute."""
         after = self._with(step=self.step + 1, unfinished=unfinished)
         return after._exchange() if after.step % after.interval == 0 else after._forward()
 

@@ -11,14 +11,14 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, Copy, Follow, Place, batch_of
 
 Told = Callable[[BlockName, bool], None]
-"""Called with a block that became findable (True) or was lost (False)."""
+"""Function that is called with a block that became findable (True) or was lost (False)."""
 
 
 class SlotIndex:
-    """An index of slots by block name, in LRU order.
+    """Index of slots by block name, in LRU order.
 
     A slot is free, holds a findable block, or is taken and being filled. ``entries`` are blocks from a previous run.
-    ``told`` is also called for them.
+    ``told`` is called for every block that becomes findable or is lost, including the ``entries``.
     """
 
     def __init__(self, num_slots: int, told: Told, entries: Iterable[tuple[int, BlockName]] = ()) -> None:

@@ -162,7 +162,7 @@ class Pull:
         self._heard = now
 
     def block(self, number: int, name: BlockName, size: int, now: float, *, good: bool) -> list[Effect]:
-        """Handle an arrived block. ``good`` says whether it passed verification.
+        """Handle an arrived block. ``good`` is whether the block passed verification.
 
         Raises Broken for a block that was not requested, or if the window is exceeded.
         """
@@ -215,7 +215,7 @@ class Pull:
         return self._end(PullState.FAILED, reason, released=False)
 
     def close(self, *, released: bool) -> list[Effect]:
-        """Close the pull. ``released`` says that no engine needs the lease any more."""
+        """Close the pull. ``released`` is true if no engine needs the lease any more."""
         return self._end(PullState.CLOSED, "", released=released)
 
     def is_silent(self, now: float) -> bool:

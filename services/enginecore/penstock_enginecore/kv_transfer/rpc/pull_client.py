@@ -206,7 +206,7 @@ class PullClient:
         self._carry_out(self._pull.abandon(fetch_id))
 
     def close(self, *, released: bool) -> None:
-        """Close the pull. ``released`` says that no engine needs the lease any more."""
+        """Close the pull. ``released`` is true if no engine needs the lease any more."""
         for wish in self._wishes.values():
             wish.abandoned = True
         self._carry_out(self._pull.close(released=released))

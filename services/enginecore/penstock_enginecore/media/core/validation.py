@@ -98,7 +98,7 @@ def _check_counts(features: Sequence[MultiModalFeature], max_items: Mapping[str,
 
 
 def _check_place(feature: MultiModalFeature, path: str, behind: int, prompt_length: int) -> None:
-    """Check an item's position in the prompt. ``behind`` is the first position that it may have."""
+    """Check an item's position in the prompt. ``behind`` is the first position at which the item may begin."""
     if feature.offset < behind:
         raise InvalidArgument(
             f"{path}.offset is {feature.offset}; it must be at least {behind}, where the item before it ends",

@@ -360,7 +360,7 @@ def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step:
 
 
 def _forget_dropped(state: RequestState, step: EngineSteps) -> None:
-    """Uncount tokens that arrived after a stop string in the same frame. They are not part of the output."""
+    """Subtract tokens that arrived after a stop string in the same frame. Such tokens are not part of the output."""
     dropped = state.num_received - state.text.num_tokens
     state.num_received -= dropped
     step.num_tokens -= dropped

@@ -81,7 +81,7 @@ class MarkupReader(CallReader):
         return self._wait()
 
     def _read(self, text: str) -> Any:
-        """Parse a value as JSON. It stays text if the schema says string or if it is not JSON."""
+        """Parse a value as JSON. The value stays text if the schema says string or if the text is not JSON."""
         text = text.removeprefix(self.margin).removesuffix(self.margin)
         kinds = self._kinds()
         if kinds == {"string"}:

@@ -15,12 +15,12 @@ from penstock_frontend.call_types import MediaPart
 
 
 class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A media item in the form that the model takes.
+    """Media item in the form that the model accepts.
 
     Attributes:
         modality: Modality of the item.
-        data: Output of the model's transformers processor for this item alone, under the same names, with a leading dimension of
-            1 if it has one. Pixels are uint8, neither rescaled nor normalized.
+        data: Output of the model's transformers processor for only this item, under the processor's names. The leading
+            dimension, if any, is 1. Pixels are uint8, neither rescaled nor normalized.
         num_embeds: Number of embeddings that the model's encoder computes for the item.
         layout: Other numbers that the family needs to place the item in a prompt, such as rows and columns of tiles.
     """

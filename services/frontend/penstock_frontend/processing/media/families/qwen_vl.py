@@ -189,7 +189,7 @@ class VideoGrids(NamedTuple):
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of tensors alone.
+        """Return the item for tensors without frame times.
 
         Raises ValueError if the model needs the times of frames, which tensors do not have.
         """
