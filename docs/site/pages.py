@@ -70,16 +70,17 @@ def _toctree(caption: str, entries: list[str]) -> str:
 
 
 def _add_index(folder: Path, title: str) -> None:
-    """Append a list of all pages of the folder to its README.md, which is created if it is missing.
+    """Append a list of the pages that the folder's README.md does not link. The README.md is created if it is missing.
 
-    Only this list has the pages: the navigation, which every page repeats, would be three times as long, and so would the build.
+    Only the README.md links the pages: the navigation, which every page repeats, would be three times as long, and so would the build.
     """
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else f"# {title}\n"
     others = sorted(path for path in folder.glob("*.md") if path != readme)
     if folder.name == "reports":
         others.reverse()  # newest first: names begin with the date
-    rows = [f"- [{_title(path)}]({path.name})" for path in others]
+    linked = set(_LINK.findall(text))
+    rows = [f"- [{_title(path)}]({path.name})" for path in others if path.name not in linked]
     for path in others:
         path.write_text("---\norphan: true\n---\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
     readme.write_text("\n".join([text, *rows, ""]), encoding="utf-8")
