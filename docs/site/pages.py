@@ -72,7 +72,7 @@ def _toctree(caption: str, entries: list[str]) -> str:
 def _add_index(folder: Path, title: str) -> None:
     """Append a list of the pages that the folder's README.md does not link. The README.md is created if it is missing.
 
-    Only the README.md links the pages: the navigation, which every page repeats, would be three times as long, and so would the build.
+    The navigation does not list these pages. Every page repeats the navigation, so the build would take three times as long.
     """
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else f"# {title}\n"

@@ -1,9 +1,7 @@
-"""Journal of the requests sent to engines and their outputs, so that a request can resume on another engine. Does no
-I/O.
+"""Journal of requests sent to engines and of their outputs, from which another engine can resume. Does no I/O.
 
-Every output carries its attempt and the offset of its first token. The journal records each token before any other
-component sees it. The journal drops repeated tokens and outputs of earlier attempts, and knows the token at which
-another engine must resume.
+Every output carries its attempt and the offset of its first token. The journal records each token before others see
+it. It drops repeated tokens and outputs of earlier attempts, and knows the token at which another engine must resume.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -133,8 +131,7 @@ class JournalEntry:
         self.held_for = 0.0
         """Seconds without an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines that the sequence must not be sent to, each with the end of the exclusion on the event loop's clock.
-        """
+        """Engines that must not get the sequence, each with the end of the exclusion on the event loop's clock."""
         self.variant: str | None = None
         """Variant of the engine that produced its latest output, or None before the first output."""
         self.engine_variant = ""
@@ -206,9 +203,7 @@ class JournalEntry:
         return True
 
     def take_speculation(self, output: EngineCoreOutput) -> None:
-        """Record the speculative decoding statistics of the attempt, and replace those in the output by the sum over
-        all attempts.
-        """
+        """Record the attempt's draft statistics. The output gets the sum over all attempts instead."""
         if output.spec_decoding_stats is not None:
             self.speculation = output.spec_decoding_stats
         output.spec_decoding_stats = _sum(self.speculation_before, self.speculation)
@@ -346,8 +341,7 @@ class Handoff(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """New content of one frame. ``tokens`` come before ``outputs``. ``drafts`` has statistics of requests in
-    ``tokens``.
+    """New content of one frame; ``tokens`` come before ``outputs``. ``drafts`` has statistics of requests in ``tokens``.
 
     ``fault`` is a breach of contract, after which the engine counts as lost.
     """
@@ -500,7 +494,6 @@ class Journal:
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
     ) -> None:
         """Accept outputs that have only tokens; see ``accept``. New tokens go to ``new``, other outputs to ``failed``.
-
         An unknown number belongs to a request that has ended or moved. Raises EngineFaultError.
         """
         by_number = self._by_number
