@@ -118,7 +118,7 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
         [line] = await followed.until("config: the change is not used, what was read before stays")
         assert "log.level is 'loud'; known: debug, info, warning, error" in line["problem"]
         followed.change(log=LOG | {"level": "info"}, server={})
-        await followed.until("config: read anew", 2)
+        await followed.until("config: reloaded", 2)
         assert followed.service.pid == pid
         assert await followed.service.stop() == 0
         ended = {"coordinator": "coordinator stopped", "enginecore": "stopped", "frontend": "frontend stopped"}

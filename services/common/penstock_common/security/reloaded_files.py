@@ -61,7 +61,7 @@ class WatchedFiles(Generic[T]):
             self._try_again_at = time.monotonic() + _TRY_AGAIN_AFTER
             return
         if value != self._value or self._problem:
-            get_logger().info(f"{self._what}: read anew")
+            get_logger().info(f"{self._what}: reloaded")
         self._value = value
         self._problem = ""
 

@@ -137,7 +137,7 @@ class Failures:
         error = errors[0]
         if self._rights.failed(error.right, error.reason, self._now()):
             get_logger().warning(
-                "Kubernetes request failed; continuing without it and retrying later",
+                "Kubernetes request failed; the coordinator continues, and retries later",
                 right=error.right.value,
                 namespace=self._namespace,
                 reason=error.reason,

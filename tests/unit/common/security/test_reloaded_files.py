@@ -84,7 +84,7 @@ def test_an_unusable_file_keeps_the_old_value_and_is_logged_once(
     assert log.count("is no number") == 1
     assert log.count("No such file") == 1
     assert log.count("the change is not used") == 2
-    assert log.count("read anew") == 1
+    assert log.count(": reloaded") == 1
 
 
 def test_an_unusable_file_at_the_start_is_an_error(tmp_path: Path) -> None:

@@ -435,7 +435,7 @@ class GroupDriver:
             self._scheduler.pause(PauseState.DRAINING)
 
     def _leave(self) -> None:
-        logger.info("left the group")
+        logger.info("left the data-parallel group")
         self._forward = None
         self._leave_experts()
         self.links.close()

@@ -105,7 +105,7 @@ class GraphCapture:
             if not self._stats().captured:
                 return
             if (now := self._clock()) - told >= _SILENCE:
-                logger.info("captured %d of %d sizes in %.1f s", count, len(sizes), now - begun)
+                logger.info("captured graphs for %d of %d step sizes in %.1f s", count, len(sizes), now - begun)
                 told = now
         took = in_units(max(before - free(), 0))
         logger.info("captured %d decode steps in %.1f s: their graphs take %s", len(sizes), self._clock() - begun, took)

@@ -387,7 +387,7 @@ class LeasedBlocks:
     def revoke_all(self) -> None:
         """End all leases to empty the pool, and wait for copies in flight."""
         if not self.leases.settle(_SETTLE):
-            logger.error("blocks are still being copied for other engines after %g s", _SETTLE)
+            logger.error("copies of KV blocks to other engines have not ended within %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
         """Return statistics of leases and of external cache hits. ``found`` counts the external cache hits."""
