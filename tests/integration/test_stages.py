@@ -255,7 +255,7 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
         ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 2, "stage_layers": (1, 2, 1)},
-            "executor.stage_layers names 3 stages, and executor.pipeline_parallel_size is 2",
+            "executor.stage_layers has 3 entries, but executor.pipeline_parallel_size is 2",
         ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 9, "tensor_parallel_size": 8},
@@ -263,9 +263,9 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
         ),
         (
             {"pipeline_parallel_size": 2, "devices": (0, 1, 2)},
-            "executor.devices names 3 devices, and a node has 2 workers",
+            "executor.devices has 3 entries, but a node has 2 workers",
         ),
-        ({"pipeline_parallel_size": 2, "devices": (1, 1)}, "executor.devices names device 1 twice"),
+        ({"pipeline_parallel_size": 2, "devices": (1, 1)}, "executor.devices has device 1 twice"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, Any], error: str) -> None:
