@@ -180,9 +180,9 @@ def test_names_that_others_give_are_not_given_or_taken_here():
     adapters = make(adapters={"a": "/config"})
     adapters.follow_directory({"b": "/directory"}, {})
     for name, words in (("a", "configuration"), ("b", "watched directory")):
-        with pytest.raises(AlreadyExists, match=f"defined in the {words}"):
+        with pytest.raises(AlreadyExists, match=f"which the {words} defines"):
             adapters.check_registrable(name)
-        with pytest.raises(FailedPrecondition, match=f"defined in the {words}"):
+        with pytest.raises(FailedPrecondition, match=f"which the {words} defines"):
             adapters.unregister(name)
 
 
