@@ -22,7 +22,7 @@ from docs.site.pages import API_FOLDER, ROOT
 PROTOS = ROOT / "protos"
 _HEAD = "---\nmyst:\n  enable_extensions: [deflist]\n---\n"
 _SPECIAL = re.compile(r"([\\<>*_\[\]{}$|])")
-_INTERNAL = {
+_PACKAGES = {
     "penstock.inference": "Public API: generate, chat, embed, classify, score",
     "penstock.admin": "API for operators: engines, adapters, pauses, profiles",
     "penstock.common": "Messages that several contracts share",
@@ -32,7 +32,7 @@ _INTERNAL = {
     "penstock.worker": "Internal: nodes of an engine",
     "externalscaler": "Contract of KEDA that the coordinator serves for autoscaling",
 }
-"""What each package is for, by the beginning of its name. Public packages come first."""
+"""Purpose of each package, by the beginning of its name. Public packages come first."""
 
 
 def descriptors() -> FileDescriptorSet:
@@ -60,12 +60,12 @@ def proto_pages() -> dict[str, str]:
 
 
 def _rank(package: str) -> tuple[int, str]:
-    order = [index for index, prefix in enumerate(_INTERNAL) if package.startswith(prefix)]
-    return (order[0] if order else len(_INTERNAL), package)
+    order = [index for index, prefix in enumerate(_PACKAGES) if package.startswith(prefix)]
+    return (order[0] if order else len(_PACKAGES), package)
 
 
 def _about(package: str) -> str:
-    return next((text for prefix, text in _INTERNAL.items() if package.startswith(prefix)), "Contract")
+    return next((text for prefix, text in _PACKAGES.items() if package.startswith(prefix)), "Contract")
 
 
 def _index(packages: Sequence[str]) -> str:

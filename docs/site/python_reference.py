@@ -55,7 +55,7 @@ def _client() -> Iterator[str]:
 
 def _llm() -> Iterator[str]:
     yield from _title("LLM: penstock_local", "=")
-    yield from ("The wheel ``penstock`` of a release has ``LLM``.", ":doc:`/reference/cli` shows how to use it.", "")
+    yield from ("The wheel ``penstock`` of a release has ``LLM``.", ":doc:`/reference/llm` shows how to use it.", "")
     public = {name: getattr(penstock_local, name) for name in penstock_local.__all__}
     engines = ["LLM", "LLMEngine", "AsyncLLMEngine"]
     parameters = ["SamplingParams", "StructuredOutput", "BeamSearchParams", "OutputKind", "JsonWhitespace"]
