@@ -131,13 +131,87 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {**_WINDOW, **_UNTIED},
     "vaultgemma": {**_HEAD, **_MIXED, **_UNTIED},
 }
+_DELTA = {
+    **_HEAD,
+    **_UNTIED,
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_DELTA_MOE = {**_DELTA, **_MOE, "shared_expert_intermediate_size": 32}
+_MAMBA = {
+    **_UNTIED,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], **_UNTIED}
+_RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
+    "granitemoehybrid": {
+        **_MAMBA,
+        **_LOCAL_MOE,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 32,
+    },
+    "lfm2": {**_CONV, "block_multiple_of": 32},
+    "lfm2_moe": {**_CONV, **_MOE, "num_dense_layers": 1},
+    "lfm3": _CONV,
+    "mamba2": {
+        **_UNTIED,
+        "num_heads": 8,
+        "head_dim": 12,
+        "state_size": 16,
+        "n_groups": 2,
+        "expand": 2,
+        "chunk_size": 16,
+    },
+    "nemotron_h": {
+        **_UNTIED,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*M-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        **_HEAD,
+    },
+    "olmo_hybrid": _DELTA,
+    "qwen3_5": {**_DELTA, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {**_DELTA_MOE, "model_type": "qwen3_5_moe_text"},
+    "qwen3_next": _DELTA_MOE,
+    "zamba2": {
+        **_UNTIED,
+        "num_hidden_layers": 4,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 1,
+        "adapter_rank": 8,
+    },
+}
+RECURRENT_ARCHITECTURES = tuple(_RECURRENT)
+"""Model types whose layers have recurrent states, whose tokens the recurrent parity tests compare."""
 ARCHITECTURES = tuple(_FAMILIES)
 """Model types, as transformers calls them (but ``gemma3``), whose tokens the parity tests compare."""
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
-    """The configuration of one of ``ARCHITECTURES``, with ``changes``."""
-    settings = {"model_type": architecture, **_COMMON, **_FAMILIES[architecture], **changes}
+    """Return the configuration of one of ``ARCHITECTURES`` or ``RECURRENT_ARCHITECTURES``, with ``changes``."""
+    settings = {"model_type": architecture, **_COMMON, **(_FAMILIES | _RECURRENT)[architecture], **changes}
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 

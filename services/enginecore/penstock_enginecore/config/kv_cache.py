@@ -67,6 +67,33 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = False
 
+    state_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            lt=1,
+            description=(
+                "Fraction of the cache memory for kept states, for models with recurrent layers. Running requests take "
+                "their states first, and KV blocks take the remainder."
+            ),
+        ),
+    ] = 0.5
+    state_interval: (
+        Annotated[
+            int,
+            Meta(
+                ge=16,
+                multiple_of=16,
+                description=(
+                    "Tokens between the states that the prefix cache keeps of a sequence, for models with recurrent "
+                    "layers. A later request with the same prefix recomputes at most this many tokens. Unset: the "
+                    "distance at which states and KV blocks fill their memory at the same rate."
+                ),
+            ),
+        ]
+        | None
+    ) = None
+
     host_memory: Annotated[
         ByteSize,
         Meta(

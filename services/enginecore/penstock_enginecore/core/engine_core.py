@@ -7,12 +7,13 @@ import time
 import msgspec
 
 from penstock_common.errors import ConfigError
+from penstock_common.memory import in_units
 from penstock_common.types.outputs import EngineCoreOutputs, SchedulerStats
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.kv_cache.sizing import size_kv_cache, size_without_kv_cache
+from penstock_enginecore.core.kv_cache.sizing import StateDemand, size_kv_cache, size_without_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.queues import InputQueues
@@ -35,6 +36,8 @@ from penstock_enginecore.lora.core.adapters import LoraAdapters
 from penstock_enginecore.media.core.encoder_cache import MediaControl, encoder_cache_size
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.speculation.core.policy import time_steps
+from penstock_enginecore.states.core.refusals import check_states
+from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, StatePoolConfig
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
@@ -70,6 +73,7 @@ def check_model(config: EngineCoreConfig, model: ModelInfo) -> None:
     """Raise ConfigError for settings that the model does not support."""
     _check_pooling(config, model)
     _check_speculative(config, model)
+    check_states(config, model)
 
 
 def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
@@ -107,7 +111,7 @@ def size_engine(
     """
     progress("preparing kernels and running a forward pass of one token")
     specs = executor.kv_cache_specs()
-    if not specs:
+    if not specs and model.states is None:
         sized = size_without_kv_cache(
             config.scheduler, requested_max_model_len=config.model.max_model_len, model_max_len=model.max_len
         )
@@ -120,7 +124,10 @@ def size_engine(
         requested_max_model_len=config.model.max_model_len,
         model_max_len=model.max_len,
         max_tokens_in_flight=config.scheduler.step_tokens * max_steps,
+        states=_state_demand(config, model),
     )
+    if sized.states is not None:
+        _report_states(sized.states, model, config.scheduler.max_num_seqs, progress)
     tokens = (sized.num_blocks - 1) * sized.block_size
     groups = len(sized.groups)
     use = f"{tokens} tokens in all" if groups == 1 else f"shared by {groups} groups of layers"
@@ -129,6 +136,36 @@ def size_engine(
         f"sequences of up to {sized.max_model_len} tokens"
     )
     return sized
+
+
+def _state_demand(config: EngineCoreConfig, model: ModelInfo) -> StateDemand | None:
+    if model.states is None:
+        return None
+    return StateDemand(
+        needs=model.states,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        num_drafts=config.speculative.num_speculative_tokens if config.speculative.enabled else 0,
+    )
+
+
+def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, progress: Progress) -> None:
+    """Report the size of the state pool, and warn if it limits the number of running requests."""
+    needs = model.states
+    if needs is None:
+        return
+    kept = pool.num_slots - 1 - SLOTS_PER_REQUEST * pool.num_requests
+    of_request = SLOTS_PER_REQUEST * needs.slot_bytes + pool.rows_per_request * needs.row_bytes
+    progress(
+        f"recurrent states: {pool.num_requests} running requests of {in_units(of_request)}, {kept} kept states of "
+        f"{in_units(needs.slot_bytes)}, one every {pool.interval} tokens"
+    )
+    if pool.num_requests < max_num_seqs:
+        logger.warning(
+            "memory for recurrent states limits running requests max_num_seqs=%d running_requests=%d; a larger "
+            "cache.kv_cache_memory allows more",
+            max_num_seqs,
+            pool.num_requests,
+        )
 
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import msgspec
 from penstock_common.types.media import Modality
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.states.core.spec import StateNeeds
 
 
 class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,3 +51,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Modalities that the model accepts. Empty for text-only models."""
     embed_bytes: int = 0
     """Bytes of one row of the encoder cache, which may be wider than the model."""
+    states: StateNeeds | None = None
+    """Memory needs of recurrent layers, or None for a model without them."""

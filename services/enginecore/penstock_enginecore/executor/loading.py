@@ -88,6 +88,10 @@ class ModelRunner(Protocol):
         """The allocated KV cache of all layers, including those of a drafter. Empty if none is allocated."""
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers, or 0 for a model without them."""
+
+    @property
     def graphs(self) -> GraphStats:
         """Statistics of replayed steps, on devices that replay steps."""
 

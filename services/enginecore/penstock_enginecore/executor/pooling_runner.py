@@ -216,6 +216,11 @@ class PoolingRunner:
         return self._caches
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers. Pooling models have none."""
+        return 0
+
+    @property
     def graphs(self) -> GraphStats:
         """Graph statistics. Pooling models replay no steps."""
         return GraphStats()

@@ -257,7 +257,7 @@ class Worker:
             "num_threads": torch.get_num_threads(),
             "computing": runner.computing if runner else "",
             "weight_bytes": runner.weight_bytes if runner else 0,
-            "kv_cache_bytes": num_bytes(runner.caches) if runner else 0,
+            "kv_cache_bytes": _cache_bytes(runner) if runner else 0,
         }
 
     def stats(self) -> WorkerStats:
@@ -272,7 +272,9 @@ class Worker:
             total_memory=total,
             used_memory=total - free,
             weight_bytes=0 if runner is None or (kept and kept.weights_are_gone) else runner.weight_bytes,
-            kv_cache_bytes=0 if runner is None or (kept and kept.cache_is_gone) else num_bytes(runner.caches),
+            kv_cache_bytes=0
+            if runner is None or (kept and kept.cache_is_gone)
+            else num_bytes(runner.caches) + runner.state_bytes,
             graphs=runner.graphs if runner else GraphStats(),
             collectives=self._collectives.times() if self._collectives else {},
             stage=self._config.stage,
@@ -298,6 +300,11 @@ class Worker:
             self._kept.close()
             self._kept = None
         self._free_memory()
+
+
+def _cache_bytes(runner: ModelRunner) -> int:
+    """Return the bytes of the KV cache and of recurrent states."""
+    return num_bytes(runner.caches) + runner.state_bytes
 
 
 def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectives | None, StageLinks | None]:

@@ -17,6 +17,8 @@ from penstock_enginecore.lora.adapter import LoraSegment
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
+from penstock_enginecore.states.base import StateMetadata
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -135,6 +137,7 @@ class ForwardBatch:
             If None, all three are ``positions``.
         deepstack: ``[layers, tokens, hidden size]`` on the device, added to the hidden states after each of the first layers.
             Only set together with ``embedded``.
+        states: The recurrent states of each request, for a ``StatefulForward``.
     """
 
     token_ids: IntArray
@@ -146,6 +149,7 @@ class ForwardBatch:
     segments: Sequence[LoraSegment] = ()
     rope_positions: IntArray | None = None
     deepstack: torch.Tensor | None = None
+    states: StateMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,23 @@ class ChainedForward(Protocol):
         The last sampled tokens are not computed. The block tables must cover all sampled tokens. Returns the tokens,
         int64 ``[counts[0], requests]``, with 0 where a request wants no more tokens.
         """
+
+
+@runtime_checkable
+class StatefulForward(Protocol):
+    """Optional interface of a pass that can compute recurrent layers."""
+
+    @property
+    def states(self) -> StateMemory:
+        """Allocator of the states. Its specs are empty for a model without recurrent layers."""
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states from now on. An empty dictionary releases the current states."""
+
+
+def state_memory(forward: "ForwardPass") -> StateMemory | None:
+    """Return the allocator of a pass's states, or None for a model without recurrent layers."""
+    return forward.states if isinstance(forward, StatefulForward) and forward.states.specs else None
 
 
 @runtime_checkable

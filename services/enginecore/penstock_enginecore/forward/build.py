@@ -118,7 +118,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     """
     native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
-    reference = ModulesForward(probed, create_backend("reference", config.device))
+    reference = ModulesForward(probed, create_backend("reference", config.device), from_start=True)
 
     prompts = Probe.prompts(model.vocab_size, probed.demands)
 
@@ -137,13 +137,14 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
     serve = partial(attended, backend)
 
-    # Exchanges between ranks cannot be captured in a graph.
-    replay = None if config.part else partial(_replayed, probed, adapted)
+    # Exchanges between ranks cannot be captured in a graph, and neither can recurrences, whose indices differ by step.
+    replay = None if config.part or probed.states else partial(_replayed, probed, adapted)
     attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay)
     # The fused decoder does not sum over ranks, so it cannot serve a part of a model.
-    candidates = [] if config.part else fused_candidates(probed, config.kernels, config.attention_backend, config.lora)
+    whole = not config.part and not probed.states
+    candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
-    if native is not None and native.uses.decoder and attends:
+    if native is not None and native.uses.decoder and attends and not probed.states:
         candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))

@@ -1,16 +1,27 @@
 """Prompts and steps with arbitrary tokens, used to compare forward passes and to warm them up."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
-from penstock_enginecore.forward.base import NO_DEMANDS, Choice, ForwardBatch, ForwardPass, MediaDemands
+from penstock_enginecore.forward.base import (
+    NO_DEMANDS,
+    Choice,
+    ForwardBatch,
+    ForwardPass,
+    MediaDemands,
+    StatefulForward,
+    state_memory,
+)
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws
+from penstock_enginecore.states.base import StateMetadata
+from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig
 
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
@@ -58,7 +69,7 @@ class Probe:
         of, part = self.metadata, slice(start, end)
         starts, lengths = np.array([0, end - start]), np.array([end])
         metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
-        batch = ForwardBatch(self.token_ids[part], self.positions[part], [metadata])
+        batch = ForwardBatch(self.token_ids[part], self.positions[part], [metadata], states=_states(forward, metadata))
         return self._with_media(batch, forward) if start == 0 else batch
 
     def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
@@ -108,14 +119,43 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
     """Return logits ``[len(rows), vocab]`` for ``rows`` of ``probe``, or for all tokens if None. Leaves ``forward``
     without a KV cache.
     """
-    forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
-    try:
-        batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])
+    with _throwaway(forward, probe):
+        states = _states(forward, probe.metadata)
+        batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata], states=states)
         if probe.demands:
             batch = probe.batch(forward, 0, len(probe.token_ids))
         return forward.run(batch, np.arange(len(probe.token_ids)) if rows is None else rows).logits
+
+
+@contextmanager
+def _throwaway(forward: ForwardPass, probe: Probe) -> Iterator[None]:
+    """Return a context in which ``forward`` has a temporary KV cache and temporary states, and afterwards none."""
+    states = state_memory(forward)
+    forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
+    if states is not None and isinstance(forward, StatefulForward):
+        num_requests = probe.metadata.num_requests
+        forward.bind_states(
+            states.allocate(
+                StatePoolConfig(
+                    num_slots=1 + SLOTS_PER_REQUEST * num_requests,
+                    num_requests=num_requests,
+                    rows_per_request=SPAN,
+                    interval=SPAN,
+                )
+            )
+        )
+    try:
+        yield
     finally:
         forward.bind({})
+        if isinstance(forward, StatefulForward):
+            forward.bind_states({})
+
+
+def _states(forward: ForwardPass, metadata: AttentionMetadata) -> StateMetadata | None:
+    if state_memory(forward) is None:
+        return None
+    return StateMetadata.alone(metadata.query_start_loc, metadata.seq_lens)
 
 
 def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torch.Tensor:
@@ -123,15 +163,11 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
 
     Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
     """
-    of = probe.metadata
-    forward.bind(forward.memory.throwaway(of.block_size, probe.num_blocks))
     logits = []
-    try:
+    with _throwaway(forward, probe):
         for start, end in itertools.pairwise([0, *cuts, len(probe.token_ids)]):
             batch = probe.batch(forward, start, end)
             logits.append(forward.run(batch, np.arange(end - start)).logits.clone())
-    finally:
-        forward.bind({})
     return torch.cat(logits)
 
 

@@ -24,7 +24,13 @@ from penstock_enginecore.models.dtypes import num_bytes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.loading import dequantize_kept
+from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
+from penstock_enginecore.states.base import StateContext, use_states
+from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.memory import StateLayer, StateLayers, StateMemory
+from penstock_enginecore.states.reference import ReferenceStates
+from penstock_enginecore.states.rows import RowStates
 
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
@@ -33,11 +39,16 @@ from penstock_enginecore.models.support import ProbeContext, layer_specs
 
 
 class _Replay(torch.nn.Module):
-    """Replaces the base model and returns a given output."""
+    """Replaces the base model and returns a given output. Other attributes are those of the base model."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, base: Any) -> None:
         super().__init__()
         self._output = output
+        self._of_base = [base]  # in a list, so that the base model is no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that only the base model has."""
+        return getattr(self.__dict__["_of_base"][0], name)
 
     def forward(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - the signature of any base model
         """Return the given output."""
@@ -89,7 +100,7 @@ class Head:
         hidden = states.output.last_hidden_state[:, rows]
         modules = self._module._modules
         base = modules[self._name]
-        modules[self._name] = _Replay(dataclasses.replace(states.output, last_hidden_state=hidden))
+        modules[self._name] = _Replay(dataclasses.replace(states.output, last_hidden_state=hidden), base)
         try:
             output = self._module(input_ids=rows[None], use_cache=False)
         finally:
@@ -109,6 +120,7 @@ class ProbedModel:
         specs: KV cache specs by layer name.
         separate_head: The head can be called separately.
         cache_dtype: The dtype of the KV caches.
+        states: Specs of recurrent layers by module name.
     """
 
     model: LoadedModel
@@ -118,6 +130,7 @@ class ProbedModel:
     head: Head
     separate_head: bool
     cache_dtype: torch.dtype
+    states: dict[str, StateSpec]
 
     @property
     def demands(self) -> MediaDemands:
@@ -138,12 +151,12 @@ def probe_model(
     ``cache_dtype`` is the dtype of the KV cache, or None for the model's dtype. Raises ModelLoadError.
     """
     _expect_no_padding(model.module)
-    context, head = ProbeContext(), Head(model.module)
+    context, states, head = ProbeContext(), StateProbe(), Head(model.module)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
-        with use_context(context), head.capture() as states:
+        with use_context(context), use_states(states), head.capture() as hidden:
             logits = module_logits(model.module, {"input_ids": zero[None]}, zero, zero)
-        separate = head.reproduces(states, logits)
+        separate = head.reproduces(hidden, logits)
     except Exception as e:
         raise ModelLoadError(unsupported(model.module, e)) from e
     dtype = cache_dtype or model.dtype
@@ -153,7 +166,8 @@ def probe_model(
             f"cache.dtype is 'fp8', but the checkpoint has scales for {unknown[0]}, which is not an attention "
             f"layer of {type(model.module).__name__}; use 'auto'"
         )
-    return ProbedModel(model, device, context.calls, specs, head, separate, dtype)
+    recurrent = state_specs(model.module, states)
+    return ProbedModel(model, device, context.calls, specs, head, separate, dtype, recurrent)
 
 
 def _expect_no_padding(module: PreTrainedModel) -> None:
@@ -196,6 +210,7 @@ class ModulesForward:
         backend: Computes attention.
         packed_bytes: Bytes that modules hold in addition to their parameters.
         adapted: Computes LoRA adapters, or None to compute them with torch.
+        from_start: Compute recurrences token by token, for sequences that begin in the step.
     """
 
     def __init__(
@@ -204,6 +219,8 @@ class ModulesForward:
         backend: AttentionBackend,
         packed_bytes: int = 0,
         adapted: AdaptedModules | SlotModules | None = None,
+        *,
+        from_start: bool = False,
     ) -> None:
         self.device = probed.device
         self.separate_head = probed.separate_head
@@ -216,6 +233,9 @@ class ModulesForward:
         self._kept_layers: Sequence[int] = ()
         self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
+        self.states = StateMemory(probed.states, probed.model.dtype, probed.device)
+        self._state_layers: Mapping[torch.nn.Module, StateLayer] = {}
+        self._from_start = from_start
 
     @property
     def weight_bytes(self) -> int:
@@ -227,6 +247,21 @@ class ModulesForward:
         if caches and isinstance(self._adapted, SlotModules):
             self._adapted.allocate()
         self._caches = caches_by_module(self._module, caches)
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states. Recurrent layers find their states by name."""
+        modules = dict(self._module.named_modules())
+        self._state_layers = {modules[name]: layer for name, layer in layers.items()}
+
+    def _state_context(self, batch: ForwardBatch) -> StateContext | None:
+        """Return the context of a step's recurrent layers, or None for a model without them."""
+        if not self.states.specs:
+            return None
+        if batch.states is None:
+            raise RuntimeError("the step has no states for the model's recurrent layers")
+        if self._from_start:
+            return ReferenceStates(batch.states)
+        return RowStates(self._state_layers, batch.states, self.device)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return embeddings from the model's embedding module, in the model's dtype."""
@@ -252,7 +287,7 @@ class ModulesForward:
         capture = self._head.capture() if keep_states else nullcontext()
         context = StepContext(self._backend, self._caches, plans)
         adapted = self._adding(batch.segments, rows, len(batch.token_ids))
-        with use_context(context), adapted, capture as states:
+        with use_context(context), use_states(self._state_context(batch)), adapted, capture as states:
             at, wanted = self._to_device(positions), self._to_device(rows)
             logits, hidden = module_outputs(self._module, given, at, wanted, self._kept_layers)
         kept = None if states is None else KeptStates(states, batch.segments)

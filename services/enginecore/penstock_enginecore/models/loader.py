@@ -21,7 +21,7 @@ from penstock_common.checkpoint import WEIGHT_FILES
 from penstock_common.memory import in_units
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.models import attention_hook
+from penstock_enginecore.models import attention_hook, state_hook
 from penstock_enginecore.models.checkpoint import check_shapes, check_weights, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, as_stored, narrow, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError
@@ -32,7 +32,7 @@ from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized, read_kv_scales
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
-from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
+from penstock_enginecore.models.support import check_positions, check_supported, is_recurrent, quantization_of
 
 # Part of a checkpoint that one of several ranks reads.
 
@@ -146,6 +146,11 @@ def load_model(
     text_config = hf_config if composite is None else composite.text_config
     model_class = _model_class(hf_config, config) if composite is None else composite.text_class
     check_supported(text_config, model_class)
+    if is_recurrent(text_config) and (split is not None or on_host or make_share is not None):
+        raise ModelLoadError(
+            f"{model_class.__name__} has recurrent layers, which several workers cannot share yet; set "
+            "executor.tensor_parallel_size and executor.pipeline_parallel_size to 1 and expert_parallel.enabled to false"
+        )
     scheme = quantization_of(hf_config)
     if composite is not None and make_share is not None:
         raise ModelLoadError(
@@ -185,6 +190,7 @@ def load_model(
 def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
     """Make a decoder's tokens independent of their place in the flat batch, and check it. Raises ModelLoadError."""
     install_query_scales(module)
+    state_hook.install(module)
     freeze_rotary(module, max_model_len)
     check_positions(module, device)
 

@@ -18,8 +18,16 @@ from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
+from penstock_enginecore.models.state_hook import StateProbe, find_mixers, unsupported_recurrence
+from penstock_enginecore.states.base import use_states
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_BOTH = "hybrid"
+"""Type of layers that have attention and a recurrence."""
+_RECURRENT_TYPES = frozenset({"linear_attention", "conv", _BOTH})
+_OTHER_TYPES = frozenset({"mlp", "moe"})
+"""Types of layers without attention or recurrence, in models that also have recurrent layers."""
+_STATE_DTYPES = (None, "auto", "float32")
 _HARMLESS_EXTRAS = frozenset(
     {
         "cache_position",
@@ -47,9 +55,9 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
     """
     if reason := _unsupported(config, model_class):
         raise ModelLoadError(
-            f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers all use "
-            "full, sliding-window or chunked attention, e.g. Llama, Qwen2/3, Mistral, Mixtral, Gemma or Phi3; "
-            "docs/reference/models.md lists what is tested."
+            f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers use "
+            "full, sliding-window or chunked attention, the gated delta rule, Mamba-2 or short convolutions, e.g. Llama, "
+            "Qwen2 to 3.5, Mistral, Mixtral, Gemma, Granite or LFM2; docs/reference/models.md lists the tested models."
         )
     try:
         quantization_of(config)
@@ -66,17 +74,28 @@ def quantization_of(config: PretrainedConfig) -> Scheme | None:
 def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if getattr(model_class, "_is_stateful", False):
-        return "its layers carry linear-attention or state-space state, which the paged KV cache does not hold"
-    if not getattr(model_class, "_supports_attention_backend", False):
+    recurrent = is_recurrent(config)
+    if getattr(model_class, "_is_stateful", False) and not recurrent:
+        return "its layers keep a state of a kind that is not supported"
+    if not recurrent and not getattr(model_class, "_supports_attention_backend", False):
         return "it does not dispatch its attention through transformers' attention interface"
     if config.get_text_config() is not config:
         return "it is a multimodal or composite model, which is not supported here"
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    known = _ATTENTION_TYPES | (_RECURRENT_TYPES | _OTHER_TYPES if recurrent else frozenset())
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         return f"it has layers of type {', '.join(other)}"
+    if recurrent and (reason := unsupported_recurrence(model_class)):
+        return reason
+    if (dtype := getattr(config, "mamba_ssm_dtype", None)) not in _STATE_DTYPES:
+        return f"mamba_ssm_dtype is {dtype!r}, and only float32 states are supported"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some of its layers share the keys and values of others"
     return None
+
+
+def is_recurrent(config: PretrainedConfig) -> bool:
+    """Return whether some layers of a model have a recurrent state."""
+    return not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
@@ -86,10 +105,14 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
     served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
-    if len(calls) < config.num_hidden_layers:
+    expected = config.num_hidden_layers
+    if is_recurrent(config):
+        expected = sum(kind in _ATTENTION_TYPES or kind == _BOTH for kind in config.layer_types)
+        _check_mixers(model)
+    if len(calls) < expected:
         raise ModelLoadError(
-            f"{class_name} is not supported: {len(calls)} of its {config.num_hidden_layers} layers use the attention "
-            "interface; the others keep state of their own"
+            f"{class_name} is not supported: {len(calls)} of its {expected} attention layers use transformers' attention "
+            "interface; the keys and values of the other layers would be lost"
         )
     windows = _expected_windows(config, len(calls))
     chunks = _expected_chunks(config, len(calls))
@@ -112,6 +135,16 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
             attention_chunk=call.params.attention_chunk,
         )
     return specs
+
+
+def _check_mixers(model: PreTrainedModel) -> None:
+    """Raise ModelLoadError unless every layer that should be recurrent has a module that is replaced."""
+    expected = sum(kind in _RECURRENT_TYPES for kind in model.config.layer_types)
+    if (found := len(find_mixers(model))) != expected:
+        raise ModelLoadError(
+            f"{type(model).__name__} is not supported: by its configuration, {expected} layers are recurrent, but "
+            f"{found} of its modules call a known convolution"
+        )
 
 
 def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | EllipsisType | None]:
@@ -159,32 +192,38 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
     """Raise ModelLoadError if a token's query, key or value depends on anything except the token and its position.
 
     Two forward passes get the same tokens at the same positions in opposite order, like requests in a flat batch.
-    Attention returns zeros in both, so queries, keys and values must be equal. In a model that counts positions, mixes
-    neighbouring tokens or keeps state between tokens, most tokens differ after one layer. Rounding, and near ties in
-    expert routing, change only a few tokens.
+    Attention and recurrences return zeros in both, so their inputs must be equal. In a model that counts positions,
+    mixes neighbouring tokens or keeps state between tokens, most tokens differ after one layer. Rounding, and near ties
+    in expert routing, change only a few tokens.
     """
     tokens = torch.arange(_PROBE_TOKENS, device=device)
     positions = tokens * 2 % _PROBE_TOKENS
     forwards, backwards = _probe(model, tokens, positions), _probe(model, tokens.flip(0), positions.flip(0))
-    for call, mirrored in zip(forwards, backwards, strict=True):
-        pairs = ((call.query, mirrored.query), (call.key, mirrored.key), (call.value, mirrored.value))
-        if any(_most_differ(one, other.flip(0)) for one, other in pairs):
-            name = next(name for name, module in model.named_modules() if module is call.module)
+    for (of, inputs), (_, mirrored) in zip(forwards, backwards, strict=True):
+        if any(_most_differ(one, other.flip(0)) for one, other in zip(inputs, mirrored, strict=True)):
+            name = next(name for name, module in model.named_modules() if module is of)
             raise ModelLoadError(
                 f"{type(model).__name__} is not supported: in layer '{name}', the query, key or value of a token depends "
                 "on its place in the batch"
             )
 
 
-def _probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor) -> list[AttentionCall]:
-    probe = ProbeContext()
+def _probe(
+    model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor
+) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
+    """Return the modules that attend, convolve or scan, with the inputs of each call ``[tokens, ...]``."""
+    probe, states = ProbeContext(), StateProbe()
     try:
-        with use_context(probe):
+        with use_context(probe), use_states(states):
             model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
     except Exception as e:
         reason = f"it fails on {len(tokens)} tokens: {type(e).__name__}: {e}"
         raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
-    return probe.calls
+    return [
+        *((call.module, (call.query, call.key, call.value)) for call in probe.calls),
+        *((call.mixer, (call.inputs,)) for call in states.convolutions),
+        *((call.mixer, (call.query, call.key, call.value)) for call in states.scans),
+    ]
 
 
 def _most_differ(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,17 +25,14 @@ def load_class(name: str) -> Any:
 @pytest.mark.parametrize(
     ("config_class", "model_class", "reason"),
     [
-        ("Qwen3NextConfig", "Qwen3NextForCausalLM", "linear-attention or state-space"),
-        ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "linear-attention or state-space"),
-        ("FalconH1Config", "FalconH1ForCausalLM", "linear-attention or state-space"),
-        ("MambaConfig", "MambaForCausalLM", "linear-attention or state-space"),
-        ("JambaConfig", "JambaForCausalLM", "linear-attention or state-space"),
-        ("BambaConfig", "BambaForCausalLM", "linear-attention or state-space"),
-        ("RwkvConfig", "RwkvForCausalLM", "linear-attention or state-space"),
-        ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "linear-attention or state-space"),
+        ("MambaConfig", "MambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
+        ("FalconMambaConfig", "FalconMambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
+        ("KimiLinearConfig", "KimiLinearForCausalLM", "call chunk_kimi_delta_attention, which is not supported yet"),
+        ("JambaConfig", "JambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
+        ("RwkvConfig", "RwkvForCausalLM", "a state of a kind that is not supported"),
         ("BloomConfig", "BloomForCausalLM", "attention interface"),
         ("GPTJConfig", "GPTJForCausalLM", "attention interface"),
-        ("MiniMaxConfig", "MiniMaxForCausalLM", "layers of type linear_attention"),
+        ("MiniMaxConfig", "MiniMaxForCausalLM", "do not call transformers' causal convolution"),
         ("CodeGenConfig", "CodeGenForCausalLM", "attention interface"),
         ("StableLmConfig", "StableLmForCausalLM", "attention interface"),
         ("GPTNeoConfig", "GPTNeoForCausalLM", "attention interface"),
@@ -55,9 +52,23 @@ def test_an_architecture_that_cannot_be_served_is_refused_by_its_class(
 
 
 def test_a_single_layer_of_another_kind_is_enough_to_refuse() -> None:
+    config = tiny_config("llama", num_hidden_layers=3)
+    config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    with pytest.raises(
+        ModelLoadError, match="LlamaForCausalLM is not supported: it has layers of type indexed_attention"
+    ):
+        check_supported(config, load_class("LlamaForCausalLM"))
+
+
+def test_a_model_with_recurrent_layers_of_a_known_kind_is_supported() -> None:
     config = load_class("Lfm2Config")(num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"])
-    with pytest.raises(ModelLoadError, match="Lfm2ForCausalLM is not supported: it has layers of type conv"):
-        check_supported(config, load_class("Lfm2ForCausalLM"))
+    check_supported(config, load_class("Lfm2ForCausalLM"))
+
+
+def test_states_that_are_not_float32_are_refused_with_the_setting() -> None:
+    config = load_class("Qwen3_5TextConfig")(mamba_ssm_dtype="bfloat16")
+    with pytest.raises(ModelLoadError, match="mamba_ssm_dtype is 'bfloat16', and only float32 states are supported"):
+        check_supported(config, load_class("Qwen3_5ForCausalLM"))
 
 
 def test_a_checkpoint_quantized_in_a_way_that_is_not_served_is_refused() -> None:
@@ -102,7 +113,7 @@ def test_specs_come_from_the_calls_by_module_name_in_order() -> None:
 
 def test_layers_that_bypass_the_attention_interface_are_noticed() -> None:
     model = _Model()
-    with pytest.raises(ModelLoadError, match="1 of its 2 layers use the attention interface"):
+    with pytest.raises(ModelLoadError, match="1 of its 2 attention layers use transformers' attention interface"):
         layer_specs(model, [_call(model.layers[0])], block_size=16)
 
 

@@ -257,10 +257,14 @@ class ComputedBlocks(msgspec.Struct, frozen=True):
 
     There is one list per group, and all lists have the same length. A place that later queries of a group do not see
     holds the null block.
+
+    Attributes:
+        branch: Number of tokens whose blocks are cached, if no state is kept at their end. 0 otherwise.
     """
 
     blocks: tuple[list[KVCacheBlock], ...]
     num_tokens: int = 0
+    branch: int = 0
 
     @property
     def num_blocks(self) -> int:

@@ -4,7 +4,7 @@ The prefix cache follows vLLM's automatic prefix caching: a block is identified 
 it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -14,9 +14,10 @@ from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBloc
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
-from penstock_enginecore.core.request import Request, span_around
+from penstock_enginecore.core.request import Request, RequestStatus, span_around
 from penstock_enginecore.kv_transfer.core.base import Place
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan, Lookup, plan_load
+from penstock_enginecore.states.core.slots import StateSlots
 
 
 class PrefixCacheStats(msgspec.Struct):
@@ -54,6 +55,8 @@ class KVCacheManager:
         """Statistics of tokens that were not in the pool, if a KV connector is configured."""
         self.reuses = enable_prefix_caching
         """Whether prefix caching is enabled."""
+        self.states = None if config.states is None else StateSlots(config.states, keeps=enable_prefix_caching)
+        """Slots of recurrent states, or None for a model without recurrent layers."""
         self._hasher = BlockHasher(config.block_size)
         self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
@@ -71,16 +74,30 @@ class KVCacheManager:
             self._hasher.extend(request, request.num_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Return the longest prefix that is cached in every group. At least the last token is left to compute."""
+        """Return the longest prefix that is cached in every group, and whose state is kept if the model has states. At
+        least the last token is left to compute.
+        """
         if not self.reuses or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
         hashes = request.block_hashes
+        if self.states is not None:  # A state must not include the last token, which is computed in any case.
+            hashes = hashes[: (request.num_tokens - 1) // self.block_size]
+        computed = self._find(request, hashes)
+        if self.states is None:
+            return computed
+        keys = computed.num_tokens
+        while (kept := self.states.longest(hashes, computed.num_blocks)) < computed.num_blocks:
+            computed = self._find(request, hashes[:kept])
+        return msgspec.structs.replace(computed, branch=keys) if computed.num_tokens < keys else computed
+
+    def _find(self, request: Request, hashes: Sequence[bytes]) -> ComputedBlocks:
+        """Return the longest prefix of ``hashes`` that is cached in every group and splits no span of tokens that must
+        be computed together.
+        """
         computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         while request.whole_spans and (span := span_around(request.whole_spans, computed.num_tokens)) is not None:
-            hashes = hashes[
-                : span[0] // self.block_size
-            ]  # Tokens that must be computed together are all computed again.
+            hashes = hashes[: span[0] // self.block_size]
             computed = find_computed_blocks(self.pool, self.groups, hashes, self.block_size, request.num_tokens)
         return computed
 
@@ -114,12 +131,14 @@ class KVCacheManager:
         """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. The blocks that it
         held before are freed.
 
-        Return False, and do nothing, unless ``reserve`` blocks stay free.
+        Return False, and do nothing, unless ``reserve`` blocks stay free and the request gets its slots for states.
         """
         pool = self.pool
         missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
         revived = pool.num_free_among(computed.blocks)
         if missing * len(self.groups) + revived + reserve > pool.num_free_blocks:
+            return False
+        if self.states is not None and not self.states.admit(request, computed.num_tokens, computed.branch):
             return False
         self.hold(request, computed.blocks)
         self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
@@ -165,8 +184,12 @@ class KVCacheManager:
         return tuple([[block.block_id for block in table] for table in self._blocks[request.key]])
 
     def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks of processed tokens findable."""
+        """Make the full blocks and the written states of processed tokens findable. Release states that the request no
+        longer reads.
+        """
         if not self.reuses:
+            if self.states is not None:
+                self.states.settle(request, request.num_processed_tokens)
             return
         first = self._num_cached[request.key]
         full = request.num_processed_tokens // self.block_size
@@ -183,6 +206,8 @@ class KVCacheManager:
             if group == events.group:
                 events.stored(request, stored)
         self._num_cached[request.key] = full
+        if self.states is not None:
+            self.states.settle(request, request.num_processed_tokens)
 
     def free_out_of_window(self, request: Request, num_processed_tokens: int) -> None:
         """Free the blocks that queries from position ``num_processed_tokens`` on do not see.
@@ -204,14 +229,20 @@ class KVCacheManager:
                 self.pool.free(blocks)
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request. Their content stays findable until they are reused."""
+        """Free all blocks of a request, and its states. Their content stays findable until they are reused. The last
+        state of a request that failed is forgotten, because its numbers may be wrong.
+        """
+        if self.states is not None:
+            self.states.free(request, keep=self.reuses and request.status is not RequestStatus.FINISHED_ERROR)
         self._num_cached.pop(request.key, None)
         self._num_left.pop(request.key, None)
         for table in self._blocks.pop(request.key, ()):
             self.pool.free(table)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Return False, and do nothing, while a request holds blocks."""
+        """Forget all cached prefixes and kept states. Return False, and do nothing, while a request holds blocks."""
+        if self.states is not None and not self.states.forget():
+            return False
         return self.pool.forget()
 
     def record_events(self, on: bool) -> None:

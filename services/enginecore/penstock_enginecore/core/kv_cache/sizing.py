@@ -4,14 +4,47 @@ import bisect
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig, SchedulerConfig
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, block_bytes, group_layers
+from penstock_enginecore.states.core.sizing import size_states
+from penstock_enginecore.states.core.spec import StateNeeds, StatePoolConfig, rows_per_request
 
 logger = logging.getLogger(__name__)
 
+_MAX_BARE_BLOCKS = 2**17
+"""Maximum number of blocks without memory, unless one sequence needs more."""
+
 MIN_MODEL_LEN = 2
 """Minimum sequence length: one prompt token and one output token."""
+
+
+class StateDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """Recurrent layers of a model, and the requests that run at once.
+
+    Attributes:
+        needs: Memory needs of the layers.
+        max_num_seqs: Maximum number of running requests.
+        num_drafts: Maximum number of drafted tokens of a request in a step.
+    """
+
+    needs: StateNeeds
+    max_num_seqs: int
+    num_drafts: int
+
+    def sized(self, available_bytes: int, cache: CacheConfig, token_bytes: int) -> tuple[StatePoolConfig, int]:
+        """Call ``size_states`` for these layers and requests."""
+        rows = rows_per_request(self.num_drafts)
+        return size_states(
+            self.needs,
+            available_bytes,
+            cache,
+            max_num_seqs=self.max_num_seqs,
+            rows=rows,
+            token_bytes=token_bytes,
+        )
 
 
 def size_kv_cache(
@@ -22,11 +55,13 @@ def size_kv_cache(
     requested_max_model_len: int | None,
     model_max_len: int,
     max_tokens_in_flight: int,
+    states: StateDemand | None = None,
 ) -> KVCacheConfig:
-    """Compute the pool size that fits into memory, and the longest sequence.
+    """Compute the pool sizes that fit into memory, and the longest sequence.
 
     If no length is requested, ``max_model_len`` is the model's own length, lowered to the capacity of the pool for a
-    single sequence.
+    single sequence. Recurrent states take their part of the memory before KV blocks. A model without attention gets
+    blocks without memory, which only carry the hashes of prefixes.
 
     Args:
         specs: Needs of each attention layer, by name.
@@ -36,12 +71,17 @@ def size_kv_cache(
         model_max_len: The model's own sequence length in tokens.
         max_tokens_in_flight: Tokens that can be scheduled but not processed: the step's budget times the steps in
             flight. A request keeps the blocks of their windows.
+        states: Memory needs of recurrent layers, or None for a model without them.
 
     Raises:
         ConfigError: The requested length, or a minimal sequence, does not fit. The message has the numbers.
     """
-    pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight)
-    num_blocks = cache.num_blocks or (cache.kv_cache_memory or available_bytes) // pool.block_bytes
+    pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight, cache.block_size)
+    available_bytes = cache.kv_cache_memory or available_bytes
+    state_pool = None
+    if states is not None:
+        state_pool, available_bytes = states.sized(available_bytes, cache, pool.token_bytes)
+    num_blocks = cache.num_blocks or pool.num_blocks_in(available_bytes, states)
     fits = pool.longest(num_blocks)
     if fits < MIN_MODEL_LEN:
         raise ConfigError(
@@ -53,6 +93,7 @@ def size_kv_cache(
         block_size=pool.block_size,
         groups=pool.groups,
         max_model_len=_max_model_len(requested_max_model_len, model_max_len, fits, pool),
+        states=state_pool,
     )
 
 
@@ -64,11 +105,30 @@ def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
 class _Pool:
     """A pool whose number of blocks is not decided yet."""
 
-    def __init__(self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int) -> None:
-        self.block_size = _common_block_size(specs)
-        self.groups = group_layers(specs, max_len=max_len, max_tokens_in_flight=max_tokens_in_flight)
-        self.block_bytes = block_bytes(specs, self.groups)
+    def __init__(
+        self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int, block_size: int
+    ) -> None:
+        self.block_size = _common_block_size(specs) if specs else block_size
+        self.groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(layer_names=()),)
+        self.block_bytes = 0
+        if specs:
+            self.groups = group_layers(specs, max_len=max_len, max_tokens_in_flight=max_tokens_in_flight)
+            self.block_bytes = block_bytes(specs, self.groups)
         self._most = -(-max_len // self.block_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, or 0 for a model without attention."""
+        return self.block_bytes * len(self.groups) // self.block_size
+
+    def num_blocks_in(self, num_bytes: int, states: StateDemand | None) -> int:
+        """Return the number of blocks for ``num_bytes`` of memory. Blocks without memory are enough for every running
+        request, up to ``_MAX_BARE_BLOCKS``.
+        """
+        if self.block_bytes:
+            return num_bytes // self.block_bytes
+        num_requests = 1 if states is None else states.max_num_seqs
+        return 1 + max(min(num_requests * self._most, _MAX_BARE_BLOCKS), self._most)
 
     def longest(self, num_blocks: int) -> int:
         """Return the length in tokens of the longest sequence that fits, in whole blocks, up to the requested length.
@@ -85,8 +145,6 @@ class _Pool:
 
 
 def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
-    if not specs:
-        raise ConfigError("the model has no attention layer with a KV cache; such models are not supported")
     sizes = {spec.block_size for spec in specs.values()}
     if len(sizes) > 1:
         raise ConfigError(f"layers need different block sizes: {sorted(sizes)}; only one block size is supported")

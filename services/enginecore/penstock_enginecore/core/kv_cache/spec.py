@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock_enginecore.states.core.spec import StatePoolConfig
+
 DRAFT_PREFIX = "draft."
 """Prefix of the names of layers that belong to a drafter, not to the model."""
 
@@ -91,12 +93,16 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The size of the block pool. ``num_blocks`` includes block 0, the null block, which is never allocated.
 
     All groups take their blocks from this pool: a block id belongs to at most one group at a time.
+
+    Attributes:
+        states: Size of the state pool, or None for a model without recurrent layers.
     """
 
     num_blocks: int
     block_size: int
     groups: tuple[KVCacheGroup, ...]
     max_model_len: int
+    states: StatePoolConfig | None = None
 
 
 # Grouping of layers.

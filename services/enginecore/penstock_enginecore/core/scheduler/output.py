@@ -11,6 +11,7 @@ from penstock_common.types.request import PoolingParams, RequestContext, Vectors
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.lora.core.request import LoraRequest
+from penstock_enginecore.states.core.spec import StateStep
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 _NO_DRAFTS: list[int] = []
@@ -88,6 +89,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
             item whose last layer is computed now is available to the forward pass.
         freed_identifiers: Media items to drop before anything else: their embeddings, or their place in the encoder
             queue.
+        states: By request id, the recurrent states that the step reads and writes. Empty for a model without states.
     """
 
     step: int = 0
@@ -102,6 +104,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     encoder_starts: list[EncoderStart] = []
     encoder_budget: int = 0
     freed_identifiers: list[str] = []
+    states: dict[str, StateStep] = {}
 
     def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule ``num_tokens`` tokens of a request that starts or resumes."""

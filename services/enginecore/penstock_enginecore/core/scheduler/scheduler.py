@@ -82,6 +82,8 @@ class DefaultScheduler(Scheduler):
                     self._continue_running(running, output, early=True)
                 if output.num_scheduled_tokens:
                     state.next_step += 1
+                    if self.kv_cache.states is not None:
+                        output.states = self.kv_cache.states.plan(output, self._requests.by_key)
                     count_as_computed(output, self._requests.by_key, expect_tokens=self._async)
                     if self._drafting is not None:
                         self._drafting.want(output, self._requests.by_key)

@@ -4,7 +4,7 @@ tokens.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -25,9 +25,22 @@ from penstock_enginecore.executor.generation.graph_capture import GraphCapture, 
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.media import StepEmbeddings, row_bytes
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
-from penstock_enginecore.executor.generation.step_sampling import PendingStep, StepSampling, read_late, score_prompts
+from penstock_enginecore.executor.generation.step_sampling import (
+    PendingStep,
+    StepSampling,
+    read_late,
+    score_prompts,
+    with_broken,
+)
 from penstock_enginecore.experts.group_experts import GroupExperts
-from penstock_enginecore.forward.base import Choice, ForwardBatch, ForwardPass, KeptWeights
+from penstock_enginecore.forward.base import (
+    Choice,
+    ForwardBatch,
+    ForwardPass,
+    KeptWeights,
+    StatefulForward,
+    state_memory,
+)
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.stage import StageForward
@@ -38,7 +51,15 @@ from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import own_groups
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, model_layers
+from penstock_enginecore.states.base import StateMetadata
+from penstock_enginecore.states.core.spec import SPAN
+from penstock_enginecore.states.memory import StateLayers, num_bytes
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
+
+
+def block_size_of(specs: Mapping[str, KVCacheSpec]) -> int:
+    """Return the tokens of a KV block. Without attention layers, it is the distance between states."""
+    return next((spec.block_size for spec in specs.values()), SPAN)
 
 
 def fastest_pass(
@@ -49,8 +70,7 @@ def fastest_pass(
     The passes compute the logits of all tokens, on a temporary cache. Afterwards ``forward`` has no cache. ``clock``
     returns seconds.
     """
-    block_size = next(iter(forward.specs.values())).block_size
-    probe = Probe.largest(num_tokens, num_tokens, block_size)
+    probe = Probe.largest(num_tokens, num_tokens, block_size_of(forward.specs))
     return min(_timed(forward, probe, clock) for _ in range(passes))
 
 
@@ -97,6 +117,7 @@ class GenerationRunner:
         self.experts = experts
         self._model = model
         self._forward = built.forward
+        self._states = state_memory(built.forward)
         self._towers = Towers(model.encoder)
         self.adapted = built.forward if isinstance(built.forward, AdaptedForward) else None
         self._sampler = built.sampler
@@ -111,6 +132,7 @@ class GenerationRunner:
         self.graph_capture = GraphCapture.of(built, self._newest)
         self._graphs = built.graphs or GraphStats
         self._caches: LayerCaches = {}
+        self._state_layers: StateLayers = {}
         self._num_groups = 0
         self._batch: InputBatch | None = None
         self._kv_cache: KVCacheConfig | None = None
@@ -131,6 +153,7 @@ class GenerationRunner:
             prompt_batch_tokens=prompt_batch_tokens(self._forward.device),
             media=() if self._model.encoder is None else tuple(self._model.encoder.media),
             embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
+            states=None if self._states is None else self._states.needs,
         )
 
     @property
@@ -158,12 +181,24 @@ class GenerationRunner:
         self._caches = self._forward.memory.allocate(model_layers(config))
         self._num_groups = num_groups(self._caches)
         self._forward.bind(self._caches)
+        self._bind_states({} if config.states is None or self._states is None else self._states.allocate(config.states))
         if self._drafting is not None:
             self._drafting.forget(self._batch)
             self._drafting.allocate(config)
         self._batch = self._empty_batch(config)
         self._coming.clear()
         self._kv_cache = config
+
+    def _bind_states(self, layers: StateLayers) -> None:
+        """Use these states, or none if the dictionary is empty."""
+        self._state_layers = layers
+        if isinstance(self._forward, StatefulForward):
+            self._forward.bind_states(layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers."""
+        return num_bytes(self._state_layers)
 
     def forget_requests(self) -> None:
         """Forget all requests, and keep the KV cache."""
@@ -193,6 +228,7 @@ class GenerationRunner:
     def drop_kv_cache(self) -> None:
         self._caches = {}
         self._forward.bind({})
+        self._bind_states({})
         if self._drafting is not None:
             self._drafting.forget(self._batch)
             self._drafting.drafter.release()
@@ -220,8 +256,7 @@ class GenerationRunner:
         """Run sequences of the model's maximum length on a temporary cache and sample, while the largest items are
         encoded.
         """
-        block_size = next(iter(self.specs.values())).block_size
-        probe = Probe.largest(num_tokens, self._model.max_len, block_size)
+        probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
         self._embeddings.profile(lambda: self._probe(probe, np.arange(num_seqs) % num_tokens))
 
     @torch.inference_mode()
@@ -233,6 +268,7 @@ class GenerationRunner:
                 return fastest_pass(self._forward, num_tokens, passes)
         finally:
             self._forward.bind(self._caches)
+            self._bind_states(self._state_layers)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -256,7 +292,8 @@ class GenerationRunner:
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
         own = inputs.attention[: self._num_groups]
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, None, fed, choice, inputs.segments)
+        states = self._step_states(inputs, step)
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, own, None, fed, choice, inputs.segments, states=states)
         batch = self._embeddings.into(batch, inputs, self._forward)
         targets = self._batch.prompt_targets(inputs)
         if targets and self._chosen_elsewhere is None:
@@ -268,7 +305,23 @@ class GenerationRunner:
             self._drafting.observe(inputs, self._batch, output.hidden)
         draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
         seconds = time.perf_counter() - began
-        self._pending = PendingStep(inputs, output.logits, prompt_logprobs, draws, output.launched, wanted, seconds)
+        self._pending = PendingStep(
+            inputs,
+            output.logits,
+            prompt_logprobs,
+            draws,
+            output.launched,
+            wanted,
+            seconds,
+            broken=[] if states is None else [inputs.request_ids[index] for index in sorted(states.broken)],
+        )
+
+    def _step_states(self, inputs: StepInputs, step: SchedulerOutput) -> StateMetadata | None:
+        """Return the states of a step's requests, or None for a model without recurrent layers."""
+        if self._states is None:
+            return None
+        starts = inputs.attention[0].query_start_loc
+        return StateMetadata.of(inputs.request_ids, starts, inputs.positions[starts[:-1]], step.states)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
@@ -287,7 +340,7 @@ class GenerationRunner:
                 return self._late_output(self._batch, pending, launched, failures)
             self._take_tokens(self._batch, wait=True)
         began = time.perf_counter()
-        output = self._sampling.sample(self._batch, pending, grammar)
+        output = with_broken(self._sampling.sample(self._batch, pending, grammar), pending.broken)
         output.encoder_failures = failures
         output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
@@ -320,7 +373,8 @@ class GenerationRunner:
             if pending.launched is None:
                 self._newest.keep(expected.rows, launched.token_ids)
             self._coming.append((expected, arrival))
-        return Late(partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival))
+        read = partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival)
+        return Late(lambda: with_broken(read(), pending.broken))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Count the tokens of a step that another worker samples. ``arrival`` is None if they are not read here."""
@@ -372,6 +426,7 @@ class GenerationRunner:
             logits = probe_logits(self._forward, probe, rows)
         finally:
             self._forward.bind(self._caches)
+            self._bind_states(self._state_layers)
         if self._chosen_elsewhere is not None:
             return
         half = np.full(len(logits), 0.5)
@@ -417,6 +472,11 @@ class StageRunner:
     def caches(self) -> LayerCaches:
         """KV cache of the stage's own layers."""
         return self._runner.caches
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers. Stages have none."""
+        return self._runner.state_bytes
 
     @property
     def graphs(self) -> GraphStats:

@@ -120,6 +120,7 @@ class PendingStep:
         launched: Tokens that the pass has already chosen.
         num_drafts_wanted: See ``SchedulerOutput``.
         seconds: Duration of the pass.
+        broken: IDs of requests whose recurrent states have a number that is not finite.
     """
 
     inputs: StepInputs
@@ -129,6 +130,14 @@ class PendingStep:
     launched: LaunchedTokens | None = None
     num_drafts_wanted: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    broken: Sequence[str] = ()
+
+
+def with_broken(output: ModelRunnerOutput, broken: Sequence[str]) -> ModelRunnerOutput:
+    """Return ``output`` with a count for each request in ``broken``, so that the scheduler ends the request."""
+    for request_id in broken:
+        output.num_nans_in_logits.setdefault(request_id, 1)
+    return output
 
 
 class StepSampling:

@@ -169,11 +169,6 @@ def test_different_block_sizes_are_refused():
         size(specs={"a": SPEC, "b": other})
 
 
-def test_a_model_without_kv_cache_is_refused():
-    with pytest.raises(ConfigError, match="no attention layer"):
-        size(specs={})
-
-
 def test_layers_of_a_drafter_have_memory_of_their_own_in_every_group():
     window = msgspec.structs.replace(SPEC, sliding_window=32)
     specs = {"layer.0": SPEC, "layer.1": window, "layer.2": SPEC, "draft.layer.0": window}

@@ -1,0 +1,164 @@
+"""Calls of recurrent layers, the states that a step reads and writes, and the interface that computes them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, StateStep, span_start
+
+
+@dataclass(frozen=True, slots=True)
+class ConvCall:
+    """Causal convolution of a layer, over each channel separately.
+
+    Attributes:
+        mixer: The module that calls.
+        inputs: ``[tokens, channels]``.
+        weight: ``[channels, kernel]``. The last tap belongs to the newest input.
+        bias: ``[channels]``, or None.
+        activation: Name of transformers' activation function, or None.
+    """
+
+    mixer: torch.nn.Module
+    inputs: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScanCall:
+    """Linear recurrence of a layer, in float32.
+
+    The state S ``[heads, key size, value size]`` changes with every token: ``S = exp(decay) * S + key * update``. The
+    output is ``query * S``. With ``beta``, ``update`` is ``beta * (value - key * exp(decay) * S)``, which is the gated
+    delta rule (arXiv:2412.06464). Without ``beta``, ``update`` is ``value``, which is Mamba-2's state space duality
+    (arXiv:2405.21060).
+
+    Attributes:
+        mixer: The module that calls.
+        query: ``[tokens, key heads, key size]``.
+        key: ``[tokens, key heads, key size]``. A key head serves ``heads / key heads`` consecutive heads.
+        value: ``[tokens, heads, value size]``.
+        decay: ``[tokens, heads]``, at most 0.
+        beta: ``[tokens, heads]``, or None.
+    """
+
+    mixer: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor | None
+
+
+class StateContext(Protocol):
+    """Handler of the calls of recurrent layers in a forward pass."""
+
+    def convolve(self, call: ConvCall) -> torch.Tensor:
+        """Return the convolution with activation, ``[tokens, channels]`` in the dtype of the inputs."""
+
+    def scan(self, call: ScanCall) -> torch.Tensor:
+        """Return the outputs of the recurrence, float32 ``[tokens, heads, value size]``."""
+
+
+_context: ContextVar[StateContext | None] = ContextVar("penstock_state_context", default=None)
+
+
+@contextmanager
+def use_states(context: StateContext | None) -> Iterator[None]:
+    """Return a context in which calls of recurrent layers go to ``context``."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def current_states() -> StateContext | None:
+    """Return the context that ``use_states`` set, or None."""
+    return _context.get()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """Tokens of one request in a step, and their states.
+
+    Attributes:
+        first: The request's first token in the flat batch.
+        start: Position of that token in the request.
+        count: Number of tokens.
+        state: The request's ring of open rows and its slots.
+    """
+
+    first: int
+    start: int
+    count: int
+    state: StateStep
+
+    @property
+    def base(self) -> int:
+        """Position of the closed state that the tokens start from."""
+        return span_start(self.start)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class StateMetadata:
+    """States of a step's requests, in the order of the flat batch.
+
+    Attributes:
+        broken: Indices of requests whose new states have a number that is not finite. The forward pass adds them.
+    """
+
+    sequences: Sequence[SequenceStep]
+    broken: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls, request_ids: Sequence[str], query_start_loc: IntArray, starts: IntArray, states: Mapping[str, StateStep]
+    ) -> "StateMetadata":
+        """Return the states of requests whose tokens begin at ``query_start_loc`` ``[requests + 1]`` of the batch and at
+        positions ``starts`` ``[requests]``.
+        """
+        firsts, counts = query_start_loc[:-1].tolist(), np.diff(query_start_loc).tolist()
+        return cls(
+            [
+                SequenceStep(first, start, count, states[request_id])
+                for request_id, first, start, count in zip(request_ids, firsts, starts.tolist(), counts, strict=True)
+            ]
+        )
+
+    @classmethod
+    def alone(cls, query_start_loc: IntArray, seq_lens: IntArray) -> "StateMetadata":
+        """Return states of a step without a scheduler, for probes. Request ``i`` owns the ring ``i`` and the slots
+        ``2 * i + 1`` and ``2 * i + 2``, which it writes in turn.
+        """
+        sequences = []
+        for i, (first, end) in enumerate(zip(query_start_loc[:-1].tolist(), query_start_loc[1:].tolist(), strict=True)):
+            count = end - first
+            start = int(seq_lens[i]) - count
+            closed, last = span_start(start), span_start(start + count)
+            writes = [(last, _slot_of(i, last))] if last > closed else []
+            state = StateStep(i, _slot_of(i, closed) if closed else ZERO_SLOT, writes)
+            sequences.append(SequenceStep(first, start, count, state))
+        return cls(sequences)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots for the requests of ``alone``."""
+        return 2 * len(self.sequences) + 1
+
+
+def _slot_of(request: int, position: int) -> int:
+    return 2 * request + 1 + position // SPAN % 2

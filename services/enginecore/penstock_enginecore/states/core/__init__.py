@@ -1,0 +1,1 @@
+"""Accounting of states, without torch: slots, kept states and pool sizes."""

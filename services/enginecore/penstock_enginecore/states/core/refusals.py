@@ -1,0 +1,33 @@
+"""Settings that models with recurrent layers do not support yet."""
+
+from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.states.core.spec import MAX_DRAFTS
+
+
+def check_states(config: EngineCoreConfig, model: ModelInfo) -> None:
+    """Raise ConfigError, with the setting and a remedy, if the model has recurrent layers and a setting does not work
+    with their states.
+    """
+    if model.states is None:
+        return
+    executor, cache, transfer = config.executor, config.cache, config.kv_transfer
+    drafts = config.speculative.num_speculative_tokens if config.speculative.enabled else 0
+    refused = {
+        f"executor.tensor_parallel_size is {executor.tensor_parallel_size}": (executor.tensor_parallel_size > 1, "1"),
+        f"executor.pipeline_parallel_size is {executor.pipeline_parallel_size}": (
+            executor.pipeline_parallel_size > 1,
+            "1",
+        ),
+        f"data_parallel.size is {config.data_parallel.size}": (config.data_parallel.grouped, "1"),
+        "expert_parallel.enabled is true": (config.expert_parallel.enabled, "false"),
+        f"cache.host_memory is {cache.host_memory}": (bool(cache.host_memory), "0"),
+        f"kv_transfer.transport is {transfer.transport!r}": (transfer.enabled, "'off'"),
+        f"kv_transfer.connector is {transfer.connector!r}": (bool(transfer.connector), "''"),
+        f"speculative.num_speculative_tokens is {drafts}": (drafts > MAX_DRAFTS, f"at most {MAX_DRAFTS}"),
+        "kernels.batch_invariant is true": (config.kernels.batch_invariant, "false"),
+    }
+    for setting, (conflicts, remedy) in refused.items():
+        if conflicts:
+            raise ConfigError(f"{setting}, but models with recurrent layers do not support it yet; set it to {remedy}")

@@ -1,0 +1,222 @@
+"""Slots of closed states: the two slots of each running request, and the kept states of the prefix cache."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
+from penstock_enginecore.core.request import Request
+from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig, StateStep, span_start
+
+_UNWRITTEN = -1
+
+
+class StateStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the state pool.
+
+    Attributes:
+        num_slots: Slots of the pool, without the zero slot.
+        num_used: Slots that running requests own or read.
+        num_kept: Slots with a state that prefixes can be found by.
+        num_evicted: Kept states that were overwritten since the start.
+        num_stateless_tokens: Tokens since the start that had cached keys and values but no state, and were recomputed.
+    """
+
+    num_slots: int
+    num_used: int
+    num_kept: int
+    num_evicted: int
+    num_stateless_tokens: int
+
+
+class _States:
+    """States of one running request.
+
+    Attributes:
+        rows: Number of the request's ring of open rows.
+        own: The slots that the request owns.
+        ends: The positions of the states in ``own``, as scheduled.
+        shared: Slots that the request reads or has written for the prefix cache, by position of the state.
+        branch: Position at which another request's prefix differs, whose state is kept, or 0.
+    """
+
+    __slots__ = ("branch", "ends", "own", "rows", "shared")
+
+    def __init__(self, rows: int, own: list[KVCacheBlock], branch: int) -> None:
+        self.rows = rows
+        self.own = own
+        self.ends = [_UNWRITTEN] * len(own)
+        self.shared: dict[int, KVCacheBlock] = {}
+        self.branch = branch
+
+    def at(self, position: int) -> KVCacheBlock | None:
+        """Return the slot with the state at ``position``, or None."""
+        if (slot := self.shared.get(position)) is not None:
+            return slot
+        return self.own[self.ends.index(position)] if position in self.ends else None
+
+
+class StateSlots:
+    """Slots of closed states by request, and kept states by the hash of the prefix that they end.
+
+    A request owns two slots and a ring of open rows from its start to its end, so no step can fail for lack of a slot.
+    Each step that completes a span writes the next closed state over the older of the two. States that later requests
+    may start from are written to a third slot, which the request references until its next span is complete. The pool
+    evicts kept states in LRU order.
+
+    A step in flight may still read or write slots of a request that ended. This is safe: a device runs its steps in
+    order, so it runs such a step before any step that reuses the slots.
+    """
+
+    def __init__(self, config: StatePoolConfig, *, keeps: bool) -> None:
+        """Create the slots. ``keeps`` is whether prefix caching is enabled."""
+        self.config = config
+        self.pool = BlockPool(config.num_slots)
+        self._keeps = keeps
+        self._free_rows = list(range(config.num_requests - 1, -1, -1))
+        self._requests: dict[str, _States] = {}
+        self._num_evicted = 0
+        self._num_stateless_tokens = 0
+
+    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """Return the largest number of blocks, at most ``num_blocks``, of a prefix whose state is kept."""
+        for count in range(num_blocks, 0, -1):
+            if self.pool.get(hashes[count - 1]) is not None:
+                return count
+        return 0
+
+    def admit(self, request: Request, num_computed_tokens: int, branch: int) -> bool:
+        """Give a starting request its slots and rows. Return False, and do nothing, if there are too few.
+
+        Args:
+            request: The request. Its ``block_hashes`` contain the hash of the cached prefix.
+            num_computed_tokens: Length of the cached prefix, whose state is kept, or 0.
+            branch: See ``ComputedBlocks.branch``.
+        """
+        found = self._kept_at(request, num_computed_tokens)
+        revived = found is not None and found.ref_count == 0
+        if not self._free_rows or self.pool.num_free_blocks < SLOTS_PER_REQUEST + revived:
+            return False
+        if found is not None:
+            self.pool.touch([found])
+        states = _States(self._free_rows.pop(), self._allocate(SLOTS_PER_REQUEST), branch)
+        if found is None:
+            states.shared[0] = self.pool.null_block
+        else:
+            states.shared[num_computed_tokens] = found
+        self._requests[request.key] = states
+        if request.num_preemptions == 0 and branch:
+            self._num_stateless_tokens += branch - num_computed_tokens
+        return True
+
+    def _kept_at(self, request: Request, position: int) -> KVCacheBlock | None:
+        if not position:
+            return None
+        slot = self.pool.get(request.block_hashes[position // SPAN - 1])
+        if slot is None:
+            raise RuntimeError(f"no state is kept at token {position} of request {request.key!r}")
+        return slot
+
+    def _allocate(self, count: int) -> list[KVCacheBlock]:
+        evicted = len(self.pool.hashes())
+        slots = self.pool.allocate(count)
+        self._num_evicted += evicted - len(self.pool.hashes())
+        return slots
+
+    def plan(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, StateStep]:
+        """Return the states that each request of a step reads and writes. Call it once per scheduled step."""
+        starts = {new.request_id: new.num_computed_tokens for new in output.new_requests}
+        cached = output.cached_requests
+        starts.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        drafts = output.scheduled_spec_decode_tokens
+        return {
+            key: self._step(requests[key], starts[key], count, len(drafts.get(key, ())))
+            for key, count in output.num_scheduled_tokens.items()
+        }
+
+    def _step(self, request: Request, start: int, count: int, num_drafts: int) -> StateStep:
+        states = self._requests[request.key]
+        base, last = span_start(start), span_start(start + count)
+        closed = states.at(base)
+        if closed is None:
+            raise RuntimeError(f"no state at token {base} of request {request.key!r}")
+        if last == base:
+            return StateStep(states.rows, closed.block_id)
+        writes = []
+        for end in self._kept_ends(request, states, base, span_start(start + count - num_drafts)):
+            writes.append((end, states.shared[end].block_id))
+            if end in states.ends:  # A rejected draft had completed the span.
+                states.ends[states.ends.index(end)] = _UNWRITTEN
+        if not writes or writes[-1][0] != last:
+            index = 1 - states.own.index(closed) if closed in states.own else int(states.ends[0] == base)
+            states.ends[index] = last
+            writes.append((last, states.own[index].block_id))
+        return StateStep(states.rows, closed.block_id, writes)
+
+    def _kept_ends(self, request: Request, states: _States, base: int, final: int) -> list[int]:
+        """Return the positions in ``(base, final]`` whose states the prefix cache keeps, with a slot each in ``shared``.
+
+        A position is left out if no slot is free.
+        """
+        if not self._keeps or not request.block_hashes:
+            return []
+        interval = self.config.interval
+        wanted = set(range((base // interval + 1) * interval, final + 1, interval))
+        prompt_end = span_start(request.num_prompt_tokens - 1)
+        wanted.update(end for end in (prompt_end, states.branch) if base < end <= final)
+        kept = []
+        for end in sorted(wanted):
+            if end not in states.shared:
+                if not self.pool.num_free_blocks:
+                    continue
+                states.shared[end] = self._allocate(1)[0]
+            kept.append(end)
+        return kept
+
+    def settle(self, request: Request, num_processed_tokens: int) -> None:
+        """Make written states findable whose tokens are final, and release states that no later step reads."""
+        states = self._requests[request.key]
+        base = span_start(num_processed_tokens)
+        for end in sorted(states.shared):
+            slot = states.shared[end]
+            if end <= num_processed_tokens and slot is not self.pool.null_block and slot.block_hash is None:
+                self._keep(request, slot, end)
+            if end < base:
+                self.pool.free([states.shared.pop(end)])
+
+    def _keep(self, request: Request, slot: KVCacheBlock, end: int) -> None:
+        index = end // SPAN - 1
+        if self._keeps and 0 <= index < len(request.block_hashes):
+            self.pool.cache(slot, request.block_hashes[index])
+
+    def free(self, request: Request, *, keep: bool) -> None:
+        """Release the slots and rows of a request. With ``keep``, its last closed state stays findable."""
+        states = self._requests.pop(request.key, None)
+        if states is None:
+            return
+        base = span_start(request.num_processed_tokens)
+        if keep and base in states.ends and base not in states.shared:
+            self._keep(request, states.own[states.ends.index(base)], base)
+        self.pool.free([*states.shared.values(), *states.own])
+        self._free_rows.append(states.rows)
+
+    def forget(self) -> bool:
+        """Forget all kept states. Return False, and do nothing, while a request runs."""
+        return self.pool.forget()
+
+    def stats(self) -> StateStats:
+        """Return the use of the pool. Thread-safe."""
+        pool = self.pool
+        return StateStats(
+            num_slots=pool.num_usable_blocks,
+            num_used=pool.num_usable_blocks - pool.num_free_blocks,
+            num_kept=len(pool.hashes()),
+            num_evicted=self._num_evicted,
+            num_stateless_tokens=self._num_stateless_tokens,
+        )
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """Keys of the requests that own slots."""
+        return self._requests.keys()

@@ -1,0 +1,99 @@
+"""Memory of states: closed states in slots, and open rows in a ring for each running request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock_enginecore.states.core.spec import StateNeeds, StatePoolConfig, StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """Memory of one layer. Rings are indexed by request and by position modulo their length.
+
+    Attributes:
+        tails: Last inputs of the convolution before a closed state, oldest first: ``[slots, kernel - 1, channels]``.
+        inputs: Inputs of the convolution: ``[rings, ring length, channels]``.
+        closed: Closed states, float32 ``[slots, heads, key size, value size]``, or None for a short convolution.
+        keys: Keys of open rows, float32 ``[rings, ring length, key heads, key size]``, or None.
+        updates: Updates of open rows, float32 ``[rings, ring length, heads, value size]``, or None.
+        decays: Sums of decays since the span began, float32 ``[rings, ring length, heads]``, or None.
+    """
+
+    spec: StateSpec
+    tails: torch.Tensor
+    inputs: torch.Tensor
+    closed: torch.Tensor | None
+    keys: torch.Tensor | None
+    updates: torch.Tensor | None
+    decays: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the layer."""
+        parts = (self.tails, self.inputs, self.closed, self.keys, self.updates, self.decays)
+        return [part for part in parts if part is not None]
+
+
+StateLayers = dict[str, StateLayer]
+"""Memory of layers by module name. Empty if nothing is allocated."""
+
+
+class StateMemory:
+    """Allocator of the states of a model.
+
+    Args:
+        specs: Specs by module name, in execution order.
+        dtype: The dtype of the inputs of convolutions.
+        device: Device of the memory.
+    """
+
+    def __init__(self, specs: Mapping[str, StateSpec], dtype: torch.dtype, device: torch.device) -> None:
+        self.specs = dict(specs)
+        self._dtype = dtype
+        self._device = device
+
+    @property
+    def needs(self) -> StateNeeds | None:
+        """Memory needs of all layers, or None for a model without recurrent layers."""
+        if not self.specs:
+            return None
+        specs = self.specs.values()
+        return StateNeeds(
+            num_layers=len(specs),
+            slot_bytes=sum(spec.slot_bytes for spec in specs),
+            row_bytes=sum(spec.row_bytes for spec in specs),
+        )
+
+    def allocate(self, config: StatePoolConfig) -> StateLayers:
+        """Allocate slots and rings. Only the zero slot is cleared, because no other slot is read before it is written."""
+        return {
+            name: self._layer(spec, config.num_slots, config.num_requests, config.rows_per_request)
+            for name, spec in self.specs.items()
+        }
+
+    def _layer(self, spec: StateSpec, slots: int, rings: int, length: int) -> StateLayer:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+        tails = empty(slots, spec.kernel - 1, spec.channels, dtype=self._dtype)
+        inputs = empty(rings, length, spec.channels, dtype=self._dtype)
+        tails[0] = 0
+        if not spec.num_heads:
+            return StateLayer(spec, tails, inputs, None, None, None, None)
+        closed = empty(slots, spec.num_heads, spec.key_size, spec.value_size)
+        closed[0] = 0
+        return StateLayer(
+            spec=spec,
+            tails=tails,
+            inputs=inputs,
+            closed=closed,
+            keys=empty(rings, length, spec.num_key_heads, spec.key_size),
+            updates=empty(rings, length, spec.num_heads, spec.value_size),
+            decays=empty(rings, length, spec.num_heads),
+        )
+
+
+def num_bytes(layers: StateLayers) -> int:
+    """Return the bytes of all states."""
+    return sum(tensor.untyped_storage().nbytes() for layer in layers.values() for tensor in layer.tensors())

@@ -1,0 +1,60 @@
+"""Recurrent layers token by token, for checks of the faster form."""
+
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from penstock_enginecore.states.base import ConvCall, ScanCall, StateMetadata
+
+
+class ReferenceStates:
+    """``StateContext`` of sequences that begin in the step: nothing comes before them, and no state is stored.
+
+    Raises ValueError for a sequence that began in an earlier step.
+    """
+
+    def __init__(self, step: StateMetadata) -> None:
+        if any(sequence.start for sequence in step.sequences):
+            raise ValueError("the reference of recurrent layers computes only sequences that begin in the step")
+        self._parts = [slice(s.first, s.first + s.count) for s in step.sequences]
+
+    def convolve(self, call: ConvCall) -> torch.Tensor:
+        """Convolve each sequence after zeros."""
+        before = call.weight.shape[1] - 1
+        results = []
+        for part in self._parts:
+            inputs = functional.pad(call.inputs[part].T.to(call.weight.dtype), (before, 0))
+            results.append(functional.conv1d(inputs[None], call.weight[:, None], call.bias, groups=len(inputs))[0].T)
+        result = torch.cat(results)
+        if call.activation is not None:
+            result = ACT2FN[call.activation](result)
+        return result.to(call.inputs.dtype)
+
+    def scan(self, call: ScanCall) -> torch.Tensor:
+        """Compute each sequence from a state of zeros."""
+        outputs = []
+        for part in self._parts:
+            beta = None if call.beta is None else call.beta[part]
+            query, key, value, decay = (each[part] for each in (call.query, call.key, call.value, call.decay))
+            state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
+            outputs.append(recurrent(ScanCall(call.mixer, query, key, value, decay, beta), state)[0])
+        return torch.cat(outputs)
+
+
+def recurrent(call: ScanCall, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one sequence from ``state`` ``[heads, key size, value size]``, token by token.
+
+    Returns:
+        The outputs ``[tokens, heads, value size]``, and the state after the last token.
+    """
+    repeats = call.value.shape[1] // call.key.shape[1]
+    keys, queries = (each.repeat_interleave(repeats, dim=1)[..., None] for each in (call.key, call.query))
+    outputs = []
+    for token in range(len(call.value)):
+        state = call.decay[token].exp()[:, None, None] * state
+        update = call.value[token]
+        if call.beta is not None:
+            update = call.beta[token][:, None] * (update - (keys[token] * state).sum(1))
+        state = state + keys[token] * update[:, None]
+        outputs.append((queries[token] * state).sum(1))
+    return torch.stack(outputs), state

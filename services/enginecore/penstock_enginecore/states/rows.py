@@ -1,0 +1,236 @@
+"""States of a step in torch: closed states and open rows. Any device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers.activations import ACT2FN
+
+from penstock_enginecore.states.base import ConvCall, ScanCall, SequenceStep, StateMetadata
+from penstock_enginecore.states.core.spec import SPAN
+from penstock_enginecore.states.memory import StateLayer
+
+_CHUNK = 64
+"""Maximum number of tokens whose pairs are computed at once."""
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    """Sources of the convolution's inputs in a step, for kernels of one size. Indices are int64 on the device.
+
+    The inputs before a request's first token come from its ring, or from the tail of its closed state. They are placed
+    before the inputs of all tokens.
+
+    Attributes:
+        from_ring: Sources in the rings ``[rings * length]``, ``[requests * (kernel - 1)]``.
+        from_tail: Sources in the tails ``[slots * (kernel - 1)]``, ``[requests * (kernel - 1)]``.
+        in_ring: Whether the ring is the source, bool ``[requests * (kernel - 1), 1]``.
+        of_tokens: Inputs of each token, oldest first, ``[tokens, kernel]``.
+        of_writes: Inputs before each written state, oldest first, ``[writes, kernel - 1]``.
+    """
+
+    from_ring: torch.Tensor
+    from_tail: torch.Tensor
+    in_ring: torch.Tensor
+    of_tokens: torch.Tensor
+    of_writes: torch.Tensor
+
+
+class RowStates:
+    """``StateContext`` of an engine step.
+
+    Args:
+        layers: Memory of the layers by mixer.
+        step: States of the requests.
+        device: Device of the memory.
+    """
+
+    def __init__(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata, device: torch.device) -> None:
+        self._layers = layers
+        self.step = step
+        self._device = device
+        length = next(iter(layers.values())).inputs.shape[1]
+        self._taps: dict[int, _Taps] = {}
+        sequences = step.sequences
+        written = [write for sequence in sequences for write in sequence.state.writes]
+        self._written_slots = self._indices([slot for _, slot in written])
+        kept = [(s, position) for s in sequences for position in range(max(s.start, s.end - SPAN), s.end)]
+        self._kept_tokens = self._indices([s.first + position - s.start for s, position in kept])
+        self._kept_rows = self._indices([s.state.rows * length + position % length for s, position in kept])
+        self._length = length
+
+    def _indices(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def convolve(self, call: ConvCall) -> torch.Tensor:
+        """Compute the convolution of all requests at once, and store the new inputs."""
+        layer = self._layers[call.mixer]
+        kernel = layer.spec.kernel
+        taps = self._taps.get(kernel)
+        if taps is None:
+            taps = self._taps[kernel] = self._plan(kernel)
+        rings, tails = layer.inputs.flatten(0, 1), layer.tails.flatten(0, 1)
+        before = torch.where(taps.in_ring, rings[taps.from_ring], tails[taps.from_tail])
+        inputs = torch.cat([before, call.inputs])
+        rings[self._kept_rows] = call.inputs[self._kept_tokens]
+        layer.tails[self._written_slots] = inputs[taps.of_writes]
+        return _convolved(inputs, taps.of_tokens, call)
+
+    def _plan(self, kernel: int) -> _Taps:
+        sequences, length, before = self.step.sequences, self._length, kernel - 1
+        from_ring, from_tail, in_ring, of_tokens, of_writes = [], [], [], [], []
+        num_before = len(sequences) * before
+        for index, s in enumerate(sequences):
+            own, tokens = index * before, num_before + s.first
+
+            def source(offset: int, own: int = own, tokens: int = tokens) -> int:
+                """Return the place of the input that is ``offset`` tokens after the request's first."""
+                return tokens + offset if offset >= 0 else own + before + offset
+
+            for position in range(s.start - before, s.start):
+                in_ring.append(position >= s.base)
+                from_ring.append(s.state.rows * length + position % length)
+                from_tail.append(s.state.closed * before + min(position - s.base, -1) + before)
+            of_tokens += [[source(t - before + tap) for tap in range(kernel)] for t in range(s.count)]
+            of_writes += [[source(end - s.start - before + tap) for tap in range(before)] for end, _ in s.state.writes]
+        return _Taps(
+            from_ring=self._indices(from_ring),
+            from_tail=self._indices(from_tail),
+            in_ring=torch.tensor(in_ring, device=self._device)[:, None],
+            of_tokens=torch.tensor(of_tokens, device=self._device),
+            of_writes=torch.tensor(of_writes, dtype=torch.int64, device=self._device).reshape(-1, before),
+        )
+
+    def scan(self, call: ScanCall) -> torch.Tensor:
+        """Compute the recurrence request by request, and store the open rows and the written states."""
+        layer = self._layers[call.mixer]
+        output = torch.empty_like(call.value)
+        updates, sums = torch.empty_like(call.value), torch.empty_like(call.decay)
+        for index, sequence in enumerate(self.step.sequences):
+            self._scan_one(layer, call, sequence, index, output, updates, sums)
+        if layer.keys is not None and layer.updates is not None and layer.decays is not None:
+            for ring, new in ((layer.keys, call.key), (layer.updates, updates), (layer.decays, sums)):
+                ring.flatten(0, 1)[self._kept_rows] = new[self._kept_tokens]
+        return output
+
+    def _scan_one(
+        self,
+        layer: StateLayer,
+        call: ScanCall,
+        sequence: SequenceStep,
+        index: int,
+        output: torch.Tensor,
+        updates: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> None:
+        """Compute one request's tokens into ``output``, ``updates`` and ``sums`` of the flat batch."""
+        if layer.closed is None:
+            raise RuntimeError("a short convolution called a scan")
+        state = sequence.state
+        rows = _open_rows(layer, sequence, self._length)
+        closed = layer.closed[state.closed]
+        start, writes = sequence.start, dict(state.writes)
+        for end in sorted({*writes, sequence.end}):
+            while start < end:
+                part_end = min(end, start + _CHUNK)
+                part = slice(sequence.first + start - sequence.start, sequence.first + part_end - sequence.start)
+                new = _Rows(call.key[part], call.value[part], call.decay[part].cumsum(0))
+                rows, output[part] = _advance(closed, rows, new, call, part)
+                count = part_end - start
+                updates[part], sums[part] = rows.updates[-count:], rows.sums[-count:]
+                start = part_end
+                if start in writes or count == _CHUNK:
+                    closed = _closed(closed, rows)
+                    rows = rows.none()
+                if start in writes:
+                    layer.closed[writes[start]] = closed
+                    if not bool(closed.isfinite().all()):
+                        self.step.broken.add(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Open rows of a request: keys ``[rows, key heads, key size]``, updates ``[rows, heads, value size]`` and sums of
+    decays since the closed state ``[rows, heads]``.
+    """
+
+    keys: torch.Tensor
+    updates: torch.Tensor
+    sums: torch.Tensor
+
+    def none(self) -> "_Rows":
+        """Return no rows."""
+        return _Rows(self.keys[:0], self.updates[:0], self.sums[:0])
+
+
+def _open_rows(layer: StateLayer, sequence: SequenceStep, length: int) -> _Rows:
+    """Return the rows between the closed state and the request's first token."""
+    if layer.keys is None or layer.updates is None or layer.decays is None:
+        raise RuntimeError("a short convolution has no open rows")
+    ring = sequence.state.rows
+    first = sequence.base % length
+    rows = slice(first, first + sequence.start - sequence.base)  # a span does not wrap around the end of a ring
+    return _Rows(layer.keys[ring, rows], layer.updates[ring, rows], layer.decays[ring, rows])
+
+
+def _advance(closed: torch.Tensor, rows: _Rows, new: _Rows, call: ScanCall, part: slice) -> tuple[_Rows, torch.Tensor]:
+    """Append the tokens of ``part`` to ``rows``. Return all rows, and the outputs ``[tokens, heads, value size]``.
+
+    ``new`` has values instead of updates, and sums of decays since the first of its tokens.
+    """
+    repeats = closed.shape[0] // new.keys.shape[1]
+    num_old, num_new = len(rows.keys), len(new.keys)
+    sums = new.sums + rows.sums[-1] if num_old else new.sums
+    all_sums = torch.cat([rows.sums, sums])
+    keys = torch.cat([rows.keys, new.keys])
+    by_head = _by_head(keys, repeats)
+    own_keys, queries = by_head[:, num_old:], _by_head(call.query[part], repeats)
+    # Only differences to earlier rows enter, so no exponent is greater than 0.
+    lag = sums.T[:, :, None] - all_sums.T[:, None, :]
+    later = torch.ones(num_new, num_old + num_new, dtype=torch.bool, device=lag.device).triu(num_old + 1)
+    weights = lag.masked_fill(later, _NEVER).exp()
+    since = sums.T.exp()[:, :, None]
+    updates = new.updates.transpose(0, 1)
+    if call.beta is not None:
+        beta = call.beta[part].T[:, :, None]
+        overlap = own_keys @ by_head.transpose(1, 2) * weights
+        known = since * (own_keys @ closed) + overlap[:, :, :num_old] @ rows.updates.transpose(0, 1)
+        updates = beta * (updates - known)
+        if num_new > 1:
+            triangle = beta * overlap[:, :, num_old:]
+            updates = torch.linalg.solve_triangular(triangle, updates, upper=False, unitriangular=True)
+    all_updates = torch.cat([rows.updates, updates.transpose(0, 1)])
+    pairs = queries @ by_head.transpose(1, 2) * weights
+    output = since * (queries @ closed) + pairs @ all_updates.transpose(0, 1)
+    return _Rows(keys, all_updates, all_sums), output.transpose(0, 1)
+
+
+def _closed(closed: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """Return the state after ``rows``, as a new tensor ``[heads, key size, value size]``."""
+    repeats = closed.shape[0] // rows.keys.shape[1]
+    total = rows.sums[-1]
+    left = (total - rows.sums).exp().T[:, :, None]
+    added = (_by_head(rows.keys, repeats) * left).transpose(1, 2) @ rows.updates.transpose(0, 1)
+    return total.exp()[:, None, None] * closed + added
+
+
+def _by_head(keys: torch.Tensor, repeats: int) -> torch.Tensor:
+    """Return ``[tokens, key heads, key size]`` as ``[heads, tokens, key size]``."""
+    return keys.transpose(0, 1).repeat_interleave(repeats, dim=0) if repeats > 1 else keys.transpose(0, 1)
+
+
+def _convolved(inputs: torch.Tensor, of_tokens: torch.Tensor, call: ConvCall) -> torch.Tensor:
+    """Return the convolution over ``inputs`` ``[places, channels]``, where ``of_tokens`` ``[tokens, kernel]`` names the
+    places of each token's inputs. Sums are float32.
+    """
+    dtype = call.weight.dtype
+    given, weight = inputs.to(dtype).float(), call.weight.float()
+    total = sum(given[of_tokens[:, tap]] * weight[:, tap] for tap in range(of_tokens.shape[1]))
+    total = torch.as_tensor(total)
+    if call.bias is not None:
+        total = total + call.bias.float()
+    result = total.to(dtype)
+    if call.activation is not None:
+        result = ACT2FN[call.activation](result)
+    return result.to(call.inputs.dtype)
