@@ -10,10 +10,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/guides/gpu.md"
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of each row of the table of results that were shown on a device."""
+    """Return the cells of each row of the table of tests on GPUs."""
     text = PAGE.read_text(encoding="utf-8")
-    _, head, table = text.partition("| | shown on a device | not shown | by |\n|---|---|---|---|\n")
-    assert head, "docs/guides/gpu.md has no table of what a device has shown"
+    _, head, table = text.partition("| part | tested on a GPU | not tested on a GPU | by |\n|---|---|---|---|\n")
+    assert head, "docs/guides/gpu.md has no table of tests on GPUs"
     lines = table.split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
