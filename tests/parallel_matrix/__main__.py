@@ -50,7 +50,7 @@ def main() -> int:
         os._exit(0)  # native libraries may have threads that do not end
     families = options.families or list(ARCHITECTURES)
     names = [" x ".join(f"{word} {n}" for word, n in zip(("TP", "PP"), size, strict=True) if n > 1) for size in SIZES]
-    print(f"| family | {' | '.join(names)} | refused because |\n" + "|---" * (len(SIZES) + 2) + "|")
+    print(f"| model type | {' | '.join(names)} | reason for the refusal |\n" + "|---" * (len(SIZES) + 2) + "|")
     wrong = 0
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
         for family, found in zip(families, pool.map(measured, families), strict=True):
