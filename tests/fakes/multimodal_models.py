@@ -170,6 +170,24 @@ def _qwen_files(processor: str, pixels: Mapping[str, Any], video: Mapping[str, A
     }
 
 
+_QWEN3_FILES = _qwen_files(
+    "Qwen3VLProcessor",
+    {
+        **{key: value for key, value in _QWEN_PIXELS.items() if not key.endswith("_pixels")},
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 4 * PATCH * PATCH, "longest_edge": 64 * PATCH * PATCH},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+    {
+        **{key: value for key, value in _QWEN_VIDEO.items() if not key.endswith("_pixels")},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 8 * PATCH * PATCH, "longest_edge": 256 * PATCH * PATCH},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    },
+)
+
 _MAKERS: dict[str, _Maker] = {
     "llava": _Maker(
         config={**_LLAVA, "vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
@@ -328,23 +346,33 @@ _MAKERS: dict[str, _Maker] = {
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0, 1],
         },
-        files=_qwen_files(
-            "Qwen3VLProcessor",
-            {
-                **{key: value for key, value in _QWEN_PIXELS.items() if not key.endswith("_pixels")},
-                "image_processor_type": "Qwen2VLImageProcessorFast",
-                "size": {"shortest_edge": 4 * PATCH * PATCH, "longest_edge": 64 * PATCH * PATCH},
-                "image_mean": _HALF,
-                "image_std": _HALF,
-            },
-            {
-                **{key: value for key, value in _QWEN_VIDEO.items() if not key.endswith("_pixels")},
-                "video_processor_type": "Qwen3VLVideoProcessor",
-                "size": {"shortest_edge": 8 * PATCH * PATCH, "longest_edge": 256 * PATCH * PATCH},
-                "image_mean": _HALF,
-                "image_std": _HALF,
-            },
-        ),
+        files=_QWEN3_FILES,
+        tokens=_QWEN_TOKENS,
+        marks=_QWEN_MARKS,
+    ),
+    "qwen3_5": _Maker(
+        config={"model_type": "qwen3_5", **_QWEN_IDS},
+        text={
+            "model_type": "qwen3_5_text",
+            **_TEXT,
+            **_HEAD,
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        },
+        tower={
+            "model_type": "qwen3_5_vision",
+            **_QWEN_TOWER,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+        },
+        files=_QWEN3_FILES,
         tokens=_QWEN_TOKENS,
         marks=_QWEN_MARKS,
     ),

@@ -25,6 +25,8 @@ AUDIO = ("qwen2_audio", "voxtral")
 FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
 LARGEST_SPAN = 18
 """Number of tokens of a gemma3 image, including the tokens around it."""
+RECURRENT = ("qwen3_5",)
+"""Need blocks of 16 tokens."""
 SLIDING = ("gemma3", "aya_vision")
 """Have two groups of layers, which share the blocks."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -41,8 +43,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
 PROCESSES = ("processes", "split")
-KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio")
-"""Squares, spans that see all of themselves, windows that the kernels do not compute, crops of any shape, grids, and sounds."""
+KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio", "qwen3_5")
+"""Squares, spans that see all of themselves, windows that the kernels do not compute, crops of any shape, grids, sounds, and
+recurrent layers."""
 
 
 class Case:
@@ -71,6 +74,8 @@ class Case:
     def engine(self, **sections: Any) -> EngineCore:
         if self.family == "gemma3" and sections.get("scheduler", {}).get("max_num_batched_tokens") == 7:
             sections = {**sections, "scheduler": {**sections["scheduler"], "max_num_batched_tokens": LARGEST_SPAN}}
+        if self.family in RECURRENT:
+            sections = {**sections, "cache": {**sections.get("cache", {}), "block_size": 16}}
         return build_engine(self.path, **sections)
 
 
@@ -95,7 +100,7 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
         engine.shutdown()
 
 
-@pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio")
+@pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio", "qwen3_5")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
     """Runs in steps of seven tokens, with the modules and with the native decoder, and again with cached prefixes."""
@@ -116,6 +121,10 @@ def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
 def test_tokens_are_those_of_transformers(case: Case, way: str, request: pytest.FixtureRequest) -> None:
     if way in PROCESSES:
         request.getfixturevalue("warm_processes")
+    if way == "split" and case.family in RECURRENT:
+        with pytest.raises(ModelLoadError, match=r"recurrent layers, which several workers cannot share yet"):
+            case.engine(**WAYS[way])
+        return
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 
@@ -140,7 +149,7 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     room = max(
         max(lengths) + count + 4, sum(lengths[:3]) + 20
     )  # enough for three prompts, and too little for the requests after them
-    blocks = (room // 4 + 2) * (1 + (case.family in SLIDING))
+    blocks = (room // (16 if case.family in RECURRENT else 4) + 2) * (1 + (case.family in SLIDING))
     engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
     found = run(engine, [prompt.request(name, count) for name, prompt in prompts.items()])
     assert found.stats.num_preemptions > 0
@@ -170,7 +179,7 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
-    if case.family == "aya_vision":  # Cohere 2 is not computed by the kernels' decoder
+    if case.family == "aya_vision" or case.family in RECURRENT:  # not computed by the kernels' decoder
         with pytest.raises(ModelLoadError, match=r"kernels\.batch_invariant is true"):
             case.engine(**sections)
         return
@@ -214,7 +223,7 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"])
 def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path)).make
@@ -224,6 +233,7 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     prompts = {"video": make("Watch ", long, " now."), "both": make(PICTURES[0], " is none of ", short, " nor ", long)}
     expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}
     requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
-    assert run(build_engine(tmp_path), requests).tokens == expected
-    cut = build_engine(tmp_path, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
+    cache = {"block_size": 16}
+    assert run(build_engine(tmp_path, cache=cache), requests).tokens == expected
+    cut = build_engine(tmp_path, cache=cache, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
     assert run(cut, requests).tokens == expected

@@ -24,6 +24,8 @@ WITH_TOWERS = (
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_vl",
     "smolvlm",
     "voxtral",

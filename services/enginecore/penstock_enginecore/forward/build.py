@@ -292,7 +292,7 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
     if not config.kernels.batch_invariant or isinstance(proven.serves, FusedForward | NativeForward):
         return
     on_cpu = config.device.type == "cpu"
-    decoder, page = ("the CPU kernels' decoder", "models") if on_cpu else ("the fused decoder", "gpu")
+    decoder, page = ("the CPU kernels' decoder", "reference/models") if on_cpu else ("the fused decoder", "guides/gpu")
     raise ModelLoadError(
         f"kernels.batch_invariant is true, but only {decoder} is batch invariant, and it does not compute "
         f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md "

@@ -40,6 +40,8 @@ _FAMILIES = {
     "qwen2_5_vl": ("qwen_vl", "Qwen25VL"),
     "qwen2_audio": ("audio", "Qwen2Audio"),
     "qwen2_vl": ("qwen_vl", "Qwen2VL"),
+    "qwen3_5": ("qwen_vl", "Qwen35"),
+    "qwen3_5_moe": ("qwen_vl", "Qwen35"),
     "qwen3_vl": ("qwen_vl", "Qwen3VL"),
     "smolvlm": ("tiles", "SmolVLM"),
     "voxtral": ("audio", "Voxtral"),

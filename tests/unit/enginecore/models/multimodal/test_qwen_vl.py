@@ -17,7 +17,8 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions, to_data
 from tests.fakes.multimodal_models import save_multimodal_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+TIMED = ("qwen3_5", "qwen3_vl")
 TEXT, TIME = 7, 9
 SECONDS = "second_per_grid_ts"
 
@@ -59,7 +60,7 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
         offset, per_frame = len(tokens), part.height * part.width
         pad = config.video_token_id if part.frames else config.image_token_id
         runs: tuple[EmbedRun, ...] = ()
-        if part.frames and model.family == "qwen3_vl":
+        if part.frames and model.family in TIMED:
             for _ in range(part.frames):
                 tokens += [TIME, TIME, config.vision_start_token_id]
                 runs += (EmbedRun(len(tokens) - offset, per_frame),)
@@ -68,7 +69,7 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
             tokens += [pad] * (per_frame * max(part.frames, 1))
         grid = torch.tensor([[max(part.frames, 1), 2 * part.height, 2 * part.width]])
         data: dict[str, TensorData] = {"video_grid_thw" if part.frames else "image_grid_thw": to_data(grid)}
-        if part.frames and model.family != "qwen3_vl":
+        if part.frames and model.family not in TIMED:
             data[SECONDS] = to_data(torch.tensor([part.seconds]))
         features.append(
             MultiModalFeature(

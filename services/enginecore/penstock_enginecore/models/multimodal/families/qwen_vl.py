@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size and video, as grids of patches with time, height and width
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size and video, as grids of patches with time, height and width
 positions.
 """
 
@@ -204,12 +204,14 @@ class Qwen25VL(Qwen2VL):
         return interval
 
 
-class Qwen3VL(Qwen2VL):
-    """Qwen3-VL. Tokens between frames give their times. The text model's first layers get separate embeddings
-    (deepstack).
-    """
+class Qwen35(Qwen2VL):
+    """Qwen3.5. Tokens between frames give their times."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _TimedVideo)
+
+
+class Qwen3VL(Qwen35):
+    """Qwen3-VL. The text model's first layers get separate embeddings (deepstack)."""
 
     def __init__(self, towers: Any, checkpoint: Any) -> None:
         super().__init__(towers, checkpoint)

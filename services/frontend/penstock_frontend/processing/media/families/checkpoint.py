@@ -131,6 +131,8 @@ _FAMILIES: Mapping[str, str] = {
     "smolvlm": "tiles:Idefics3",
     "qwen2_vl": "qwen_vl:QwenVL",
     "qwen2_5_vl": "qwen_vl:QwenVL",
+    "qwen3_5": "qwen_vl:QwenVL",
+    "qwen3_5_moe": "qwen_vl:QwenVL",
     "qwen3_vl": "qwen_vl:QwenVL",
     "gemma3": "tiles:Gemma3",
     "qwen2_audio": "audio:Qwen2Audio",

@@ -133,6 +133,8 @@ def image_grids(
 MAX_ROWS = 16_384
 """Maximum number of embeddings of a video, regardless of its processor's configuration."""
 _MOST_ELONGATED = 200
+_TIMED = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl"})
+"""Model types whose prompts contain the times of video frames."""
 _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 
 
@@ -278,7 +280,7 @@ class VideoGrids(NamedTuple):
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:
     """Return the format of the video processor's configuration, with the defaults of its class. Raises ConfigError."""
     settings = checkpoint.video_processor or checkpoint.image_processor
-    of_all = checkpoint.model_type == "qwen3_vl"
+    of_all = checkpoint.model_type in _TIMED
     side = 32 if of_all else 28
     grids = image_grids(checkpoint, settings, default_pixels=(128 * side**2, 768 * side**2))
     sampling = Sampling(
