@@ -311,11 +311,24 @@ _KV = (
     Reading(_G, "penstock:kv_leases", "Requests whose blocks are kept for other engines", "num_leases"),
     Reading(_G, "penstock:kv_leased_blocks", "Blocks that are kept for other engines", "num_leased_blocks"),
 )
+_STATES = (
+    Reading(_G, "penstock:state_slots", "Slots for states of recurrent layers", "num_slots"),
+    Reading(_G, "penstock:state_slots_used", "Slots that running requests own or read", "num_used_slots"),
+    Reading(_G, "penstock:states_kept", "States that the prefix cache keeps", "num_kept"),
+    Reading(_C, "penstock:state_evictions", "States evicted from the prefix cache", "num_evictions"),
+    Reading(
+        _C,
+        "penstock:state_recomputed_tokens",
+        "Prompt tokens recomputed because their keys and values were cached without a state",
+        "num_recomputed_tokens",
+    ),
+)
 _PARTS = (
     ("spec_decoding_stats", _DRAFTS),
     ("lora", _LORA),
     ("media", _MEDIA),
     ("kv_transfer", _KV),
+    ("states", _STATES),
 )
 """Statistics that only some engines have, and their metrics, which are left out if no engine has them."""
 

@@ -358,6 +358,26 @@ class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     leased_bytes: int = 0
 
 
+class StateStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the slots for states of recurrent layers.
+
+    Attributes:
+        num_slots: Slots of the pool.
+        num_used_slots: Slots that running requests own or read.
+        num_kept: Slots with a state that the prefix cache keeps.
+        num_evictions: Kept states that were evicted. Only grows.
+        num_recomputed_tokens: Prompt tokens that had cached keys and values but no state, and were recomputed. Only grows.
+        max_running_reqs: Maximum number of running requests that the pool allows.
+    """
+
+    num_slots: int = 0
+    num_used_slots: int = 0
+    num_kept: int = 0
+    num_evictions: int = 0
+    num_recomputed_tokens: int = 0
+    max_running_reqs: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's load after a step. Counters only grow. ``kv_cache_usage`` is a fraction in [0, 1].
 
@@ -384,6 +404,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Media statistics, or None if the engine supports no media."""
     kv_transfer: KvTransferStats | None = None
     """Statistics of KV transfers. None if the engine neither loads blocks nor keeps blocks for other engines."""
+    states: StateStats | None = None
+    """Use of the slots for recurrent states, or None if the model has no recurrent layers."""
 
     def without_held(self) -> "SchedulerStats":
         """Return the statistics without the held adapters, for receivers that already know them."""

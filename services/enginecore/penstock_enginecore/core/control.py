@@ -303,6 +303,7 @@ class EngineControl:
             "asleep": sorted(self._asleep),
             "speculative": speculation_facts(config.speculative, stats.spec_decoding_stats, state.drafter_failure),
             "kv_transfer": msgspec.to_builtins(stats.kv_transfer),
+            "states": msgspec.to_builtins(stats.states),
             "workers": [_facts(worker) for worker in engine.executor.worker_stats()],
             "utilities": list(self.utilities.names),
         }

@@ -151,6 +151,8 @@ _LEASES = "leases"
 """Column after the state and role, shown only if engines transfer KV blocks."""
 _DRAFTS = "drafts"
 """Column after the last step, shown only if an engine uses speculation."""
+_STATES = "state slots"
+"""Column after the KV cache, shown only if a model has recurrent layers."""
 _WIDE = 100
 _PIPE_WIDTH = 200
 _BAR_WIDTH = 8
@@ -285,17 +287,23 @@ def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> Renderab
     at = columns.index("last step") + 1
     if any(drafts):
         columns.insert(at, _DRAFTS)
+    slots = [_slots(snapshot.infos.get(engine.engine_id, {})) for engine in engines]
+    slots_at = columns.index("KV cache") + 1
     roles = any(engine.role is not EngineRole.BOTH for engine in engines)
     role_at = columns.index("state") + 1
     leases = any(engine.kv_address for engine in engines)
     for name in [_LEASES] * leases + [_ROLE] * roles:
         columns.insert(role_at, name)
+    if any(slots):
+        columns.insert(columns.index("KV cache") + 1, _STATES)
     for name in columns:
         rows.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "model")
-    for engine, cell in zip(engines, drafts, strict=True):
+    for engine, cell, used in zip(engines, drafts, slots, strict=True):
         cells = _cells(engine, snapshot.infos.get(engine.engine_id, {}))
         if any(drafts):
             cells.insert(at, cell)
+        if any(slots):
+            cells.insert(slots_at, used)
         if leases:
             cells.insert(role_at, _kept(snapshot.infos.get(engine.engine_id, {})))
         if roles:
@@ -438,6 +446,12 @@ def _kept(info: dict[str, Any]) -> str:
     if not kept.get("num_leases"):
         return str(kept.get("num_leases", ""))
     return f"{kept['num_leases']} ({kept['num_leased_blocks']} blocks, {in_units(kept['leased_bytes'])})"
+
+
+def _slots(info: dict[str, Any]) -> str:
+    """Return the used and existing slots for states of recurrent layers. Empty if the model has no such layers."""
+    states = info.get("states") or {}
+    return f"{states['num_used_slots']} of {states['num_slots']}" if states else ""
 
 
 def _usage(fraction: float) -> Text:

@@ -9,7 +9,14 @@ from penstock_common.rpc import cluster, stats
 from penstock_common.rpc.by_field import to_message
 from penstock_common.types.cluster import ClusterView, EngineState, EngineStatus, changed_by, difference
 from penstock_common.types.kv_transfer import EngineRole
-from penstock_common.types.outputs import KvTransferStats, LoraStats, MediaStats, SchedulerStats, SpecDecodingStats
+from penstock_common.types.outputs import (
+    KvTransferStats,
+    LoraStats,
+    MediaStats,
+    SchedulerStats,
+    SpecDecodingStats,
+    StateStats,
+)
 
 
 @pytest.mark.parametrize("state", list(EngineState))
@@ -82,6 +89,14 @@ CANNOT_BE_COUNTS = {
         num_leases=3,
         num_leased_blocks=70,
         leased_bytes=2**38,
+    ),
+    "states": StateStats(
+        num_slots=900,
+        num_used_slots=70,
+        num_kept=300,
+        num_evictions=2**40,
+        num_recomputed_tokens=2**39,
+        max_running_reqs=64,
     ),
 }
 

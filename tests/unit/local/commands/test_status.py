@@ -151,6 +151,23 @@ async def test_leases_are_shown_where_engines_give_each_other_blocks(
     ]
 
 
+async def test_state_slots_are_shown_if_a_model_has_recurrent_layers(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.admin.engines = [engine(0), engine(1)]
+    counts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15}
+    drafts = {"method": "ngram", "failure": "", **counts}
+    server.admin.infos = {
+        "engine-0": {"states": None},
+        "engine-1": {"states": {"num_slots": 120, "num_used_slots": 9}, "speculative": drafts},
+    }
+    assert await server.run("--once") == 0
+    _, head, first, second = capsys.readouterr().out.splitlines()
+    column = slice(head.index("state slots"), head.index("last step"))
+    assert not first[column].strip()
+    assert second[column].split() == ["9", "of", "120"]
+
+
 async def test_json_has_everything_also_what_engines_say_of_themselves(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

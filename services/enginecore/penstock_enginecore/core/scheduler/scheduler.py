@@ -435,5 +435,6 @@ class DefaultScheduler(Scheduler):
             prefix_cache_hits=prefix.hits,
             num_preemptions=self._preemption.num_preemptions,
             step_counter=self._state.next_step,
+            states=None if self.kv_cache.states is None else self.kv_cache.states.stats(),
             **{resource.stats_name: resource.stats() for resource in self._resources if resource.stats_name},
         )

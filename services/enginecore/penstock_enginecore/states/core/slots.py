@@ -2,32 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
+from penstock_common.types.outputs import StateStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig, StateStep, span_start
 
 _UNWRITTEN = -1
-
-
-class StateStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of the state pool.
-
-    Attributes:
-        num_slots: Slots of the pool, without the zero slot.
-        num_used: Slots that running requests own or read.
-        num_kept: Slots with a state that prefixes can be found by.
-        num_evicted: Kept states that were overwritten since the start.
-        num_stateless_tokens: Tokens since the start that had cached keys and values but no state, and were recomputed.
-    """
-
-    num_slots: int
-    num_used: int
-    num_kept: int
-    num_evicted: int
-    num_stateless_tokens: int
 
 
 class _States:
@@ -76,8 +57,8 @@ class StateSlots:
         self._keeps = keeps
         self._free_rows = list(range(config.num_requests - 1, -1, -1))
         self._requests: dict[str, _States] = {}
-        self._num_evicted = 0
-        self._num_stateless_tokens = 0
+        self._num_evictions = 0
+        self._num_recomputed_tokens = 0
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """Return the largest number of blocks, at most ``num_blocks``, of a prefix whose state is kept."""
@@ -107,7 +88,7 @@ class StateSlots:
             states.shared[num_computed_tokens] = found
         self._requests[request.key] = states
         if request.num_preemptions == 0 and branch:
-            self._num_stateless_tokens += branch - num_computed_tokens
+            self._num_recomputed_tokens += branch - num_computed_tokens
         return True
 
     def _kept_at(self, request: Request, position: int) -> KVCacheBlock | None:
@@ -121,7 +102,7 @@ class StateSlots:
     def _allocate(self, count: int) -> list[KVCacheBlock]:
         evicted = len(self.pool.hashes())
         slots = self.pool.allocate(count)
-        self._num_evicted += evicted - len(self.pool.hashes())
+        self._num_evictions += evicted - len(self.pool.hashes())
         return slots
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, StateStep]:
@@ -210,10 +191,11 @@ class StateSlots:
         pool = self.pool
         return StateStats(
             num_slots=pool.num_usable_blocks,
-            num_used=pool.num_usable_blocks - pool.num_free_blocks,
+            num_used_slots=pool.num_usable_blocks - pool.num_free_blocks,
             num_kept=len(pool.hashes()),
-            num_evicted=self._num_evicted,
-            num_stateless_tokens=self._num_stateless_tokens,
+            num_evictions=self._num_evictions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            max_running_reqs=self.config.num_requests,
         )
 
     @property
