@@ -18,24 +18,25 @@ _HEAD = """\
 
 <!-- Written by `make settings` from the structs in the services' `config`; change those. -->
 
-This page lists every setting of the three services. `--help` of a service's module prints the same.
+This page lists every setting of the three services. `--help` of a service's Python module prints the same list.
 
 **Where settings come from.** A service reads a YAML file (`--config FILE`), then environment variables, then flags. A later
-source overrides an earlier one. The dots of a name are sections. For example, `scheduler.max_num_seqs` is:
+source overrides an earlier one. A dot in a name separates a section from a setting. These forms set `scheduler.max_num_seqs`:
 
 - `max_num_seqs` under `scheduler` in the file,
 - `PENSTOCK_SCHEDULER__MAX_NUM_SEQS` in the environment,
 - `--scheduler.max-num-seqs` on the command line.
 
-**Errors.** A service refuses an unknown name and suggests the nearest one. It refuses a value out of range and names the range.
-It refuses a value without effect and names the setting that is missing.
+**Errors.** A service does not start in three cases. If a name is unknown, the error suggests the most similar name. If a value is
+out of range, the error states the range. If a setting has no effect without another setting, the error names the other setting.
 
 **Other programs.** `penstock serve` takes these settings as `--set engine.scheduler.max_num_seqs=64`
-([command line](cli.md)). Settings that the command chooses itself are refused. The chart takes them in `frontend.config`,
+([command line](cli.md)), except settings that the command itself chooses. The chart takes them in `frontend.config`,
 `enginecore.config` and `coordinator.config` ([chart](../../charts/penstock/README.md)).
 
-**Values.** A size is a number of bytes, or `512MiB`, `4GiB` and so on. K, M, G, T and KiB, MiB, ... count in 1024s; KB, MB, ...
-count in 1000s. Lists are written `[a, b]` and mappings `{a: 1}`, in variables and flags too. `unset` is `null` in a file.
+**Values.** A size is a number of bytes, or a number with a unit, such as `512MiB` or `4GiB`. The units K, M, G, T and KiB, MiB,
+... are powers of 1024. The units KB, MB, ... are powers of 1000. Write lists as `[a, b]` and mappings as `{a: 1}`, also in
+variables and flags. In a file, write `null` for `unset`.
 """
 
 

@@ -46,8 +46,8 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=0.01,
             le=100,
             description=(
-                "Target load of an engine, on average: its running and waiting requests, divided by the number that "
-                "it can run at once."
+                "Target load of an engine, on average: its running and waiting requests, divided by the number of "
+                "requests that it can run at once."
             ),
         ),
     ] = 0.8
@@ -173,7 +173,7 @@ class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     max_registered: Annotated[
         int,
-        Meta(ge=1, le=1_000_000, description="Maximum number of adapter names per model. More are refused."),
+        Meta(ge=1, le=1_000_000, description="Maximum number of adapter names per model. Further names are refused."),
     ] = 4096
     max_model_bytes: Annotated[
         ByteSize,
@@ -184,7 +184,7 @@ class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=1,
             le=100_000,
-            description=("Maximum number of models with adapter names. Adapters of more models are refused."),
+            description=("Maximum number of models with adapter names. Adapters of further models are refused."),
         ),
     ] = 256
     max_bytes: Annotated[
@@ -218,7 +218,10 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=0.1,
             le=3600,
-            description=("Seconds without a message from an engine after which the engine counts as gone."),
+            description=(
+                "Seconds without a message from an engine after which the coordinator removes the engine from the "
+                "cluster."
+            ),
         ),
     ] = 5.0
     view_interval: Annotated[
@@ -227,8 +230,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ge=0.01,
             le=60,
             description=(
-                "Seconds between two views sent to frontends if only loads have changed. Longer if "
-                "max_reports_per_second makes engines report less often."
+                "Seconds between two views that the coordinator sends to frontends, if only loads have changed. The "
+                "interval is longer if max_reports_per_second makes engines report less often."
             ),
         ),
     ] = 0.1
@@ -238,8 +241,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ge=1,
             le=1_000_000,
             description=(
-                "Maximum number of load reports per second from all engines of a pool. In larger pools, engines "
-                "report less often, and views of them are sent less often."
+                "Maximum number of load reports per second from all engines of a pool. In larger pools, engines report "
+                "less often, and the coordinator sends views less often."
             ),
         ),
     ] = 2000.0
@@ -251,8 +254,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 ge=0,
                 le=3600,
                 description=(
-                    "Seconds after a start in which engines may reconnect before the first view is sent to "
-                    "frontends; unset: one lease."
+                    "Seconds after its start that the coordinator waits for engines to reconnect, before it sends the "
+                    "first view to frontends. Unset: lease_seconds."
                 ),
             ),
         ]

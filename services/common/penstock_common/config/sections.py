@@ -16,18 +16,18 @@ ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Maximum secon
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of a listener; off while ``certificate`` is empty. PEM files are read again when they change."""
+    """TLS for a listener. TLS is off if ``certificate`` is empty. The service reloads changed PEM files."""
 
     certificate: Annotated[
-        str, Meta(description="Path of the listener's certificate (PEM), followed by intermediate certificates.")
+        str, Meta(description="PEM file with the listener's certificate, followed by intermediate certificates.")
     ] = ""
-    key: Annotated[str, Meta(description="Path of the certificate's key (PEM).")] = ""
+    key: Annotated[str, Meta(description="PEM file with the private key of the certificate.")] = ""
     ca: Annotated[
         str,
         Meta(
             description=(
-                "Path of authorities (PEM). If set, clients must present a certificate that one of them issued; "
-                "empty: clients need no certificate."
+                "PEM file with CA certificates. If set, each client must present a certificate that one of these CAs "
+                "issued. Empty: clients need no certificate."
             )
         ),
     ] = ""
@@ -44,16 +44,20 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of connections to another service; off while ``ca`` is empty. PEM files are read again when they change."""
+    """TLS for connections to another service. TLS is off if ``ca`` is empty. The service reloads changed PEM files."""
 
-    ca: Annotated[
-        str, Meta(description="Path of the authorities (PEM) that may have issued the server's certificate.")
+    ca: Annotated[str, Meta(description="PEM file with the CA certificates that verify the server's certificate.")] = ""
+    certificate: Annotated[
+        str, Meta(description=("PEM file with the certificate that this service presents as a client."))
     ] = ""
-    certificate: Annotated[str, Meta(description="Path of the certificate (PEM) that this service presents.")] = ""
-    key: Annotated[str, Meta(description="Path of the certificate's key (PEM).")] = ""
+    key: Annotated[str, Meta(description="PEM file with the private key of the certificate.")] = ""
     server_name: Annotated[
         str,
-        Meta(description="Name that the server's certificate must contain; empty: the host of the connection."),
+        Meta(
+            description=(
+                "Name that the server's certificate must contain. Empty: the host to which the service connects."
+            )
+        ),
     ] = ""
 
     def __post_init__(self) -> None:
@@ -110,8 +114,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=-1,
             le=65_535,
             description=(
-                "Separate port of the host with only grpc.health.v1, without TLS, for probes without TLS support; "
-                "-1: none."
+                "Additional port that serves only grpc.health.v1, always without TLS, for probes that do not support "
+                "TLS. -1: no such port."
             ),
         ),
     ] = -1
@@ -119,8 +123,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(
             description=(
-                "Allow other processes with the same setting to listen on this port, too; the system distributes "
-                "connections among them. false: a port in use is refused."
+                "Share the port with other processes that also set this; the operating system distributes the "
+                "connections. false: a port in use is an error."
             )
         ),
     ] = False
@@ -130,9 +134,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0,
             le=86_400,
             description=(
-                "Seconds, plus or minus a tenth, after which a client is asked to open a new connection (GOAWAY); "
-                "running calls complete on the old one. 0: connections have no maximum age, and a frontend that "
-                "stops does not wait for them."
+                "Seconds, plus or minus a tenth, after which the server asks a client to open a new connection "
+                "(GOAWAY). Running calls complete on the old connection. 0: connections have no maximum age, and a "
+                "stopping frontend does not wait until they close."
             ),
         ),
     ] = 0.0
@@ -176,11 +180,11 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     requests: Annotated[
         bool,
-        Meta(description="Log a line at level info for every request that ends; engines log only failed requests."),
+        Meta(description="Log one line at level info for every finished request. Engines log only failed requests."),
     ] = False
     prompts: Annotated[
         bool,
-        Meta(description="Include prompts and outputs in these lines; needs log.requests."),
+        Meta(description="Include prompts and outputs in the lines of log.requests."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -202,8 +206,8 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=0,
             le=1,
             description=(
-                "Fraction of requests without a trace context that are traced; other requests follow their caller's "
-                "decision."
+                "Fraction of requests to trace, among requests without a trace context. If a request has a trace "
+                "context, the caller's sampling decision applies."
             ),
         ),
     ] = 1.0

@@ -173,7 +173,7 @@ def _read(annotation: Any, found: dict[str, Any]) -> None:
 
 ENV_PREFIX = "PENSTOCK_"
 
-_READ_ANEW = " Read again while the service runs, when the file changes."
+_READ_ANEW = " A running service reloads these settings when the file changes."
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

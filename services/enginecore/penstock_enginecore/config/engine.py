@@ -58,8 +58,8 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=64 * 1024 * 1024,
             description=(
                 "Maximum bytes of tensor chunks (media, prompt embeddings) that wait for their requests, over all "
-                "sessions. Above the limit, the session that holds the most loses a tensor, and that request moves "
-                "to another engine."
+                "sessions. Above the limit, the engine drops a tensor of the session with the most tensor bytes. The "
+                "request of that tensor moves to another engine."
             ),
         ),
     ] = 512 * 1024 * 1024
@@ -264,7 +264,10 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds that running requests may continue after a stop signal. Then they end with ABORT.",
+            description=(
+                "Seconds that running requests may continue after a stop signal. The engine then ends the remaining "
+                "requests with ABORT."
+            ),
         ),
     ] = 30.0
     wedged_after: Annotated[
@@ -273,9 +276,9 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ge=1,
             le=86_400,
             description=(
-                "Seconds without a finished step, while there is work, after which the engine no longer counts "
-                "as alive. Its health checks then fail, the coordinator and the frontends are notified, and its "
-                "requests resume on other engines."
+                "Seconds without a completed step, while the engine has work, after which the engine counts as wedged. "
+                "Its health checks then fail, the coordinator and the frontends are notified, and its requests resume "
+                "on other engines."
             ),
         ),
     ] = 120.0

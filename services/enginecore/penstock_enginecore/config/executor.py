@@ -180,7 +180,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=1,
             le=16,
             description=(
-                "Maximum number of steps that the executor gets at once. The limit is never below the number of pipeline "
+                "Maximum number of steps in flight in the executor. The limit is never below the number of pipeline "
                 "stages, plus 1 with asynchronous scheduling."
             ),
         ),
@@ -192,9 +192,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=1,
             le=86_400,
             description=(
-                "Maximum seconds for a step with multiproc. After that, the log reports the state of each worker, "
-                "and the engine exits. While the model loads, the limit applies to time without CPU use by any "
-                "worker, and is at least 60 seconds."
+                "Maximum seconds for a step with the executor multiproc. After a timeout, the engine logs the state of "
+                "each worker and exits. While the model loads, only time without CPU use by any worker counts, and the "
+                "limit is at least 60 seconds."
             ),
         ),
     ] = 300.0
@@ -287,8 +287,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         Meta(
             description=(
-                "Use the paged attention kernels, which read the KV cache in place. On GPUs they apply to models "
-                "that run by their PyTorch modules."
+                "Use the paged attention kernels, which read the KV cache in place. On GPUs, these kernels apply only "
+                "to models that run with their PyTorch modules."
             )
         ),
     ] = True
@@ -328,8 +328,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description=(
                 "Directory of precompiled GPU kernels, made with python -m penstock_enginecore.kernel_cache. The "
-                "engine never writes to it. Kernels that it lacks are compiled at first use into TRITON_CACHE_DIR. "
-                "Empty: all kernels are compiled at first use."
+                "engine never writes to it. Kernels that are not in the directory are compiled at first use, into "
+                "TRITON_CACHE_DIR. Empty: all kernels are compiled at first use."
             )
         ),
     ] = ""

@@ -32,9 +32,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ByteSize,
             Meta(
                 description=(
-                    "Bytes of the KV cache. Unset: on a GPU, the part of memory_utilization that the model "
-                    "leaves free. On a CPU, a quarter of the machine's free memory, at most 4 GiB. Container "
-                    "memory limits are not considered."
+                    "Bytes of the KV cache. Unset, on a GPU: the memory that memory_utilization allows, minus the "
+                    "memory that the model needs. Unset, on a CPU: a quarter of the machine's free memory, at most 4 "
+                    "GiB. Container memory limits are not considered."
                 )
             ),
         ]
@@ -49,8 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             Meta(
                 ge=2,
                 description=(
-                    "Number of KV blocks, regardless of memory. Meant for tests. Unset: as many as the memory of the KV "
-                    "cache holds."
+                    "Number of KV blocks, regardless of memory, for tests. Unset: as many blocks as fit into the "
+                    "memory of the KV cache."
                 ),
             ),
         ]
@@ -61,8 +61,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool,
         Meta(
             description=(
-                "Report blocks that become reusable or are evicted, with their tokens, to external gateways through "
-                "frontends. Prefix-aware routing in frontends works without this setting."
+                "Report to external gateways, through frontends, which blocks become reusable and which blocks are "
+                "evicted. The reports contain the blocks' tokens. Prefix-aware routing in frontends works without this "
+                "setting."
             )
         ),
     ] = False
@@ -108,7 +109,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "Directory for blocks evicted from cache.host_memory. Each engine needs a directory of its own. An "
+                "Directory for blocks evicted from cache.host_memory. Each engine needs a separate directory. An "
                 "engine with the same model finds the blocks again after a restart. Empty disables this tier."
             )
         ),

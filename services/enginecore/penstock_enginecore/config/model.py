@@ -22,7 +22,7 @@ Quantization = Literal["auto", "int8"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The checkpoint and how the model is computed."""
+    """The checkpoint, and options for computing the model."""
 
     path: Annotated[
         str, Meta(min_length=1, description="Directory of a Hugging Face checkpoint, or its id on the hub.")
@@ -35,10 +35,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Dtype,
         Meta(
             description=(
-                "Data type of weights and activations. auto: the checkpoint's type. float: float32. half: float16. "
-                "The CPU kernels always compute in float32, also with 16-bit weights; if bfloat16 is named "
-                "explicitly, matrix units may round activations to it. Without the kernels, a CPU computes in "
-                "bfloat16 if it has instructions for it, and never in float16."
+                "Data type of weights and activations. auto: the checkpoint's type. float: float32. half: float16. The "
+                "CPU kernels always compute in float32, also with 16-bit weights. If this setting is bfloat16 and not "
+                "auto, matrix units may round activations to bfloat16. Without the kernels, a CPU computes in bfloat16 "
+                "if it has bfloat16 instructions, and never in float16."
             )
         ),
     ] = "auto"
@@ -90,8 +90,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description=(
-                "Name of the attention backend: cpu, triton (for GPUs), reference, or one of a plugin. auto: the one "
-                "for the device."
+                "Name of the attention backend: cpu, triton (for GPUs), reference, or a backend of a plugin. auto: the "
+                "backend for the device."
             )
         ),
     ] = "auto"
@@ -148,8 +148,8 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             description=(
-                "Number of media embeddings to keep, shared by prompts with the same media. 0: twice "
-                "scheduler.max_num_batched_tokens, and at least the largest item."
+                "Number of media embeddings to cache. Prompts with the same media share them. 0: twice "
+                "scheduler.max_num_batched_tokens, but at least the embeddings of the largest item."
             ),
         ),
     ] = 0
@@ -224,7 +224,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ge=1024 * 1024,
             description=(
                 "Bytes of host memory for adapters, per worker. The least recently used adapters are evicted first. "
-                "Adapters of current requests and pinned adapters stay."
+                "Adapters of current requests and pinned adapters are not evicted."
             ),
         ),
     ] = 1024 * 1024 * 1024

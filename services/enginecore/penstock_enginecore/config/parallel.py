@@ -52,7 +52,9 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             ge=1,
             le=MAX_RANKS,
-            description=("Minimum number of ranks with which the group runs. With fewer ranks, it waits for more."),
+            description=(
+                "Minimum number of ranks with which the group runs. With fewer ranks, the group waits for more ranks."
+            ),
         ),
     ] = 1
     on_rank_loss: Annotated[
@@ -112,7 +114,7 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         bool,
         Meta(
             description=(
-                "Split the experts of each layer among the ranks of the data-parallel group. false: every rank holds "
+                "Split the experts of each layer among the ranks of the data-parallel group. false: every rank stores "
                 "all experts."
             )
         ),
@@ -124,7 +126,7 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             le=4096,
             description=(
                 "Expert slots per layer and rank, including replicas. 0: the smallest number with which "
-                "data_parallel.min_size ranks hold every expert."
+                "data_parallel.min_size ranks can store every expert."
             ),
         ),
     ] = 0
@@ -134,8 +136,8 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             ge=0,
             le=1_000_000,
             description=(
-                "Number of steps over which tokens per expert are counted, before experts are moved to balance the "
-                "load. 0: experts are never moved."
+                "Number of steps in which the engine counts the tokens of each expert. After these steps, the engine "
+                "moves experts to balance the load. 0: experts are never moved."
             ),
         ),
     ] = 0
@@ -154,8 +156,8 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         Meta(
             min_length=1,
             description=(
-                "Method that sends tokens to the ranks of their experts: allgather, alltoall, reduce_scatter, or one "
-                "of a plugin."
+                "Method that sends tokens to the ranks of their experts: allgather, alltoall, reduce_scatter, or a "
+                "method of a plugin."
             ),
         ),
     ] = "allgather"

@@ -20,8 +20,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             Meta(
                 ge=1,
                 description=(
-                    "Maximum tokens per step. Unset: 512 on CPUs if prompts may be split, so that the first prompts "
-                    "need not wait for the last ones; otherwise 2048."
+                    "Maximum tokens per step. Unset: 512 on CPUs with chunked prefill, so that the first prompts in "
+                    "the queue do not wait for the last prompts; otherwise 2048."
                 ),
             ),
         ]
@@ -33,11 +33,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             Meta(
                 ge=0,
                 description=(
-                    "Maximum tokens of prompts that begin in the same step. A longer prompt begins alone. While "
-                    "other requests decode, prompts get half of this per step, because those requests wait for the "
-                    "whole step. Steps in which a vision or audio encoder computes then take no prompt tokens, and "
-                    "alternate with steps for prompts. 0: no limit. Unset: 256 on CPUs, where larger batches only "
-                    "delay first tokens; otherwise 0."
+                    "Maximum tokens of prompts that begin in the same step. A longer prompt begins alone. Decoding "
+                    "requests wait for the whole step. So while requests decode, prompts get at most half of this "
+                    "limit per step. A step in which a vision or audio encoder computes then contains no prompt "
+                    "tokens, and such steps alternate with steps for prompts. 0: no limit. Unset: 256 on CPUs, where "
+                    "larger batches only delay first tokens; otherwise 0."
                 ),
             ),
         ]
@@ -48,9 +48,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description=(
-                "Maximum encoder work per step for images, audio and video, in embeddings times encoder layers; at "
-                "least one layer is computed. Smaller values shorten the pauses of other requests. 0: the value of "
-                "max_num_batched_tokens."
+                "Maximum encoder work per step for images, audio and video: number of embeddings times number of "
+                "encoder layers. A step computes at least one layer of one item. Smaller values shorten the pauses of "
+                "other requests. 0: the value of max_num_batched_tokens."
             ),
         ),
     ] = 0
@@ -69,7 +69,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             description=(
                 "Share the engine between tenants in proportion to their weights. The policy orders the requests of "
-                "each tenant. With the priority policy, tenants share among requests of the same priority number."
+                "each tenant. With the priority policy, fairness applies only among requests with the same priority "
+                "number."
             )
         ),
     ] = True
@@ -94,7 +95,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_chunked_prefill: Annotated[bool, Meta(description="Split long prompts over several steps.")] = True
     watermark: Annotated[
         float,
-        Meta(ge=0, le=0.5, description="Fraction of the KV blocks that stay free when a waiting request starts."),
+        Meta(ge=0, le=0.5, description="Fraction of the KV blocks that must stay free when a waiting request starts."),
     ] = 0.01
     max_waiting_requests: Annotated[
         int,

@@ -14,8 +14,8 @@ _WITH_MODEL = ("draft_model", "eagle", "eagle3")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding: tokens are drafted, and a step verifies several of them at once. Speculative decoding does
-    not change the tokens of greedy or seeded requests. Names follow vLLM where it has them.
+    """Speculative decoding: a drafter proposes tokens, and one step verifies several of them. Speculative decoding does
+    not change the tokens of greedy or seeded requests. If vLLM has the same setting, the name is the same.
     """
 
     method: Annotated[
@@ -56,15 +56,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ] = 0.1
     suffix_decoding_cache_bytes: Annotated[
         ByteSize,
-        Meta(ge=0, description="Bytes of memory for ended outputs that suffix searches. 0: it searches none."),
+        Meta(
+            ge=0,
+            description=(
+                "Bytes of memory for the finished outputs that the method suffix searches. 0: no finished outputs are "
+                "searched."
+            ),
+        ),
     ] = 64 * 1024 * 1024
     draft_sampling: Annotated[
         Literal["auto", "greedy", "coupled"],
         Meta(
             description=(
                 "Token choice of a draft model or head for randomly sampled requests. greedy: the likeliest token. "
-                "coupled: sample with the request's own random numbers. auto: the one that was accepted more often "
-                "for the request."
+                "coupled: sample with the request's own random numbers. auto: the choice whose drafts were accepted "
+                "more often for this request."
             )
         ),
     ] = "auto"
@@ -72,8 +78,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         bool,
         Meta(
             description=(
-                "Choose the number of drafts by their past acceptance and the measured cost of steps; it may be 0. "
-                "false: always draft the maximum."
+                "Choose the number of drafts from their past acceptance and the measured cost of steps. The chosen "
+                "number may be 0. false: always draft the maximum."
             )
         ),
     ] = True

@@ -31,8 +31,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
         Meta(
             ge=64 * 1024 * 1024,
             description=(
-                "Maximum bytes of memory to compile a constraint, in addition to the compiling process's own needs. "
-                "The memory is part of the engine's."
+                "Maximum bytes of memory to compile a constraint, in addition to the memory that the compiling process "
+                "needs without a constraint. This memory is part of the engine's memory."
             ),
         ),
     ] = 1024 * 1024 * 1024
@@ -57,7 +57,7 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             le=10,
             description=(
                 "Maximum seconds of processor time for a constraint to advance by one token of one request. A step "
-                "waits at most a quarter of this."
+                "waits for a constraint for at most a quarter of this time."
             ),
         ),
     ] = 0.02

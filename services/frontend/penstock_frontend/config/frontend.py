@@ -333,8 +333,8 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
             ge=1,
             le=65_536,
             description=(
-                "Maximum number of engines this frontend connects to. In larger clusters each frontend uses a "
-                "different subset."
+                "Maximum number of engines that this frontend connects to. If the cluster has more engines, each "
+                "frontend uses a different subset of them."
             ),
         ),
     ] = 1024
@@ -368,7 +368,7 @@ class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The number of engine losses a request survives."""
+    """Limits on the number of engine losses that a request survives."""
 
     max_moves: Annotated[
         int,
@@ -376,8 +376,8 @@ class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=0,
             le=10_000,
             description=(
-                "Maximum number of engines that a request may leave because they were lost or drained. After one "
-                "more the request fails with UNAVAILABLE."
+                "Maximum number of moves of a request to another engine, because its engine was lost or drained. If "
+                "one more move is needed, the request fails with UNAVAILABLE."
             ),
         ),
     ] = 20
@@ -387,8 +387,8 @@ class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=1,
             le=100,
             description=(
-                "Number of consecutive engines lost before they produced any output for a request. A request that "
-                "reaches it is assumed to crash engines and fails."
+                "Number of consecutive engine losses after which a request fails, because it probably crashes engines. "
+                "A loss counts if the lost engine had produced no output for the request."
             ),
         ),
     ] = 3
@@ -419,8 +419,8 @@ class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             ge=0.05,
             le=3600,
             description=(
-                "Seconds an engine has to answer a health probe. The frontend treats the engine as lost if it does "
-                "not answer, or answers that it is wedged (see the engine's wedged_after)."
+                "Seconds within which an engine must answer a health probe. The frontend treats the engine as lost if "
+                "the engine does not answer, or reports that it is wedged (see the engine's wedged_after)."
             ),
         ),
     ] = 5.0
@@ -459,7 +459,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = MetricsConfig()
     engine_tls: Annotated[
-        ClientTlsConfig, Meta(description="TLS of the connections to engines; off while ``ca`` is empty.")
+        ClientTlsConfig, Meta(description="TLS for the connections to engines. TLS is off if ``ca`` is empty.")
     ] = ClientTlsConfig()
     peers: Annotated[
         PeersConfig,
@@ -486,8 +486,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=0,
             le=86_400,
             description=(
-                "Seconds that a request waits for an engine, for its first one or after a loss, before it fails with "
-                "UNAVAILABLE."
+                "Maximum seconds that a request waits for its first engine, or for another engine after it lost its "
+                "engine. Then the request fails with UNAVAILABLE."
             ),
         ),
     ] = 30.0
@@ -498,9 +498,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool,
         Meta(
             description=(
-                "Report ready as soon as the coordinator has sent the state of the cluster, for engines that scale "
+                "Report ready as soon as the coordinator has sent the state of the cluster. Use this if engines scale "
                 "to zero. false: report ready when the first engine accepts requests. Once ready, the frontend stays "
-                "ready while engines come and go, and holds requests."
+                "ready when engines start and stop. While there is no engine, the frontend holds requests."
             )
         ),
     ] = False

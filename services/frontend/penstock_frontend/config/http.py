@@ -19,8 +19,8 @@ class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description=(
-                "Maximum number of stored responses. At the limit, the oldest response of the tenant with the "
-                "most stored bytes is dropped. A call can ask not to be stored. 0: no responses are stored."
+                "Maximum number of stored responses. At the limit, the oldest response of the tenant with the most "
+                "stored bytes is dropped. A call can ask that its response is not stored. 0: no responses are stored."
             ),
         ),
     ] = 1024
@@ -71,7 +71,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=1,
             description=(
-                "Maximum bytes of the bodies of all calls that are not admitted yet. At least http.max_body_bytes."
+                "Maximum total bytes of the bodies of all calls that are not admitted yet. Must be at least "
+                "http.max_body_bytes."
             ),
         ),
     ] = 256 * 1024 * 1024
@@ -124,9 +125,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tuple[str, ...],
         Meta(
             description=(
-                "Additional origins of web pages, browser extensions and desktop apps that may call (CORS): "
+                "Additional origins of web pages, browser extensions and desktop apps that may call the server (CORS): "
                 "https://example.org, chrome-extension://* (every origin of a scheme), null, or * for any. The "
-                "server's own origin is always allowed. Calls with another Origin are refused with 403."
+                "server's own origin is always allowed. Calls with any other Origin header are refused with 403."
             )
         ),
     ] = ()
@@ -155,8 +156,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool,
         Meta(
             description=(
-                "Include this frontend's view of its engines' load in /metrics. Set to false if the engines' own "
-                "/metrics are collected, so that nothing is counted twice."
+                "Include the engines' load, as this frontend knows it, in /metrics. Set this to false if Prometheus "
+                "also scrapes the engines, so that no load is counted twice."
             )
         ),
     ] = True

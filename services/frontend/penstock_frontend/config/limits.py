@@ -12,7 +12,7 @@ from penstock_common.types.media import Modality
 
 
 class MaxMediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on the media of one request, for models that take media."""
+    """Limits on the media of one request, for models that support media."""
 
     image: Annotated[int, Meta(ge=0, description="Maximum number of images per request. 0: images are refused.")] = 16
     audio: Annotated[int, Meta(ge=0, description="Maximum number of audio items per request. 0: audio is refused.")] = 4
@@ -44,8 +44,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             description=(
-                "Maximum bytes of received gRPC messages over 64 KiB, for all calls in flight together. They use "
-                "about three times as much memory."
+                "Maximum total bytes of the received gRPC messages of all calls in flight. Only messages over 64 KiB "
+                "count. A message needs about three times its size in memory."
             ),
         ),
     ] = 512 * 1024 * 1024
@@ -54,8 +54,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             description=(
-                "Maximum bytes of embeddings and scores of all pooling calls in flight together. They count from "
-                "sending the inputs to engines until the answer is encoded, and use about three times as much memory."
+                "Maximum total bytes of the embeddings and scores of all pooling calls in flight. A call counts from "
+                "when its inputs are sent to engines until its response is encoded. A response needs about three times "
+                "its size in memory."
             ),
         ),
     ] = 512 * 1024 * 1024
@@ -64,8 +65,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1,
             description=(
-                "Maximum bytes of encoded images, audio and video of all requests together. They count from arrival "
-                "until they are processed."
+                "Maximum total bytes of encoded images, audio and video of all requests. An item counts from its "
+                "arrival until it is processed."
             ),
         ),
     ] = 512 * 1024 * 1024
@@ -106,9 +107,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["none", "end", "start"],
         Meta(
             description=(
-                "Truncation of Embed, Classify and Score inputs that exceed the model's context. end or start: "
-                "cut that end. none: such inputs are refused. Fields of a request override this setting. Inputs "
-                "with media are never truncated."
+                "Truncation of Embed, Classify and Score inputs that exceed the model's context. end: drop tokens at "
+                "the end. start: drop tokens at the start. none: such inputs are refused. Fields of a request override "
+                "this setting. Inputs with media are never truncated."
             )
         ),
     ] = "none"
@@ -171,7 +172,7 @@ JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES
 
 
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """JSON Web Tokens as credentials of callers; off while ``jwks`` is empty."""
+    """JSON Web Tokens as credentials of callers. Tokens are not accepted if ``jwks`` is empty."""
 
     jwks: Annotated[
         str,

@@ -22,14 +22,14 @@ _DOMAIN = re.compile(
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images, audio and video in requests, for models that take them."""
+    """Images, audio and video in requests, for models that support them."""
 
     enabled: Annotated[
         bool,
         Meta(
             description=(
-                "Accept media if the model takes them. false: the model is served for text only, as on engines with "
-                "multimodal.enabled: false."
+                "Accept media if the model supports them. false: accept only text, as engines with multimodal.enabled: "
+                "false do."
             )
         ),
     ] = True
@@ -38,8 +38,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description=(
                 "Hosts that media URLs may name: images.example.org allows that host, *.example.org every host below "
-                "it, * every host. A suffix :PORT allows that port; without it, 443 for https and 80 for http. The "
-                "host's addresses must be public. Empty: only data: URLs are accepted."
+                "it, * every host. A suffix :PORT allows that port. Without a suffix, port 443 is allowed for https, "
+                "and port 80 for http. The host's addresses must be public. Empty: only data: URLs are accepted."
             )
         ),
     ] = ()
@@ -119,8 +119,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ge=1,
             le=1_000_000,
             description=(
-                "Maximum number of items that wait for a media worker. Tenants take turns. If the queue is full, a "
-                "tenant with fewer waiting items displaces the last item of the tenant with the most."
+                "Maximum number of items in the queue for media workers. The workers process the tenants' items in "
+                "turn. If the queue is full, a new item of a tenant with fewer queued items displaces the last item of "
+                "the tenant with the most queued items."
             ),
         ),
     ] = 512
@@ -138,8 +139,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool,
         Meta(
             description=(
-                "Accept preprocessed tensors and embeddings from clients. Clients that may send them can make the "
-                "model see arbitrary content in any quality."
+                "Accept preprocessed tensors and embeddings from clients. Such clients control the model's media input "
+                "completely, with arbitrary content in any quality."
             )
         ),
     ] = False

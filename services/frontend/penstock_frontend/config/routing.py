@@ -19,8 +19,9 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         RoutingPolicy,
         Meta(
             description=(
-                "Choice of the engine for a request. prefix_aware: the engine with the lowest load, minus the prompt "
-                "tokens it has cached. least_loaded: the engine with the lowest load. round_robin: engines in turn."
+                "Choice of the engine for a request. prefix_aware: the engine with the lowest load, after the prompt "
+                "tokens that it has cached are subtracted. least_loaded: the engine with the lowest load. round_robin: "
+                "engines in turn."
             )
         ),
     ] = "prefix_aware"
@@ -31,7 +32,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=100_000_000,
             description=(
                 "Maximum number of cached blocks that the frontend tracks for prefix_aware. A block counts once for "
-                "each engine that has it, and takes up to 250 bytes of memory. 0: none are tracked."
+                "each engine that has it, and takes up to 250 bytes of memory. 0: the frontend tracks no blocks."
             ),
         ),
     ] = 2_000_000
@@ -49,8 +50,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             ge=1,
             le=100_000_000,
             description=(
-                "Minimum number of prompt tokens, beyond those the decode engine has cached, for which a request "
-                "uses a prefill engine."
+                "Minimum number of prompt tokens for which a request uses a prefill engine. Tokens that the decode "
+                "engine has cached do not count."
             ),
         ),
     ] = 512
@@ -58,8 +59,8 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         bool,
         Meta(
             description=(
-                "Let the decode engine compute a long prompt if the prefill engines have more queued work than it "
-                "has. false: prefill engines compute all long prompts, however many wait."
+                "Let the decode engine compute a long prompt if all prefill engines have queued prompts, and more work "
+                "than the decode engine. false: prefill engines compute all long prompts, regardless of their queues."
             )
         ),
     ] = True
@@ -76,9 +77,9 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         str,
         Meta(
             description=(
-                "Name of the KV connector that a plugin adds to engines (their kv_transfer.connector), as reported "
-                "to gateways. The connector gets kv_transfer_params unchanged. Empty: kv_transfer_params are in "
-                "NIXL's format, for the engines' own transfers."
+                "Name of the KV connector that a plugin adds to the engines (their kv_transfer.connector). The "
+                "frontend reports this name to gateways. The connector gets kv_transfer_params unchanged. Empty: "
+                "kv_transfer_params are in NIXL's format, for the engines' own transfers."
             )
         ),
     ] = ""
@@ -86,8 +87,9 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         tuple[str, ...],
         Meta(
             description=(
-                "Additional hosts, or host:port, that kv_transfer_params may name. Engines that the frontend knows "
-                "are always allowed. For other addresses the KV blocks are recomputed instead of fetched."
+                "Additional hosts, or host:port, that kv_transfer_params may name. Engines that the frontend knows are "
+                "always allowed. If kv_transfer_params name any other address, the engine recomputes the KV blocks "
+                "instead of fetching them."
             )
         ),
     ] = ()

@@ -79,7 +79,7 @@ def test_help_tells_each_setting_with_its_range_its_default_and_its_variable(
     assert "--inner.count INT Things. (from 1 to 10; default: 3; PENSTOCK_INNER__COUNT)" in text
     assert "--inner.share FLOAT A fraction. (above 0 and at most 1; default: unset; PENSTOCK_INNER__SHARE)" in text
     assert "default: 50051; PENSTOCK_SERVER__PORT)" in text
-    assert "server.tls: TLS of a listener; off while certificate is empty." in text
+    assert "server.tls: TLS for a listener. TLS is off if certificate is empty." in text
 
 
 def test_lists_can_be_given_as_text() -> None:

@@ -39,7 +39,7 @@ def test_what_is_read_anew_is_taken_and_the_rest_stays() -> None:
 def test_sections_that_are_read_anew_say_so_where_settings_are_explained() -> None:
     assert reread_sections(FrontendConfig) == ("limits", "fairness", "log")
     assert reread_sections(CoordinatorConfig) == ("log",)
-    told = {section.key for section in sections_of(FrontendConfig) if "Read again while" in section.description}
+    told = {section.key for section in sections_of(FrontendConfig) if "running service reloads" in section.description}
     assert told == {"limits", "fairness", "log"}
 
 
