@@ -33,11 +33,11 @@ def test_frontends_alone_know_the_models_other_names():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("model.servedName=chat", "model.aliases.chat="), "model.aliases: chat is model.servedName"),
-        (("model.aliases.a=b", "model.aliases.b="), "model.aliases.a is b, which is an alias itself"),
+        (("model.servedName=chat", "model.aliases.chat="), "model.aliases: chat is also model.servedName"),
+        (("model.aliases.a=b", "model.aliases.b="), "model.aliases.a is b, which is an alias too"),
         (
             ("model.aliases.pirate=", "enginecore.lora.enabled=true", "enginecore.lora.adapters.pirate=/pirate"),
-            "model.aliases: pirate is the name of a LoRA adapter, in lora.adapters of the pool default",
+            "model.aliases: pirate is also the name of a LoRA adapter in lora.adapters of the pool default",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_without_a_proxy_none_is_set():
 
 
 def test_a_proxy_beside_one_in_extra_env_is_refused():
-    with pytest.raises(ChartError, match="enginecore.extraEnv: NO_PROXY is set by the chart"):
+    with pytest.raises(ChartError, match="enginecore.extraEnv has NO_PROXY, which the chart sets"):
         release(
             *(HUB, "proxy.http=http://p:1", "enginecore.extraEnv[0].name=NO_PROXY", "enginecore.extraEnv[0].value=a")
         )

@@ -61,28 +61,28 @@ def test_elsewhere_pods_have_ids():
     [
         (
             ["model.source=hostPath", "model.hostPath.path=/models"],
-            "model.source is hostPath, and openshift is true: the SCC",
+            "model.source is hostPath, but openshift is true, and the SCC",
         ),
         (
             ["model.source=oci", "model.oci.reference=example/model:1"],
-            "model.source is oci, and openshift is true: the SCC",
+            "model.source is oci, but openshift is true, and the SCC",
         ),
         (
             ["podSecurityContext.runAsUser=1234"],
-            "podSecurityContext.runAsUser is 1234, and openshift is true, which leaves",
+            "podSecurityContext.runAsUser is 1234, but openshift is true, and the SCC",
         ),
-        (["podSecurityContext.fsGroup=7"], "podSecurityContext.fsGroup is 7, and openshift is true"),
+        (["podSecurityContext.fsGroup=7"], "podSecurityContext.fsGroup is 7, but openshift is true"),
         (
             ["podSecurityContext.supplementalGroups={7}"],
-            r"podSecurityContext.supplementalGroups is \[7\], and openshift",
+            r"podSecurityContext.supplementalGroups is \[7\], but openshift",
         ),
         (
             ["frontend.extraVolumes[0].name=data", "frontend.extraVolumes[0].hostPath.path=/data"],
-            "frontend.extraVolumes: data is of the kind hostPath, and openshift is true",
+            "frontend.extraVolumes: data is of the kind hostPath, but openshift is true",
         ),
         (
             ["enginecore.extraVolumes[0].name=data", "enginecore.extraVolumes[0].image.reference=example/data:1"],
-            "enginecore.extraVolumes: data is of the kind image, and openshift is true",
+            "enginecore.extraVolumes: data is of the kind image, but openshift is true",
         ),
     ],
 )

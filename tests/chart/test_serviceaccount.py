@@ -23,5 +23,5 @@ def test_without_one_the_pods_have_that_of_the_values_or_of_the_namespace():
 
 
 def test_two_accounts_are_refused():
-    with pytest.raises(ChartError, match="serviceAccount.create and serviceAccountName exclude each other"):
+    with pytest.raises(ChartError, match="serviceAccount.create and serviceAccountName are both set"):
         release(AUTOSCALED, "serviceAccount.create=true")

@@ -67,7 +67,9 @@ def test_clients_meet_the_edges_certificate_and_are_asked_for_keys_and_tokens(tm
 
 
 def test_certificates_for_some_of_the_services_are_refused():
-    with pytest.raises(lint.ChartError, match=r"tls.secretName must be set for frontend, enginecore and coordinator"):
+    with pytest.raises(
+        lint.ChartError, match=r"tls.secretName must be set for all of frontend, enginecore and coordinator"
+    ):
         release(HUB, *BETWEEN[:2])
 
 

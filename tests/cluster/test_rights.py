@@ -107,11 +107,15 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 @pytest.mark.parametrize(
     ("component", "patch", "said"),
     [
-        ("enginecore", {"spec": {"containers": [{"name": "enginecore", "image": "evil:1"}]}}, "nothing of a pod but"),
-        ("enginecore", {"metadata": {"labels": {"a": "b"}}}, "nothing of a pod but"),
-        ("enginecore", {"metadata": {"annotations": {"a": "b"}}}, "no annotation but"),
+        (
+            "enginecore",
+            {"spec": {"containers": [{"name": "enginecore", "image": "evil:1"}]}},
+            "only an annotation of a pod",
+        ),
+        ("enginecore", {"metadata": {"labels": {"a": "b"}}}, "only an annotation of a pod"),
+        ("enginecore", {"metadata": {"annotations": {"a": "b"}}}, "only the annotation"),
         ("enginecore", {"metadata": {"annotations": {COST: "much"}}}, "pod-deletion-cost"),
-        ("frontend", {"metadata": {"annotations": {COST: "1"}}}, "of its own release alone"),
+        ("frontend", {"metadata": {"annotations": {COST: "1"}}}, "of its own release"),
         ("enginecore", {"metadata": {"annotations": {COST: "1"}}}, ""),
     ],
     ids=["image", "label", "annotation", "no number", "no engine", "deletion cost"],

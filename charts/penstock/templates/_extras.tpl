@@ -1,7 +1,7 @@
-{{/* What users add to the pods of a component. All take $self. */}}
+{{/* Containers, volumes and variables that users add to the pods of a component. All templates take $self. */}}
 
-{{/* Containers before and beside the service's own. Those beside it start first, and stop after the service has drained: they are init
-     containers that go on. Those of model.init write the model to its volume. */}}
+{{/* Init containers and sidecars. A sidecar is an init container that keeps running: it starts before the service, and stops after the service
+     has drained. The containers of model.init write the model to its volume. */}}
 {{- define "penstock.initContainers" -}}
 {{- $containers := list -}}
 {{- range .values.sidecars }}
@@ -37,12 +37,12 @@ initContainers:
 {{- $own := list "config" "tls" "edge" "keys" "jwks" "tmp" "cache" "model" "adapters" "kv" "shm" -}}
 {{- range .values.extraVolumes }}
 {{- if has .name $own }}
-{{- fail (printf "%s.extraVolumes: %s is a volume of the chart" (include "penstock.key" $) .name) }}
+{{- fail (printf "%s.extraVolumes: %s is the name of a volume of the chart; use another name" (include "penstock.key" $) .name) }}
 {{- end }}
 {{- $volume := . }}
 {{- range list "hostPath" "image" }}
 {{- if and $.root.Values.openshift (hasKey $volume .) }}
-{{- fail (printf "%s.extraVolumes: %s is of the kind %s, and openshift is true: the SCC restricted-v2 admits no such volume; use another kind, or set openshift to false" (include "penstock.key" $) $volume.name .) }}
+{{- fail (printf "%s.extraVolumes: %s is of the kind %s, but openshift is true, and the SCC restricted-v2 does not admit such volumes; use another kind, or set openshift to false" (include "penstock.key" $) $volume.name .) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -56,9 +56,9 @@ initContainers:
 {{- if include "penstock.proxy.env" .root }}{{ $own = concat $own (list "HTTP_PROXY" "HTTPS_PROXY" "NO_PROXY") }}{{ end }}
 {{- range .values.extraEnv }}
 {{- if hasPrefix "PENSTOCK_" .name }}
-{{- fail (printf "%s.extraEnv: %s: settings of the service belong in %s.config" $key .name $key) }}
+{{- fail (printf "%s.extraEnv has %s, which is a setting of the service; set it in %s.config instead" $key .name $key) }}
 {{- else if has .name $own }}
-{{- fail (printf "%s.extraEnv: %s is set by the chart" $key .name) }}
+{{- fail (printf "%s.extraEnv has %s, which the chart sets; leave it out" $key .name) }}
 {{- end }}
 {{- end }}
 {{- with .values.extraEnv }}{{ toYaml . }}{{ end }}

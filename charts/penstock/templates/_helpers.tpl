@@ -1,4 +1,4 @@
-{{/* Names end in at most "-enginecore-headless", and a Service's name has 63 characters at most. */}}
+{{/* Prefix of all names. It is cut to 43 characters, because the longest suffix is "-enginecore-headless" and a Service's name has at most 63 characters. */}}
 {{- define "penstock.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}
@@ -10,20 +10,21 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of a Secret, given by itself or as pods have it: {name: NAME}. */}}
+{{/* Name of a Secret. Takes the name, or a map as in a pod: {name: NAME}. */}}
 {{- define "penstock.secretName" -}}
 {{- if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
 {{- end -}}
 
-{{/* The templates below that take $self serve one of the components: (dict "root" $ "component" NAME "values" VALUES), where VALUES are
-     .Values.frontend or .Values.coordinator, or those of a pool of engines, which also has its "pool" there (enginecore/_pools.tpl). Pods of an engine that are none
-     themselves have the "role" worker (enginecore/_groups.tpl). */}}
+{{/* Templates that take $self get one component: (dict "root" $ "component" NAME "values" VALUES). VALUES are .Values.frontend,
+     .Values.coordinator, or the values of a pool of engines. For a pool, $self also has "pool" (enginecore/_pools.tpl). For the worker pods
+     of an engine, $self also has "role": "worker" (enginecore/_groups.tpl). */}}
 {{- define "penstock.name" -}}
 {{ include "penstock.fullname" .root }}-{{ .component }}
 {{- if not (has .pool (list nil "default")) }}-{{ .pool }}{{ end }}
 {{- end -}}
 
-{{/* What the Deployment selects, which never changes. That of the pool default is older than pools are, so that it selects all engines. */}}
+{{/* Selector of the Deployment, which is immutable. The selector of the pool default has no pool label, for releases from before there were
+     pools, so it selects all engines. */}}
 {{- define "penstock.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -33,8 +34,8 @@ penstock.io/pool: {{ .pool }}
 {{- end }}
 {{- end -}}
 
-{{/* What everything else selects: the pods of this component, and of this pool alone. While there is no other pool, engines of a release
-     that knew none are selected too. */}}
+{{/* Selector for all other objects: the pods of this component and only of this pool. If there is no other pool, it omits the pool label and
+     also selects engines of a release from before there were pools. */}}
 {{- define "penstock.podSelector" -}}
 {{ include "penstock.selectorLabels" . }}
 {{- if and (eq (default "" .pool) "default") (gt (len .root.Values.enginecore.pools) 1) }}
@@ -56,7 +57,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* Of an object of $self, which may have "suffix" for its name and "annotations" of its own. */}}
+{{/* Metadata of an object. $self may have a "suffix" for the name, and "annotations". */}}
 {{- define "penstock.metadata" -}}
 name: {{ include "penstock.name" . }}{{ .suffix }}
 labels:
@@ -83,26 +84,26 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* The sections of the config files that services read anew while they run: the kubelet brings the file, and no pod is replaced. */}}
+{{/* Sections of the config files that running services reload. The kubelet updates the file, so a change replaces no pod. */}}
 {{- define "penstock.reread" -}}
 frontend: [limits, fairness, log]
 enginecore: [log]
 coordinator: [log]
 {{- end -}}
 
-{{/* Of what pods of $self read when they start, and then no more. */}}
+{{/* Checksum of the settings that pods of $self read only when they start. */}}
 {{- define "penstock.configChecksum" -}}
 {{- $config := include (printf "penstock.%s.config" .component) . | fromYaml -}}
 {{- range index (include "penstock.reread" . | fromYaml) .component -}}
 {{- $_ := unset $config . -}}
 {{- end -}}
-{{- /* Of a group that is there, Scale says how many ranks it is to have. */}}
+{{- /* The RPC Scale sets the number of ranks of an existing group, so a changed size replaces no pod. */}}
 {{- with $config.data_parallel }}{{ $_ := unset . "size" }}{{ end -}}
 {{- toYaml $config | sha256sum -}}
 {{- end -}}
 
-{{/* Labels and annotations of a pod; "metricsPort" is 0 where none is served. The config's checksum is among them, so that a changed config
-     replaces the pod where it has to. */}}
+{{/* Labels and annotations of a pod. They include the config's checksum, so that a changed config replaces the pod if necessary.
+     "metricsPort" is 0 if the pod serves no metrics. */}}
 {{- define "penstock.podMetadata" -}}
 {{- $annotations := dict "checksum/config" (include "penstock.configChecksum" .) -}}
 {{- if and .metricsPort .root.Values.metrics.scrapeAnnotations (not .root.Values.metrics.podMonitor.enabled) -}}
@@ -115,8 +116,8 @@ annotations:
   {{- mergeOverwrite (deepCopy .root.Values.commonAnnotations) $annotations (default dict .values.podAnnotations) | toYaml | nindent 2 }}
 {{- end -}}
 
-{{/* Who the pod runs as and where. Service links are off: they would put PENSTOCK_* variables into the environment, which
-     the services read as configuration. */}}
+{{/* Pod fields for account, security and node. Service links are off, because they would set PENSTOCK_* variables, which the services
+     read as configuration. */}}
 {{- define "penstock.podSpec" -}}
 {{- $values := .values -}}
 enableServiceLinks: false
@@ -159,24 +160,24 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* The fields of podSecurityContext that OpenShift sets itself. */}}
+{{/* Fields of podSecurityContext that OpenShift sets itself. */}}
 {{- define "penstock.openshift.omitted" -}}
 [runAsUser, runAsGroup, fsGroup, fsGroupChangePolicy, supplementalGroups]
 {{- end -}}
 
-{{/* Who pods run as. OpenShift refuses ids that are not the namespace's. Takes the root. */}}
+{{/* Security context of the pods. OpenShift refuses user and group ids outside the namespace's range. Takes the root. */}}
 {{- define "penstock.podSecurityContext" -}}
 {{- $security := default dict .Values.podSecurityContext -}}
 {{- if .Values.openshift }}{{ range include "penstock.openshift.omitted" . | fromYamlArray }}{{ $security = omit $security . }}{{ end }}{{ end -}}
 {{- toYaml $security -}}
 {{- end -}}
 
-{{/* The account of the pods; empty: the namespace's own. */}}
+{{/* ServiceAccount of the pods. Empty: the namespace's default. */}}
 {{- define "penstock.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}{{ include "penstock.fullname" . }}{{- else -}}{{ .Values.serviceAccountName }}{{- end -}}
 {{- end -}}
 
-{{/* By which the pods of one revision are known. */}}
+{{/* Label whose value is the same for all pods of one revision. */}}
 {{- define "penstock.revisionLabel" -}}
 {{- if include "penstock.grouped" . -}}leaderworkerset.sigs.k8s.io/template-revision-hash
 {{- else if include "penstock.ranked" . -}}controller-revision-hash
@@ -199,12 +200,12 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The parts of a container that all services share. */}}
+{{/* Container fields that are the same for all services. */}}
 {{- define "penstock.container" -}}
 name: {{ .component }}{{ with int .rank }}-{{ . }}{{ end }}
 image: {{ include "penstock.image" . | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-# Why a container ended is the end of its log: kubectl describe shows it.
+# kubectl describe then shows the end of the log as the reason why the container exited.
 terminationMessagePolicy: FallbackToLogsOnError
 args:
   {{- with .role }}
@@ -220,8 +221,8 @@ securityContext:
       - ALL
 {{- end -}}
 
-{{/* Takes also "port", and per probe the health service that it asks for. The name "liveness"
-     asks whether the process makes progress, whether or not it accepts requests, "startup" whether it has loaded what it needs. */}}
+{{/* Probes. $self also has "port", and for each probe the name in the gRPC health check. "liveness": whether the process makes progress, even
+     if it accepts no requests. "startup": whether it has loaded what it needs. */}}
 {{- define "penstock.probes" -}}
 {{- $self := . -}}
 {{- range $i, $kind := list "startup" "readiness" "liveness" }}
@@ -238,8 +239,8 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Seconds before a rollout counts as stuck: an engine may wait for the GPU of one that drains, and take all of its start-up time, and
-     no frontend is ready before an engine is. Takes the values of all engines that are waited for. */}}
+{{/* Seconds until a rollout counts as stuck. A new engine may wait for the GPU of a draining engine, and then needs its startup time. A
+     frontend is not ready before an engine is ready. Takes a list with the values of these engines. */}}
 {{- define "penstock.progressDeadlineSeconds" -}}
 {{- $seconds := 0 -}}
 {{- range . -}}
@@ -248,7 +249,7 @@ securityContext:
 {{- $seconds -}}
 {{- end -}}
 
-{{/* The pause before SIGTERM in which Services and load balancers forget the pod. */}}
+{{/* Delay before SIGTERM, in which Services and load balancers stop using the pod. */}}
 {{- define "penstock.preStop" -}}
 {{- $values := .values -}}
 {{- if $values.preStopSleepSeconds -}}
@@ -259,7 +260,7 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* The section tracing of a service's config file; empty where there are no traces. Takes root and component. */}}
+{{/* Section tracing of a service's config file. Empty if tracing is off. Takes root and component. */}}
 {{- define "penstock.tracing" -}}
 {{- with .root.Values.tracing.endpoint -}}
 endpoint: {{ . | quote }}

@@ -1,4 +1,4 @@
-{{/* Where the services find the model: a directory, or a Hugging Face id. */}}
+{{/* Path of the model for the services: a directory, or a Hugging Face id. */}}
 {{- define "penstock.model.path" -}}
 {{- $model := .Values.model -}}
 {{- $mounted := "/var/lib/penstock/model" -}}
@@ -20,7 +20,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The model settings that frontend and engine have in common, as in their config files. */}}
+{{/* Model settings that are the same in the config files of frontend and engine. */}}
 {{- define "penstock.model.config" -}}
 path: {{ include "penstock.model.path" . | quote }}
 {{- with .Values.model.servedName }}
@@ -31,8 +31,8 @@ revision: {{ .Values.model.hub.revision | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* The root file system is read-only, so that what is written has a directory here: for downloads, and for what is compiled for the
-     hardware, which is slow to make again. Takes $self. */}}
+{{/* Variables for the directories that the services write to, because the root file system is read-only. They are for downloads, and for code
+     compiled for the hardware, which is slow to compile again. Takes $self. */}}
 {{- define "penstock.model.env" -}}
 {{- $model := .root.Values.model -}}
 - name: HOME
@@ -70,8 +70,8 @@ revision: {{ .Values.model.hub.revision | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* The proxy of downloads. The names are in capitals alone: gRPC reads others, and would connect to engines by way of the proxy. Takes the
-     root. */}}
+{{/* Variables for the proxy of downloads, with names only in upper case. gRPC reads the lower-case names, and would connect to engines through
+     the proxy. Takes the root. */}}
 {{- define "penstock.proxy.env" -}}
 {{- with .Values.proxy -}}
 {{- if or .http .https -}}

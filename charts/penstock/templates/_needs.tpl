@@ -1,7 +1,7 @@
-{{/* Refuses values that have no effect, because another value that they need is off. values_needs.json has the table, which `make settings`
-     writes from charts/value_needs.py and from the tables of the services. */}}
+{{/* Refuses values that have no effect because another value, which they need, is off. The table is in values_needs.json. `make settings`
+     writes it from charts/value_needs.py and from the tables of the services. */}}
 
-{{/* JSON of what values have at a path; "[]" where it is not there. Takes values and path. */}}
+{{/* JSON of the value at a path. "[]" if the path does not exist. Takes values and path. */}}
 {{- define "penstock.needs.at" -}}
 {{- $here := .values -}}
 {{- range splitList "." .path -}}
@@ -10,7 +10,7 @@
 {{- toJson $here -}}
 {{- end -}}
 
-{{/* "true" where a row's value differs from its default. Takes values and row. */}}
+{{/* "true" if a row's value differs from its default. Takes values and row. */}}
 {{- define "penstock.needs.differs" -}}
 {{- $now := include "penstock.needs.at" (dict "values" .values "path" .row.setting) -}}
 {{- $usual := toJson .row.default -}}
@@ -21,7 +21,7 @@
 {{- if not (has $now (list $usual "null" "[]")) -}}true{{- end -}}
 {{- end -}}
 
-{{/* "true" where one of a row's conditions holds. Takes values, root and row. */}}
+{{/* "true" if one of a row's conditions is met. Takes values, root and row. */}}
 {{- define "penstock.needs.met" -}}
 {{- $met := false -}}
 {{- range .row.any_of -}}
@@ -33,7 +33,7 @@
 {{- if $met -}}true{{- end -}}
 {{- end -}}
 
-{{/* Fails. Takes key, values and row. */}}
+{{/* Fails with the message for a row. Takes key, values and row. */}}
 {{- define "penstock.needs.refuse" -}}
 {{- $name := ternary .row.setting (printf "%s.%s" .key .row.setting) (empty .key) -}}
 {{- $now := include "penstock.needs.at" (dict "values" .values "path" .row.setting) -}}
@@ -49,7 +49,7 @@
 {{- include "penstock.needs.refuse" $self -}}
 {{- end -}}
 {{- end -}}
-{{- /* What all pools have must do something in one of them, and what a pool has of its own in that one. */}}
+{{- /* A value of enginecore must have an effect in at least one pool. A value of a pool must have an effect in that pool. */}}
 {{- $pools := include "penstock.pools" . | fromYaml -}}
 {{- range $row := $rows.pools -}}
 {{- $common := dict "values" $root.enginecore "root" $root "row" $row "key" "enginecore" -}}
@@ -79,7 +79,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The same of what users have put into a service's config file. Takes rows, own and self. */}}
+{{/* The same check for the keys of `config` of a service. Takes rows, own and self. */}}
 {{- define "penstock.needs.config" -}}
 {{- if .own -}}
 {{- $config := include (printf "penstock.%s.config" .self.component) .self | fromYaml -}}

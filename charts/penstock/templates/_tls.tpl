@@ -1,7 +1,7 @@
-{{/* TLS: what the config files say of it, and the Secrets in the pods. Certificates are mounted whole, not by subPath: only so do
-     new ones reach the running services. */}}
+{{/* TLS settings for the config files, and Secrets for the pods. Secrets are mounted as directories and not by subPath, because only then do
+     running services get new certificates. */}}
 
-{{/* The Secret with what a component shows to the others; empty: there is no TLS between them. Takes root, component and values. */}}
+{{/* Secret with the certificate that a component presents to the other services. Empty: no TLS between services. Takes root, component and values. */}}
 {{- define "penstock.tls.secret" -}}
 {{- if .values.tls.secretName -}}
 {{- .values.tls.secretName -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The Secret with what frontends show to clients; empty: there is no TLS at the edge. */}}
+{{/* Secret with the certificate that frontends present to clients. Empty: no TLS for clients. */}}
 {{- define "penstock.edge.secret" -}}
 {{- with .Values.frontend.edge -}}
 {{- if .tlsSecretName -}}
@@ -21,7 +21,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What certificates of an issuer have in common. Takes tls.certManager or frontend.edge.certManager. */}}
+{{/* Fields that are the same for all certificates of an issuer. Takes tls.certManager or frontend.edge.certManager. */}}
 {{- define "penstock.certificate" -}}
 privateKey:
   algorithm: ECDSA
@@ -33,7 +33,7 @@ issuerRef:
   {{- toYaml .issuerRef | nindent 2 }}
 {{- end -}}
 
-{{/* Of a listener that services connect to. Takes root, component and values. */}}
+{{/* Settings of a listener to which other services connect. Takes root, component and values. */}}
 {{- define "penstock.tls.server" -}}
 {{- if include "penstock.tls.secret" . -}}
 health_port: 50049
@@ -44,7 +44,7 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Of the connections to the coordinator. Its certificate is for the role, not for the release's name. */}}
+{{/* Settings of the connections to the coordinator. Its certificate names the role, not the release. */}}
 {{- define "penstock.tls.coordinator" -}}
 {{- if include "penstock.tls.secret" (dict "root" . "component" "coordinator" "values" .Values.coordinator) -}}
 tls:
@@ -55,7 +55,7 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Of what clients meet: they need no certificate. */}}
+{{/* Settings of a listener for clients. Clients need no certificate. */}}
 {{- define "penstock.tls.edge" -}}
 {{- if include "penstock.edge.secret" . -}}
 health_port: 50049
@@ -65,13 +65,13 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* Where kubelet asks for health: it speaks no TLS. Takes root, component, values and port, and of one of several ranks in a pod its
-     number. */}}
+{{/* Port for the kubelet's health probes, which do not support TLS. Takes root, component, values and port, and rank if a pod has several
+     ranks. */}}
 {{- define "penstock.probePort" -}}
 {{- ternary (sub 50049 (int .rank)) (add .port (int .rank)) (not (empty (include "penstock.grpcSecret" .))) -}}
 {{- end -}}
 
-{{/* The Secret of a component's gRPC port. Takes root, component and values. */}}
+{{/* Secret with the certificate of a component's gRPC port. Takes root, component and values. */}}
 {{- define "penstock.grpcSecret" -}}
 {{- if eq .component "frontend" -}}
 {{- include "penstock.edge.secret" .root -}}
@@ -80,7 +80,7 @@ tls:
 {{- end -}}
 {{- end -}}
 
-{{/* By mount path, the Secrets of a component. */}}
+{{/* Secrets of a component, by the last part of their mount path. */}}
 {{- define "penstock.secrets" -}}
 {{- $values := .values -}}
 {{- with include "penstock.tls.secret" . }}
@@ -116,20 +116,20 @@ jwks: {{ . }}
   secret:
     secretName: {{ $secret }}
     {{- if and (eq $name "parallel") (or $.root.Values.openshift (dig "fsGroup" "" (default dict $.root.Values.podSecurityContext))) }}
-    # 0440: of the pod's group, and of nobody else. OpenShift sets the group.
+    # 0440: only the owner and the pod's group may read the file. OpenShift sets the group.
     defaultMode: 288
     {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* How /metrics of a component is asked for: the frontends' HTTP port has the edge's certificate, the others' serve it alone, in
-     plain text. Takes root and component. */}}
+{{/* URL scheme of a component's /metrics. The frontends' HTTP port uses the edge's certificate. The other services serve /metrics on a separate
+     port without TLS. Takes root and component. */}}
 {{- define "penstock.metricsScheme" -}}
 {{- if and (eq .component "frontend") (include "penstock.edge.secret" .root) -}}https{{- else -}}http{{- end -}}
 {{- end -}}
 
-{{/* What proxies are to speak to the gRPC ports of a component: HTTP/2 in plain text, or TLS, inside which gRPC negotiates HTTP/2. Takes
-     root, component and values. */}}
+{{/* Protocol for proxies that connect to a component's gRPC port: HTTP/2 without TLS, or TLS, in which gRPC negotiates HTTP/2. Takes root,
+     component and values. */}}
 {{- define "penstock.grpcProtocol" -}}
 {{- ternary "https" "kubernetes.io/h2c" (not (empty (include "penstock.grpcSecret" .))) -}}
 {{- end -}}

@@ -1,6 +1,6 @@
-{{/* How many pods there are, how they are replaced, and how many may be away. All take $self. */}}
+{{/* Number of pods, rollouts and disruption budgets. All templates take $self. */}}
 
-{{/* What makes the pods. */}}
+{{/* API version and kind of the workload object. */}}
 {{- define "penstock.workload" -}}
 {{- if include "penstock.grouped" . -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
@@ -11,10 +11,10 @@ kind: {{ ternary "StatefulSet" "Deployment" (not (empty (include "penstock.ranke
 {{- end -}}
 {{- end -}}
 
-{{/* The number of pods has one owner: the chart, or the autoscaler where $self has "autoscaled". What an autoscaler has owned from the start
-     has no number here. Where the release before had one it is kept as it is now, because a number that is taken out becomes 1. The
-     workload remembers by an annotation that there was none: a rollback then finds the same. Operators go on from the chart's number,
-     where $self has "begins". */}}
+{{/* Number of pods. It has one owner: the chart, or the autoscaler if $self has "autoscaled". A workload that was installed with
+     autoscaling has no number here. If the previous revision had a number, keep the current number of the cluster, because Kubernetes would
+     reset a removed number to 1. An annotation of the workload records that it has no number, so that a rollback has none either. If $self
+     has "begins", operators own the number and start with the chart's number. */}}
 {{- define "penstock.replicas" -}}
 {{- $given := .values.replicas -}}
 {{- if include "penstock.ranked" . }}{{ $given = include "penstock.ranks.pods" . }}{{ end -}}
@@ -34,14 +34,14 @@ replicas: {{ $given }}
 {{- end -}}
 {{- end -}}
 
-{{/* The metadata of what makes the pods. */}}
+{{/* Metadata of the workload object. */}}
 {{- define "penstock.workloadMetadata" -}}
 {{- $annotations := ternary dict (dict "penstock.io/replicas" "autoscaler") (ne (include "penstock.replicas" .) "") -}}
 {{- include "penstock.metadata" (merge (dict "annotations" $annotations) .) -}}
 {{- end -}}
 
-{{/* What is not set is chosen: a new pod first, then one less, so that a single engine is never away. Engines with GPUs go the other way
-     round from two on: a pod too many would wait for a GPU that nobody frees. */}}
+{{/* Rollout limits, with defaults. By default, a new pod starts before an old pod stops, so that a single engine stays available. For two or
+     more engines with GPUs, an old pod stops first, because an additional pod would wait for a GPU that no pod frees. */}}
 {{- define "penstock.rollingUpdate" -}}
 {{- $given := .values.rollingUpdate -}}
 {{- $surge := 1 -}}
@@ -57,8 +57,8 @@ maxSurge: {{ $surge }}
 maxUnavailable: {{ $unavailable }}
 {{- end -}}
 
-{{/* Pods that are not ready serve nobody, so that they never keep a node from being drained. A fraction is one of engines: of the other pods
-     that engines have, one at a time may go, and an engine with it. */}}
+{{/* PodDisruptionBudget. Pods that are not ready never block a node drain, because they serve no requests. A percentage counts engines. For
+     the worker pods of engines, the budget is one pod at a time, because each worker pod stops its engine. */}}
 {{- define "penstock.podDisruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget

@@ -31,7 +31,9 @@ def test_an_authority_of_ones_own_takes_its_place():
 
 
 def test_it_needs_a_certificate_and_a_name():
-    with pytest.raises(ChartError, match="frontend.backendTLSPolicy is for frontends that show a certificate"):
+    with pytest.raises(
+        ChartError, match="frontend.backendTLSPolicy.enabled is true, but frontends have no certificate"
+    ):
         release(HUB, *ON)
     with pytest.raises(ChartError, match="frontend.backendTLSPolicy.hostname is required"):
         release(HUB, EDGE, ON[0])

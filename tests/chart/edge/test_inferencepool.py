@@ -35,7 +35,7 @@ def test_pickers_find_the_load_of_engines_in_the_frontends_metrics(tmp_path: Pat
     ("setting", "message"),
     [
         ("frontend.inferencePool.endpointPicker.name=", "frontend.inferencePool.endpointPicker.name is required"),
-        ("frontend.edge.tlsSecretName=edge", "frontend.inferencePool is for frontends that speak plain text"),
+        ("frontend.edge.tlsSecretName=edge", "frontend.inferencePool.enabled is true, but frontends use TLS"),
         ("frontend.edge.certManager.issuerRef.name=a", "frontend.edge.certManager.dnsNames is required"),
         ("frontend.config.auth.metrics=true", "frontend.config.auth.metrics is true; .* it must be false"),
         ("frontend.inferencePool.endpointPicker.failureMode=No", "failureMode must be one of the following"),

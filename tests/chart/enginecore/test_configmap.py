@@ -84,9 +84,9 @@ def test_pools_draft_each_in_its_way():
         (["method=draft_model"], r"enginecore.speculative.model is required when method is draft_model"),
         (
             ["method=ngram", "model=x"],
-            r"enginecore.speculative.model is x; only the methods draft_model",
+            r"enginecore.speculative.model is x, but only the methods draft_model",
         ),
-        (["model=x"], r"enginecore.speculative.model is x; only the methods"),
+        (["model=x"], r"enginecore.speculative.model is x, but only the methods"),
         (["method=ngrm"], "enginecore.speculative.method"),
         (["method=ngram", "tokens=0"], "enginecore.speculative.tokens"),
         (["method=ngram", "tokens=33"], "enginecore.speculative.tokens"),

@@ -42,17 +42,20 @@ def test_a_claim_is_made_for_each_pod_from_the_pools_template():
 
 def test_more_gpus_than_an_engine_computes_on_are_refused():
     with pytest.raises(
-        ChartError, match=r"enginecore.gpu.count is 8; an engine computes on 1 GPU.*: for 8 GPUs set replicas to 8"
+        ChartError,
+        match=r"enginecore.gpu.count is 8, but an engine uses only 1 GPU.*; to use 8 GPUs, set replicas to 8",
     ):
         release(HUB, "enginecore.gpu.count=8")
-    with pytest.raises(ChartError, match=r"enginecore.pools.a.gpu.count is 2;"):
+    with pytest.raises(ChartError, match=r"enginecore.pools.a.gpu.count is 2,"):
         release(HUB, "enginecore.pools.a.gpu.count=2")
-    with pytest.raises(ChartError, match=r"one for each worker .*: for 8 GPUs set replicas to 4"):
+    with pytest.raises(ChartError, match=r"one per worker .*; to use 8 GPUs, set replicas to 4"):
         release(HUB, "enginecore.gpu.count=8", "enginecore.tensorParallelSize=2")
 
 
 def test_fewer_gpus_than_workers_are_refused():
-    with pytest.raises(ChartError, match=r"enginecore.gpu.count is 1, and .* make 4 workers, .*; set gpu.count to 4"):
+    with pytest.raises(
+        ChartError, match=r"enginecore.gpu.count is 1, but an engine has 4 workers .*; set gpu.count to 4"
+    ):
         release(HUB, "enginecore.tensorParallelSize=2", "enginecore.pipelineParallelSize=2")
 
 
@@ -82,7 +85,9 @@ def shared_memory(rendered: Release) -> str | None:
 
 @pytest.mark.parametrize("part", ["requests", "limits"])
 def test_gpus_are_asked_for_in_one_place(part: str):
-    with pytest.raises(ChartError, match=rf"enginecore.resources.{part}: nvidia.com/gpu is asked for by gpu.count"):
+    with pytest.raises(
+        ChartError, match=rf"enginecore.resources.{part} has nvidia.com/gpu, which the chart sets from gpu.count"
+    ):
         release(HUB, rf"enginecore.resources.{part}.nvidia\.com/gpu=1")
 
 

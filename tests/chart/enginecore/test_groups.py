@@ -63,25 +63,25 @@ def test_how_long_pods_wait_for_each_other_may_be_set(tmp_path: Path):
     [
         (
             ("enginecore.multiNode.size=4", "enginecore.pipelineParallelSize=6", "enginecore.gpu.count=2"),
-            r"enginecore.multiNode.size is 4, and pipelineParallelSize is 6: .* set pipelineParallelSize to a multiple of 4",
+            r"enginecore.multiNode.size is 4 and pipelineParallelSize is 6, .* set pipelineParallelSize to a multiple of 4",
         ),
-        (("enginecore.multiNode.size=2",), r"multiNode.size is 2, and pipelineParallelSize is 1"),
+        (("enginecore.multiNode.size=2",), r"multiNode.size is 2 and pipelineParallelSize is 1"),
         (
             (*TWO, "enginecore.gpu.count=2"),
-            r"gpu.count is 2; each of the 2 pods of an engine has 1 worker.* set gpu.count to 1",
+            r"gpu.count is 2, but each of the 2 pods of an engine has 1 worker.* set gpu.count to 1",
         ),
         (
             (*TWO, "enginecore.tensorParallelSize=8"),
-            r"gpu.count is 1; each of the 2 pods of an engine has 8 worker.* set gpu.count to 8",
+            r"gpu.count is 1, but each of the 2 pods of an engine has 8 worker.* set gpu.count to 8",
         ),
-        ((*TWO, f"fullnameOverride={'a' * 38}"), r"would have a name of 49 characters, and 48 are allowed"),
+        ((*TWO, f"fullnameOverride={'a' * 38}"), r"would have 49 characters, but at most 48 are allowed"),
         (
             ("enginecore.pools.a-headless.multiNode.size=2", "enginecore.pools.a-headless.pipelineParallelSize=2"),
-            r"enginecore.pools.a-headless.multiNode.size is 2: the Service of a LeaderWorkerSet",
+            r"enginecore.pools.a-headless.multiNode.size is 2: the Service of the LeaderWorkerSet",
         ),
         (
             (*TWO, "enginecore.pools.default.replicas=1", "enginecore.pools.workers.replicas=1"),
-            r"enginecore.pools.default.multiNode.size is 2: its PodDisruptionBudget",
+            r"enginecore.pools.default.multiNode.size is 2: the PodDisruptionBudget of its workers",
         ),
         (("enginecore.multiNode.size=65",), r"enginecore.multiNode.size: Must be less than or equal to 64"),
         (("enginecore.config.executor.nodes.size=2",), r"executor.nodes: Additional property size is not allowed"),

@@ -63,12 +63,12 @@ def test_without_autoscaling_the_chart_sets_the_number_of_engines():
         ((HPA, "enginecore.autoscaling.minReplicas=0"), "with hpa.metrics: Pods it must be at least 1"),
         (
             (HPA, "enginecore.autoscaling.minReplicas=0", "enginecore.autoscaling.hpa.metrics=External"),
-            "goes to 0 from Kubernetes 1.37 on, and this is v?1.3",
+            "scales to 0 only from Kubernetes 1.37, and this is v?1.3",
         ),
         ((HPA, "enginecore.autoscaling.targetLoad=null"), "autoscaling.targetLoad is required"),
         ((HPA, "enginecore.autoscaling.targetKvUsage=null"), "autoscaling.targetKvUsage is required"),
-        (("enginecore.autoscaling.enabled=true",), "autoscaling.enabled is gone: .* see mode: hpa"),
-        (("enginecore.autoscaling.metricName=x",), "autoscaling.metricName is gone: .* see hpa.loadMetric"),
+        (("enginecore.autoscaling.enabled=true",), "autoscaling.enabled was removed: .* use mode: hpa"),
+        (("enginecore.autoscaling.metricName=x",), "autoscaling.metricName was removed: .* use hpa.loadMetric"),
     ],
 )
 def test_invalid_values_are_refused(settings: tuple[str, ...], text: str):

@@ -156,23 +156,23 @@ def test_ranks_of_a_pod_share_their_memory():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("enginecore.role=prefill",), r"enginecore.role is prefill, and kvTransfer.transport is empty"),
-        (("enginecore.role=prefill", GRPC), r"enginecore.role is prefill, and no pool has the role decode or both"),
+        (("enginecore.role=prefill",), r"enginecore.role is prefill, but kvTransfer.transport is empty"),
+        (("enginecore.role=prefill", GRPC), r"enginecore.role is prefill, but no pool .* has the role decode or both"),
         (
             ("enginecore.pools.a.role=decode", GRPC),
-            r"enginecore.pools.a.role is decode, and no pool has the role prefill",
+            r"enginecore.pools.a.role is decode, but no pool .* has the role prefill",
         ),
         (
             (GRPC, "enginecore.pools.a.role=decode", "enginecore.pools.b.config.cache.block_size=32"),
-            r"enginecore.pools.a.role is decode, and no pool of the role prefill or both has blocks that lie as its own do: "
+            r"enginecore.pools.a.role is decode, but no pool with the role prefill or both has the same KV block layout "
             r".*block_size 16",
         ),
         (("enginecore.role=judge",), "enginecore.role must be one of"),
         (("enginecore.kvTransfer.transport=rdma",), "enginecore.kvTransfer.transport must be one of"),
-        (("enginecore.kvTransfer.transport=shared_memory",), "is shared_memory, and a pod has one engine"),
+        (("enginecore.kvTransfer.transport=shared_memory",), "is shared_memory, but each pod has one engine"),
         (
             ("enginecore.kvTransfer.transport=auto", "enginecore.shmSize=32Mi"),
-            r"enginecore.shmSize is 32Mi, .*kv_transfer.arena for each engine of a pod, 67108864 bytes",
+            r"enginecore.shmSize is 32Mi, .*kv_transfer.arena for each engine of a pod, in total 67108864 bytes",
         ),
         ((f"{KV}.hostMemory=much",), "enginecore.kvCache.hostMemory"),
         (
@@ -181,21 +181,24 @@ def test_ranks_of_a_pod_share_their_memory():
         ),
         (
             (f"{KV}.hostMemory=20GiB", "enginecore.gpu.count=0", "enginecore.config.cache.kv_cache_memory=12GiB"),
-            r"hostMemory is 20GiB; it must be less with config.cache.kv_cache_memory 12GiB than resources.limits.memory",
+            r"hostMemory is 20GiB; together with config.cache.kv_cache_memory 12GiB, it must be less than resources",
         ),
         (
             ("enginecore.pools.a.kvCache.hostMemory=40GiB",),
             r"enginecore.pools.a.kvCache.hostMemory is 40GiB; it must be less",
         ),
-        ((DISK,), r"enginecore.kvCache.disk.size is 10GiB, and kvCache.hostMemory is 0"),
-        ((HOST, f"{KV}.disk.volumeSize=1Gi"), r"enginecore.kvCache.disk.size is 0, and there is a volume"),
+        ((DISK,), r"enginecore.kvCache.disk.size is 10GiB, but kvCache.hostMemory is 0"),
+        (
+            (HOST, f"{KV}.disk.volumeSize=1Gi"),
+            r"enginecore.kvCache.disk.size is 0, but volumeSize or claimTemplate is set",
+        ),
         (
             (HOST, DISK, f"{KV}.disk.volumeSize=9Gi"),
-            r"enginecore.kvCache.disk.volumeSize is 9Gi; it must not be less than .* kvCache.disk.size = 10GiB",
+            r"enginecore.kvCache.disk.volumeSize is 9Gi; it must be at least kvCache.disk.size = 10GiB",
         ),
         (
             (HOST, DISK, "enginecore.resources.limits.ephemeral-storage=8Gi"),
-            r"volume of 11264Mi is more than resources.limits.ephemeral-storage = 8Gi",
+            r"volume of 11264Mi, which exceeds resources.limits.ephemeral-storage = 8Gi",
         ),
         (("enginecore.config.role=prefill",), "Additional property role is not allowed"),
         (("enginecore.config.cache.disk=/kv",), "Additional property disk is not allowed"),

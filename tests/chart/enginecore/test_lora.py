@@ -97,13 +97,16 @@ def test_every_pod_of_an_engine_has_the_volume():
     [
         (
             ("enginecore.lora.adapters.x=x",),
-            r"enginecore.lora.adapters.x is x, a directory on a volume, and there is none",
+            r"enginecore.lora.adapters.x is x, a relative path on a volume, but no volume is set",
         ),
-        (("enginecore.lora.directory=live",), r"enginecore.lora.directory is live, a directory on a volume"),
-        ((CLAIM, "enginecore.lora.volume.nfs.path=/x"), "enginecore.lora: claimName and volume exclude each other"),
+        (("enginecore.lora.directory=live",), r"enginecore.lora.directory is live, a relative path on a volume"),
+        ((CLAIM, "enginecore.lora.volume.nfs.path=/x"), "enginecore.lora: claimName and volume are both set"),
         (("enginecore.lora.maxLoras=0",), "enginecore.lora.maxLoras"),
         (("enginecore.lora.cpuMemory=much",), "enginecore.lora.cpuMemory"),
-        (("enginecore.pools.a.lora.directory=other",), r"enginecore.pools.a.lora.directory: names are those"),
+        (
+            ("enginecore.pools.a.lora.directory=other",),
+            r"enginecore.pools.a.lora.directory differs from enginecore.lora",
+        ),
         (("enginecore.config.lora.max_loras=4",), "max_loras is not allowed"),
     ],
 )

@@ -115,7 +115,7 @@ def test_frontends_wait_for_the_slowest_pool():
         ("pools.b.replicas=1", "enginecore.pools.a: Additional property pools is not allowed"),
         ("extraEnv[0].value=x", "enginecore.pools.a.extraEnv.0: name is required"),
         ("resources=null", "enginecore.pools.a.resources: Invalid type. Expected: object, given: null"),
-        ("extraEnv[0].name=HF_HOME", "enginecore.pools.a.extraEnv: HF_HOME is set by the chart"),
+        ("extraEnv[0].name=HF_HOME", "enginecore.pools.a.extraEnv has HF_HOME, which the chart sets"),
         ("drainTimeoutSeconds=180", "enginecore.pools.a.terminationGracePeriodSeconds is 180; it must exceed"),
     ],
 )
@@ -134,11 +134,12 @@ def test_a_name_that_is_none_of_a_label_and_of_objects_is_refused(name: str):
 
 def test_a_name_that_is_too_long_beside_the_releases_is_refused():
     with pytest.raises(
-        lint.ChartError, match=r"enginecore.pools.a{31}: the Service .* of 66 characters, and 63 are allowed"
+        lint.ChartError, match=r"enginecore.pools.a{31}: the name of the Service .* 66 characters, but at most 63"
     ):
         release(HUB, f"enginecore.pools.{'a' * 31}.replicas=1", f"fullnameOverride={'b' * 14}")
     with pytest.raises(
-        lint.ChartError, match=r"and 63 are allowed; give the pool or the release \(fullnameOverride\) a shorter one"
+        lint.ChartError,
+        match=r"at most 63 are allowed; give the pool or the release \(fullnameOverride\) a shorter name",
     ):
         release(BARE, "enginecore.pools.spot.replicas=1")
 

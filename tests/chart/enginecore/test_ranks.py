@@ -91,7 +91,7 @@ def test_a_drain_of_nodes_leaves_as_many_ranks_as_the_group_goes_on_with():
         assert (found["maxUnavailable"], found["unhealthyPodEvictionPolicy"]) == (written, "AlwaysAllow")
     for given in ("3", "51%"):
         with pytest.raises(
-            ChartError, match=rf"maxUnavailable is {given}; of 4 pods at most 2 may be away, .* = 4 ranks"
+            ChartError, match=rf"maxUnavailable is {given}; of 4 pods at most 2 may be unavailable, .* = 4 ranks"
         ):
             release(GROUPS, f"{budget}={given}")
     # A group at its minimum size pauses while a pod is evicted; the node drain continues.
@@ -104,25 +104,28 @@ def test_a_drain_of_nodes_leaves_as_many_ranks_as_the_group_goes_on_with():
         (("dataParallel.minSize=5",), r"enginecore.dataParallel.minSize is 5; it must not exceed size = 4"),
         (("dataParallel.ranksPerPod=3",), r"dataParallel.size is 4; each pod has 3 ranks .* a multiple of 3"),
         (("dataParallel.ranksPerPod=9",), r"ranksPerPod: Must be less than or equal to 8"),
-        (("replicas=2",), r"enginecore.replicas is 2, and dataParallel.size is 4: a pool has one group"),
-        (("tensorParallelSize=2",), r"enginecore.tensorParallelSize is 2, and dataParallel.size is 4: a rank is one"),
-        (("pipelineParallelSize=2",), r"enginecore.pipelineParallelSize is 2, and dataParallel.size is 4"),
+        (("replicas=2",), r"enginecore.replicas is 2, but dataParallel.size is 4, and a pool has exactly one group"),
+        (
+            ("tensorParallelSize=2",),
+            r"enginecore.tensorParallelSize is 2, but dataParallel.size is 4, and a rank is one",
+        ),
+        (("pipelineParallelSize=2",), r"enginecore.pipelineParallelSize is 2, but dataParallel.size is 4"),
         (
             ("autoscaling.mode=keda",),
-            r"enginecore.autoscaling.mode is keda, and dataParallel.size is 4: .* penstock scale",
+            r"enginecore.autoscaling.mode is keda, but dataParallel.size is 4, .* penstock scale",
         ),
         (
             ("rollingUpdate.maxSurge=1",),
-            r"enginecore.rollingUpdate.maxSurge is 1, and dataParallel.size is 4: a StatefulSet",
+            r"enginecore.rollingUpdate.maxSurge is 1, but dataParallel.size is 4, and a StatefulSet",
         ),
         (("config.data_parallel.size=4",), r"data_parallel: Additional property size is not allowed"),
         (
             ("config.expert_parallel.enabled=true", "dataParallel.size=1"),
-            r"enginecore.config.expert_parallel.enabled is true, and dataParallel.size is 1",
+            r"enginecore.config.expert_parallel.enabled is true, but dataParallel.size is 1",
         ),
         (
             ("dataParallel.ranksPerPod=2", "extraEnv[0].name=POD_NAME", "extraEnv[0].value=x"),
-            r"enginecore.extraEnv: POD_NAME is set by the chart",
+            r"enginecore.extraEnv has POD_NAME, which the chart sets",
         ),
     ],
 )
@@ -133,5 +136,5 @@ def test_invalid_values_are_refused(settings: tuple[str, ...], text: str):
 
 def test_a_name_that_is_too_long_for_revisions_is_refused():
     release(HUB, *CPU, f"fullnameOverride={'a' * 41}")
-    with pytest.raises(ChartError, match=r"would have a name of 53 characters, and 52 are allowed"):
+    with pytest.raises(ChartError, match=r"would have 53 characters, but at most 52 are allowed"):
         release(HUB, *CPU, f"fullnameOverride={'a' * 42}")

@@ -50,5 +50,5 @@ def test_meaningless_values_are_refused(setting: str, message: str):
 
 
 def test_cpu_that_nobody_requests_cannot_be_a_target():
-    with pytest.raises(ChartError, match=r"frontend.autoscaling needs frontend.resources.requests.cpu"):
+    with pytest.raises(ChartError, match=r"frontend.autoscaling.enabled is true, but frontend.resources.requests.cpu"):
         release(AUTOSCALED, "frontend.resources.requests.cpu=null")

@@ -8,18 +8,20 @@ from tests.chart.rendering import HUB, release
 
 @pytest.mark.parametrize("what", ["podMonitor", "prometheusRule", "dashboard"])
 def test_monitoring_without_metrics_is_refused(what: str):
-    with pytest.raises(ChartError, match=rf"metrics\.{what}\.enabled needs metrics\.enabled"):
+    with pytest.raises(ChartError, match=rf"metrics\.{what}\.enabled is true, but metrics\.enabled is false"):
         release(HUB, "metrics.enabled=false", f"metrics.{what}.enabled=true")
 
 
 def test_scraping_over_tls_needs_to_know_what_to_check():
-    with pytest.raises(ChartError, match=r"metrics\.podMonitor\.tlsConfig is empty; frontends serve /metrics over TLS"):
+    with pytest.raises(
+        ChartError, match=r"metrics\.podMonitor\.tlsConfig is empty, but frontends serve /metrics over TLS"
+    ):
         release(HUB, "metrics.podMonitor.enabled=true", "frontend.edge.tlsSecretName=edge")
 
 
 def test_scraping_with_credentials_needs_them():
     with pytest.raises(
-        ChartError, match=r"metrics\.podMonitor\.authorization is empty; frontend\.config\.auth\.metrics"
+        ChartError, match=r"metrics\.podMonitor\.authorization is empty, but frontend\.config\.auth\.metrics"
     ):
         release(HUB, "metrics.podMonitor.enabled=true", "frontend.config.auth.metrics=true")
 

@@ -47,7 +47,7 @@ def test_alerts_can_be_left_out_by_name():
         "PenstockTokensSlow"
     }
     with pytest.raises(
-        ChartError, match=r"metrics\.prometheusRule\.disabled: there is no alert PenstockSlow; there are"
+        ChartError, match=r"metrics\.prometheusRule\.disabled has PenstockSlow, which is no alert; the alerts are"
     ):
         rules("metrics.prometheusRule.disabled={PenstockSlow}")
 

@@ -27,7 +27,7 @@ def test_ipv6_alone_needs_no_policy():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("ipFamilies={IPv4,IPv6}",), "ipFamilies names two families; ipFamilyPolicy must be PreferDualStack or"),
+        (("ipFamilies={IPv4,IPv6}",), "ipFamilies has two families, so ipFamilyPolicy must be PreferDualStack or"),
         (("ipFamilies={IPv5}",), "ipFamilies.0 must be one of the following"),
         (("ipFamilyPolicy=Both",), "ipFamilyPolicy must be one of the following"),
     ],

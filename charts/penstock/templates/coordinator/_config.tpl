@@ -1,9 +1,9 @@
-{{/* Where engines and frontends find the coordinator. */}}
+{{/* Address of the coordinator, for engines and frontends. */}}
 {{- define "penstock.coordinator.address" -}}
 {{ include "penstock.fullname" . }}-coordinator.{{ .Release.Namespace }}.svc:50050
 {{- end -}}
 
-{{/* The coordinator's config file: what the user set, then what the chart alone knows. Takes $self. */}}
+{{/* Config file of the coordinator: the user's settings, overridden by the chart's settings. Takes $self. */}}
 {{- define "penstock.coordinator.config" -}}
 {{- with .root -}}
 {{- $own := dict

@@ -1,5 +1,5 @@
-{{/* What the coordinator changes in Kubernetes, as the section of its config file. What pods cost to remove means something to Deployments
-     alone: of a LeaderWorkerSet the newest engines go first, and of a StatefulSet the last ranks. */}}
+{{/* Section kubernetes of the coordinator's config file: the objects that the coordinator changes. Only Deployments use pod deletion costs. A
+     LeaderWorkerSet removes the engines with the highest numbers first, and a StatefulSet the last ranks. */}}
 {{- define "penstock.coordinator.kubernetes" -}}
 {{- $owners := dict -}}
 {{- $deployments := dict -}}
@@ -28,7 +28,7 @@
 {{- toYaml $changes -}}
 {{- end -}}
 
-{{/* "true" where the coordinator needs an account with rights. */}}
+{{/* "true" if the coordinator needs a ServiceAccount with rights. */}}
 {{- define "penstock.coordinator.hasRights" -}}
 {{- with include "penstock.coordinator.kubernetes" . | fromYaml -}}
 {{- if or .deletion_costs .deployments .leader_worker_sets .stateful_sets -}}true{{- end -}}

@@ -1,13 +1,14 @@
-{{/* What autoscaling makes of a pool. Each takes its $self. */}}
+{{/* Autoscaling of a pool. The templates take $self. */}}
 
-{{/* Seconds that an engine may take to start. */}}
+{{/* Maximum seconds for the start of an engine. */}}
 {{- define "penstock.enginecore.startupSeconds" -}}
 {{- mul .values.probes.startup.periodSeconds .values.probes.startup.failureThreshold -}}
 {{- end -}}
 
-{{/* "true" where the Deployment that there is would lose its number, as one whose manifest had it falls back to 1. Server-side apply
-     (helm 4) tells by itself who owns the field: what helm does not own it must not name, or the upgrade is a conflict. Elsewhere the
-     Deployment's annotation tells. Takes live. */}}
+{{/* "true" if the manifest must keep the number of the existing Deployment. If the previous manifest had a number and this manifest had none,
+     Kubernetes would reset the number to 1. With server-side apply (helm 4), managedFields show whether helm owns the number. If helm does not
+     own the number, the manifest must not contain it, or the upgrade conflicts. Otherwise, the Deployment's annotation shows who owns the
+     number. Takes live. */}}
 {{- define "penstock.keepsReplicas" -}}
 {{- if .live -}}
 {{- $applied := dict "by" false "owns" false -}}
@@ -27,7 +28,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Whom the number of engines belongs to: chart, hpa, keda, or operators with the RPC Scale. */}}
+{{/* Owner of the number of engines: chart, hpa, keda, or operators (RPC Scale). */}}
 {{- define "penstock.enginecore.scaledBy" -}}
 {{- if ne .values.autoscaling.mode "none" -}}
 {{- .values.autoscaling.mode -}}
@@ -36,7 +37,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The Secret with what KEDA shows to the coordinator; empty: there is no TLS between services. */}}
+{{/* Secret with the certificate that KEDA presents to the coordinator. Empty: no TLS between services. */}}
 {{- define "penstock.enginecore.scalerSecret" -}}
 {{- if include "penstock.tls.secret" (dict "root" .root "component" "coordinator" "values" .root.Values.coordinator) -}}
 {{- if .values.autoscaling.keda.tlsSecretName -}}
@@ -44,12 +45,12 @@
 {{- else if .root.Values.tls.certManager.issuerRef.name -}}
 {{- include "penstock.fullname" .root }}-scaler-tls
 {{- else -}}
-{{- fail (printf "%s.autoscaling.keda.tlsSecretName is required: the coordinator asks for a certificate (docs/guides/security.md, Roles)" (include "penstock.key" .)) -}}
+{{- fail (printf "%s.autoscaling.keda.tlsSecretName is required, because the coordinator requires a client certificate from KEDA (docs/guides/security.md, Roles)" (include "penstock.key" .)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* "true" where KEDA scales any pool. Takes the root. */}}
+{{/* "true" if KEDA scales a pool. Takes the root. */}}
 {{- define "penstock.usesKeda" -}}
 {{- $found := false -}}
 {{- range include "penstock.pools" . | fromYaml -}}
@@ -58,7 +59,7 @@
 {{- if $found -}}true{{- end -}}
 {{- end -}}
 
-{{/* How fast an autoscaler goes. */}}
+{{/* Stabilization windows of an autoscaler. */}}
 {{- define "penstock.enginecore.behavior" -}}
 {{- with .values.autoscaling -}}
 scaleUp:
@@ -68,14 +69,14 @@ scaleDown:
 {{- end -}}
 {{- end -}}
 
-{{/* What of a pool's autoscaling cannot be. Takes also key. */}}
+{{/* Checks a pool's autoscaling values. Also takes key. */}}
 {{- define "penstock.check.autoscaling" -}}
 {{- $key := printf "%s.autoscaling" .key -}}
 {{- $self := . -}}
 {{- with .values.autoscaling -}}
 {{- range $gone, $now := dict "enabled" "mode: hpa" "metricName" "hpa.loadMetric" "targetWaitingRequests" "targetLoad" -}}
 {{- if hasKey $self.values.autoscaling $gone -}}
-{{- fail (printf "%s.%s is gone: engines are scaled by their load and not by their queue, which is empty until they are full; see %s" $key $gone $now) -}}
+{{- fail (printf "%s.%s was removed: autoscalers now use the engines' load instead of their queue, which is empty until they are full; use %s" $key $gone $now) -}}
 {{- end -}}
 {{- end -}}
 {{- if ne .mode "none" -}}
@@ -84,19 +85,19 @@ scaleDown:
 {{- end -}}
 {{- range list "targetLoad" "targetKvUsage" -}}
 {{- if not (get $self.values.autoscaling .) -}}
-{{- fail (printf "%s.%s is required: an autoscaler needs a target for each of its metrics" $key .) -}}
+{{- fail (printf "%s.%s is required, because an autoscaler needs a target for each metric" $key .) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq $self.pool "default") (gt (len $self.root.Values.enginecore.pools) 1) (not (include "penstock.grouped" $self)) -}}
-{{- fail (printf "%s: the Deployment of the pool default selects the engines of the other pools too, which an autoscaler would count; give the pool another name (README.md, Pools)" $key) -}}
+{{- fail (printf "%s: the pool default cannot be autoscaled with other pools, because its Deployment also selects their engines and an autoscaler would count them; give the pool another name (README.md, Pools)" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq .mode "hpa") (eq (int .minReplicas) 0) -}}
 {{- if ne .hpa.metrics "External" -}}
-{{- fail (printf "%s.minReplicas is 0; with hpa.metrics: Pods it must be at least 1, as there is no pod left to wake engines up: use External, or mode: keda" $key) -}}
+{{- fail (printf "%s.minReplicas is 0; with hpa.metrics: Pods it must be at least 1, because without pods there are no metrics to scale up; use hpa.metrics: External or mode: keda" $key) -}}
 {{- end -}}
 {{- if semverCompare "<1.37.0-0" $self.root.Capabilities.KubeVersion.Version -}}
-{{- fail (printf "%s.minReplicas is 0; a HorizontalPodAutoscaler goes to 0 from Kubernetes 1.37 on, and this is %s: use mode: keda" $key $self.root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.minReplicas is 0; a HorizontalPodAutoscaler scales to 0 only from Kubernetes 1.37, and this is %s; use mode: keda" $key $self.root.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

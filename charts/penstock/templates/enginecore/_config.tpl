@@ -1,18 +1,18 @@
-{{/* What the engines of a pool compute on. Takes values. */}}
+{{/* Device of a pool's engines. Takes values. */}}
 {{- define "penstock.enginecore.device" -}}
 {{- if .values.gpu.count }}cuda{{ else }}cpu{{ end -}}
 {{- end -}}
 
-{{/* What drafts tokens of a pool's engines, empty where nothing does. A draft model or head is where the model is: on the same volume or in
-     the image, or on the hub. Takes $self. */}}
+{{/* Section speculative of a pool's engines. Empty if speculative decoding is off. A draft model or head comes from the same source as the
+     model: the volume, the image or the hub. Takes $self. */}}
 {{- define "penstock.enginecore.speculative" -}}
 {{- $own := .values.speculative -}}
 {{- $key := printf "%s.speculative" (include "penstock.key" .) -}}
 {{- $drafts := has $own.method (list "draft_model" "eagle" "eagle3") -}}
 {{- if and $drafts (not $own.model) -}}
-{{- fail (printf "%s.model is required when method is %s: what drafts" $key $own.method) -}}
+{{- fail (printf "%s.model is required when method is %s; set it to the draft model or head" $key $own.method) -}}
 {{- else if and $own.model (not $drafts) -}}
-{{- fail (printf "%s.model is %s; only the methods draft_model, eagle and eagle3 have one" $key $own.model) -}}
+{{- fail (printf "%s.model is %s, but only the methods draft_model, eagle and eagle3 use a model; leave it out" $key $own.model) -}}
 {{- end -}}
 {{- if $own.method -}}
 method: {{ $own.method }}
@@ -23,8 +23,8 @@ model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model))
 {{- end -}}
 {{- end -}}
 
-{{/* The config file of a pool's engines: what the user set, then what the chart alone knows. The pod adds its name and address.
-     Takes $self. */}}
+{{/* Config file of a pool's engines: the user's settings, overridden by the chart's settings. Environment variables of the pod add its name and
+     address. Takes $self. */}}
 {{- define "penstock.enginecore.config" -}}
 {{- $values := .values -}}
 {{- $pool := .pool -}}

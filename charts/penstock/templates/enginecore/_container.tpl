@@ -1,4 +1,4 @@
-{{/* The container of an engine, or of one of the ranks in a pod, which differ in their names and ports. Takes what the pod does, and rank. */}}
+{{/* Container of an engine, or of one rank of a pod. The ranks of a pod differ in names and ports. Takes the arguments of the pod, and rank. */}}
 {{- define "penstock.enginecore.container" -}}
 {{ include "penstock.container" . }}
 env:
@@ -7,7 +7,7 @@ env:
       fieldRef:
         fieldPath: status.podIP
   {{- if not .role }}
-  # How this pod registers with the coordinator, which tells the frontends.
+  # Address that the engine registers with the coordinator, for the frontends.
   - name: PENSTOCK_COORDINATOR__ADVERTISE
     value: $(POD_IP)
   {{- end }}

@@ -1,10 +1,10 @@
-{{/* Processes that compute in one pod of an engine. Takes values. */}}
+{{/* Number of workers in one pod of an engine. Takes values. */}}
 {{- define "penstock.enginecore.workers" -}}
 {{- div (mul .values.tensorParallelSize .values.pipelineParallelSize) .values.multiNode.size -}}
 {{- end -}}
 
-{{/* Size of /dev/shm; empty for the runtime's own. Workers on GPUs exchange through it what their GPUs cannot hand to each other, and
-     engines may give blocks through it, beside whatever else takes the runtime's 64Mi. */}}
+{{/* Size of /dev/shm. Empty: the container runtime's default, 64Mi. Workers exchange data through /dev/shm that their GPUs cannot send to each
+     other directly. Engines can also transfer KV blocks through it, so their arenas are added. */}}
 {{- define "penstock.enginecore.shmSize" -}}
 {{- $workers := include "penstock.enginecore.workers" . | int -}}
 {{- $arenas := mul (include "penstock.kv.arena" . | int64) (include "penstock.ranks.perPod" . | int64) -}}
@@ -18,7 +18,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The GPUs of a pool's engines: a resource of a device plugin, or a claim of dynamic resource allocation. All take $self. */}}
+{{/* GPUs of a pool's engines: a device plugin's resource, or a claim of dynamic resource allocation. The templates take $self. */}}
 
 {{- define "penstock.gpu.claimed" -}}
 {{- if and .values.gpu.count .values.gpu.dra.deviceClassName -}}true{{- end -}}
@@ -45,13 +45,13 @@ devices:
 -{{ include "penstock.gpu.claim" . | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{/* In a pod of several ranks each claims its own. */}}
+{{/* Name of the claim. In a pod with several ranks, each rank has a claim. */}}
 {{- define "penstock.gpu.claimName" -}}
 gpu{{ with int .rank }}-{{ . }}{{ end }}
 {{- end -}}
 
-{{/* Nodes with GPUs are tainted by the resource's name, slices of a GPU (MIG) with that of whole ones. A toleration of the values' own of
-     the same taint stands instead. */}}
+{{/* Tolerations for GPU nodes. The key of their taint is the resource's name. Nodes with slices of a GPU (MIG) can also have the taint
+     nvidia.com/gpu. A toleration in the values with the same key replaces the chart's toleration. */}}
 {{- define "penstock.gpu.tolerations" -}}
 {{- if .values.gpu.count -}}
 {{- $taints := list .values.gpu.resourceName -}}

@@ -1,18 +1,18 @@
-{{/* Keys and values of requests: from engine to engine, and beside the KV cache in host memory and on a disk. All take $self unless they
-     say otherwise. */}}
+{{/* KV transfer between engines, and offloading of KV blocks to host memory and disk. The templates take $self unless their comment says
+     otherwise. */}}
 
-{{/* "true" where the pool's engines give each other blocks. */}}
+{{/* "true" if the pool's engines transfer KV blocks. */}}
 {{- define "penstock.kv.moves" -}}
 {{- if and (eq .component "enginecore") .values.kvTransfer.transport -}}true{{- end -}}
 {{- end -}}
 
-{{/* Where other engines find an engine, or the first rank in its pod; each further rank has the next port. Behind 50052 are the ranks' own
-     ports, eight at most. */}}
+{{/* Port for KV transfer of an engine, or of the first rank in a pod. Each further rank uses the next port. With several ranks, the ports start
+     at 50070, because up to eight ports from 50052 on are the ranks' gRPC ports. */}}
 {{- define "penstock.kv.port" -}}
 {{- ternary 50054 50070 (eq (include "penstock.ranks.perPod" . | int) 1) -}}
 {{- end -}}
 
-{{/* Bytes of /dev/shm that an engine takes at its start; 0: none. */}}
+{{/* Bytes of /dev/shm that an engine allocates at start. 0: none. */}}
 {{- define "penstock.kv.arena" -}}
 {{- if has .values.kvTransfer.transport (list "auto" "shared_memory") -}}
 {{- include "penstock.bytes" (dict "text" (dig "kv_transfer" "arena" "64MiB" (default dict .values.config)) "quantity" false) -}}
@@ -21,17 +21,17 @@
 
 {{- define "penstock.kv.root" -}}/var/lib/penstock/kv{{- end -}}
 
-{{/* Bytes of a size of the values; 0: none. Takes text. */}}
+{{/* Bytes of a size in the values. 0 if the text is no size. Takes text. */}}
 {{- define "penstock.kv.bytes" -}}
 {{- include "penstock.bytes" (dict "text" .text "quantity" false) | default "0" -}}
 {{- end -}}
 
-{{/* Bytes of all files on the volume of a pod: each rank has one. */}}
+{{/* Bytes of all block files on a pod's volume. Each rank has one file. */}}
 {{- define "penstock.kv.files" -}}
 {{- mul (include "penstock.kv.bytes" (dict "text" .values.kvCache.disk.size) | int64) (include "penstock.ranks.perPod" . | int64) -}}
 {{- end -}}
 
-{{/* Size of the volume; empty: there is none. A file system keeps some of it for itself. The pods of an engine beside its first have none. */}}
+{{/* Size of the volume. Empty: no volume. The default is 10% above the files, because a file system needs space too. Worker pods have no volume. */}}
 {{- define "penstock.kv.volumeSize" -}}
 {{- $files := include "penstock.kv.files" . | int64 -}}
 {{- if and $files (not .role) -}}
@@ -66,7 +66,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Bytes of the node's own storage that the volume takes of it; 0: none. */}}
+{{/* Bytes of the node's ephemeral storage that the volume uses. 0: none. */}}
 {{- define "penstock.kv.onNode" -}}
 {{- if .values.kvCache.disk.claimTemplate -}}0
 {{- else -}}
@@ -74,7 +74,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What the config file of a pool's engines has of all this: role, kv_transfer and cache; empty: nothing. */}}
+{{/* Settings role, kv_transfer and cache of the config file of a pool's engines. Empty: none of them. */}}
 {{- define "penstock.kv.config" -}}
 {{- $own := dict -}}
 {{- if ne .values.role "both" }}{{ $_ := set $own "role" .values.role }}{{ end -}}
@@ -97,7 +97,7 @@
 {{- if $own }}{{ toYaml $own }}{{ end -}}
 {{- end -}}
 
-{{/* What a rank that is not the first of its pod has of its own. */}}
+{{/* Variables of ranks other than the first rank of a pod. */}}
 {{- define "penstock.kv.env" -}}
 {{- if and (int .rank) (include "penstock.kv.moves" .) }}
 - name: PENSTOCK_KV_TRANSFER__PORT
@@ -109,7 +109,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* All ports at which engines give blocks, as a list; with NIXL, whose ports nobody knows, also "any". Takes the root. */}}
+{{/* All ports for KV transfer, as a list. With NIXL, which chooses its ports itself, the list also has "any". Takes the root. */}}
 {{- define "penstock.kv.ports" -}}
 {{- $ports := list -}}
 {{- range $pool, $values := include "penstock.pools" . | fromYaml -}}
@@ -124,25 +124,25 @@
 {{- $ports | uniq | toJson -}}
 {{- end -}}
 
-{{/* What of this cannot be. Takes also key. */}}
+{{/* Checks the values of KV transfer and offloading. Also takes key. */}}
 {{- define "penstock.check.kv" -}}
 {{- $transport := .values.kvTransfer.transport -}}
 {{- $perPod := include "penstock.ranks.perPod" . | int -}}
 {{- if and (ne .values.role "both") (not $transport) -}}
-{{- fail (printf "%s.role is %s, and kvTransfer.transport is empty: requests go on elsewhere only with their keys and values; set it to grpc" .key .values.role) -}}
+{{- fail (printf "%s.role is %s, but kvTransfer.transport is empty; handing requests over needs a transport for their KV blocks, so set it to grpc" .key .values.role) -}}
 {{- end -}}
 {{- if and (eq $transport "shared_memory") (eq $perPod 1) -}}
-{{- fail (printf "%s.kvTransfer.transport is shared_memory, and a pod has one engine: pods share no /dev/shm; use grpc, or dataParallel.ranksPerPod above 1" .key) -}}
+{{- fail (printf "%s.kvTransfer.transport is shared_memory, but each pod has one engine, and pods do not share /dev/shm; use grpc, or set dataParallel.ranksPerPod above 1" .key) -}}
 {{- end -}}
 {{- $arenas := mul (include "penstock.kv.arena" . | int64) $perPod -}}
 {{- if and .values.shmSize (lt (include "penstock.bytes" (dict "text" .values.shmSize "quantity" true) | int64) $arenas) -}}
-{{- fail (printf "%s.shmSize is %s, and kvTransfer.transport %s takes config.kv_transfer.arena for each engine of a pod, %d bytes: set it to more, or leave it empty" .key .values.shmSize $transport $arenas) -}}
+{{- fail (printf "%s.shmSize is %s, but kvTransfer.transport %s needs config.kv_transfer.arena for each engine of a pod, in total %d bytes; increase shmSize, or leave it empty" .key .values.shmSize $transport $arenas) -}}
 {{- end -}}
 {{- include "penstock.check.kvMemory" . -}}
 {{- include "penstock.check.kvDisk" . -}}
 {{- end -}}
 
-{{/* Host memory is a container's, beside the KV cache of a CPU, adapters and what of /dev/shm is taken. */}}
+{{/* Checks that the container's memory limit covers host memory for blocks, the KV cache on a CPU, adapters and the arena in /dev/shm. */}}
 {{- define "penstock.check.kvMemory" -}}
 {{- $limit := dig "limits" "memory" "" (default dict .values.resources) -}}
 {{- $most := include "penstock.bytes" (dict "text" $limit "quantity" true) -}}
@@ -166,9 +166,9 @@
 {{- $beside = append $beside (printf "an arena of %d bytes" .) -}}
 {{- end -}}
 {{- if ge (add $needed $others) (int64 $most) -}}
-{{- $with := ternary "" (printf " with %s" (join ", " $beside)) (empty $beside) -}}
+{{- $with := ternary "it" (printf "together with %s, it" (join ", " $beside)) (empty $beside) -}}
 {{- $of := ternary "" (printf " of %d pods" $pods) (eq $pods 1) -}}
-{{- fail (printf "%s.kvCache.hostMemory is %v%s; it must be less%s than resources.limits.memory = %v: the engine would be ended when it takes its memory" .key $given $of $with $limit) -}}
+{{- fail (printf "%s.kvCache.hostMemory is %v%s; %s must be less than resources.limits.memory = %v, because Kubernetes would kill the engine when it allocates this memory" .key $given $of $with $limit) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -178,22 +178,22 @@
 {{- $files := include "penstock.kv.files" . | int64 -}}
 {{- $size := include "penstock.bytes" (dict "text" $disk.volumeSize "quantity" true) | default "0" | int64 -}}
 {{- if and $files (not (include "penstock.kv.bytes" (dict "text" .values.kvCache.hostMemory) | int64)) -}}
-{{- fail (printf "%s.kvCache.disk.size is %v, and kvCache.hostMemory is %v: a disk takes what leaves host memory; set that as well" .key $disk.size .values.kvCache.hostMemory) -}}
+{{- fail (printf "%s.kvCache.disk.size is %v, but kvCache.hostMemory is %v; the disk stores blocks evicted from host memory, so set hostMemory too" .key $disk.size .values.kvCache.hostMemory) -}}
 {{- end -}}
 {{- if and (not $files) (or $disk.volumeSize $disk.claimTemplate) -}}
-{{- fail (printf "%s.kvCache.disk.size is %v, and there is a volume for it: set the bytes that each engine may take of it" .key $disk.size) -}}
+{{- fail (printf "%s.kvCache.disk.size is %v, but volumeSize or claimTemplate is set; set size to the bytes that each engine may use, or leave both out" .key $disk.size) -}}
 {{- end -}}
 {{- if and $disk.volumeSize (lt $size $files) -}}
-{{- fail (printf "%s.kvCache.disk.volumeSize is %s; it must not be less than what is taken of it at the start, kvCache.disk.size = %v of each of %s engine(s) in a pod" .key $disk.volumeSize $disk.size (include "penstock.ranks.perPod" .)) -}}
+{{- fail (printf "%s.kvCache.disk.volumeSize is %s; it must be at least kvCache.disk.size = %v for each of the %s engine(s) of a pod, which allocate their files at start" .key $disk.volumeSize $disk.size (include "penstock.ranks.perPod" .)) -}}
 {{- end -}}
 {{- $limit := dig "limits" "ephemeral-storage" "" (default dict .values.resources) -}}
 {{- $most := include "penstock.bytes" (dict "text" $limit "quantity" true) -}}
 {{- if and $most (gt (include "penstock.kv.onNode" . | int64) (int64 $most)) -}}
-{{- fail (printf "%s.kvCache.disk: its volume of %s is more than resources.limits.ephemeral-storage = %v, and the pod would be evicted; set claimTemplate for a volume of its own" .key (include "penstock.kv.volumeSize" .) $limit) -}}
+{{- fail (printf "%s.kvCache.disk needs a volume of %s, which exceeds resources.limits.ephemeral-storage = %v, so the pod would be evicted; increase the limit, or set claimTemplate for a separate volume" .key (include "penstock.kv.volumeSize" .) $limit) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Requests that begin on engines of one role go on on those of the other, or of both. Takes the root. */}}
+{{/* Checks that each role has a counterpart: prefill engines hand requests over to engines with the role decode or both. Takes the root. */}}
 {{- define "penstock.check.roles" -}}
 {{- $pools := include "penstock.pools" . | fromYaml -}}
 {{- $prefill := false -}}
@@ -217,16 +217,16 @@
 {{- end -}}
 {{- end -}}
 {{- if not $others -}}
-{{- fail (printf "%s.role is %s, and no pool has the role %s or both: requests that begin on the one kind of engines go on on the other (enginecore.pools)" $key $values.role $other) -}}
+{{- fail (printf "%s.role is %s, but no pool in enginecore.pools has the role %s or both; handing requests over needs both sides, so add such a pool" $key $values.role $other) -}}
 {{- end -}}
 {{- if not $alike -}}
-{{- fail (printf "%s.role is %s, and no pool of the role %s or both has blocks that lie as its own do: %s; keys and values go between engines that are alike in all of these" $key $values.role $other (include "penstock.kv.kind" $values)) -}}
+{{- fail (printf "%s.role is %s, but no pool with the role %s or both has the same KV block layout (%s); set these values alike in both pools" $key $values.role $other (include "penstock.kv.kind" $values)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* What engines that give each other blocks have in common, as far as values say it. Takes the values of a pool. */}}
+{{/* KV block layout of a pool, as far as values determine it. Engines transfer blocks only if their layouts are equal. Takes the values of a pool. */}}
 {{- define "penstock.kv.kind" -}}
 {{- $config := default dict .config -}}
 gpu.count {{ ternary "0" "above 0" (empty .gpu.count) }}, {{ mul .tensorParallelSize .pipelineParallelSize }} worker(s), block_size {{ dig "cache" "block_size" 16 $config }}, dtype {{ dig "cache" "dtype" "auto" $config }}, {{ ternary "a" "no" (not (empty .kvTransfer.transport)) }} transport

@@ -1,12 +1,12 @@
-{{/* LoRA adapters: what engines and frontends are told of them, and the volume that they lie on. */}}
+{{/* LoRA adapters: settings of engines and frontends, and the volume with the adapters. */}}
 
 {{- define "penstock.lora.root" -}}/var/lib/penstock/adapters{{- end -}}
 
-{{/* The volume of the values of a pool; empty: there is none. Takes $self. */}}
+{{/* Volume with the adapters. Empty: no volume. Takes $self. */}}
 {{- define "penstock.lora.source" -}}
 {{- with .values.lora -}}
 {{- if and .claimName .volume -}}
-{{- fail (printf "%s.lora: claimName and volume exclude each other: adapters lie on one volume" (include "penstock.key" $)) -}}
+{{- fail (printf "%s.lora: claimName and volume are both set, but only one volume can have the adapters; leave one of them out" (include "penstock.key" $)) -}}
 {{- end -}}
 {{- if and .enabled .claimName -}}
 persistentVolumeClaim:
@@ -18,23 +18,23 @@ persistentVolumeClaim:
 {{- end -}}
 {{- end -}}
 
-{{/* Where a directory is in the pods. Takes $self, path and what, the value that has it. */}}
+{{/* Path of a directory in the pods. Takes $self, path, and what: the name of the value with the path. */}}
 {{- define "penstock.lora.path" -}}
 {{- if isAbs .path -}}
 {{- clean .path -}}
 {{- else -}}
 {{- if not (include "penstock.lora.source" .) -}}
-{{- fail (printf "enginecore.lora.%s is %s, a directory on a volume, and there is none: set claimName or volume, or a path that starts with /" .what .path) -}}
+{{- fail (printf "enginecore.lora.%s is %s, a relative path on a volume, but no volume is set; set claimName or volume, or use an absolute path" .what .path) -}}
 {{- end -}}
 {{- printf "%s/%s" (include "penstock.lora.root" .) .path | clean -}}
 {{- end -}}
 {{- end -}}
 
-{{/* The section lora of a pool's engines; empty where they take no adapters. Takes $self. */}}
+{{/* Section lora of a pool's engines. Empty if LoRA is off. Takes $self. */}}
 {{- define "penstock.enginecore.lora" -}}
 {{- range $what := list "adapters" "directory" -}}
 {{- if ne (toJson (get $.values.lora $what)) (toJson (get $.root.Values.enginecore.lora $what)) -}}
-{{- fail (printf "%s.lora.%s: names are those of enginecore.lora for all pools" (include "penstock.key" $) $what) -}}
+{{- fail (printf "%s.lora.%s differs from enginecore.lora, but all pools must serve the same adapters; set it only in enginecore.lora" (include "penstock.key" $) $what) -}}
 {{- end -}}
 {{- end -}}
 {{- with .values.lora -}}
@@ -46,7 +46,7 @@ cpu_memory: {{ .cpuMemory | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* The section lora of the frontends; empty where they serve no adapters. Takes the root. */}}
+{{/* Section lora of the frontends. Empty if LoRA is off. Takes the root. */}}
 {{- define "penstock.frontend.lora" -}}
 {{- $self := dict "root" . "component" "enginecore" "values" .Values.enginecore -}}
 {{- with .Values.enginecore.lora -}}
@@ -62,7 +62,7 @@ cpu_memory: {{ .cpuMemory | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether pods have the volume: engines, and frontends that look for adapters there. Takes $self. */}}
+{{/* "true" if the pods mount the volume: engines, and frontends that scan lora.directory. Takes $self. */}}
 {{- define "penstock.lora.mounted" -}}
 {{- if eq .component "enginecore" -}}
 {{- if include "penstock.lora.source" . }}true{{ end -}}
@@ -72,8 +72,8 @@ cpu_memory: {{ .cpuMemory | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* Bytes of a size as engines read it (4GiB, 4G the same, 4GB) or, with quantity, of one of Kubernetes (4Gi, 4G, 4e9); empty where it is
-     none. Takes text and quantity. */}}
+{{/* Bytes of a size. Without quantity, the size is in the services' notation (4GiB, or 4G, which means the same, or 4GB). With quantity, the
+     size is in Kubernetes' notation (4Gi, 4G, 4e9). Empty if the text is no size. Takes text and quantity. */}}
 {{- define "penstock.bytes" -}}
 {{- $units := dict "" 1.0 (ternary "m" "B" .quantity) (ternary 0.001 1.0 .quantity) -}}
 {{- $binary := 1.0 -}}
@@ -99,8 +99,7 @@ cpu_memory: {{ .cpuMemory | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* What is wrong with the memory of a pool's engines, whose adapters alone take all that a container may have; empty: nothing. Takes
-     $self. */}}
+{{/* Error text if the adapters of a pool's engines alone may use all memory that a container may have. Empty otherwise. Takes $self. */}}
 {{- define "penstock.lora.tooLarge" -}}
 {{- $limit := dig "limits" "memory" "" (default dict .values.resources) -}}
 {{- $most := include "penstock.bytes" (dict "text" $limit "quantity" true) -}}

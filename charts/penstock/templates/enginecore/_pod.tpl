@@ -1,6 +1,6 @@
-{{/* The pod of an engine, or with the role worker one of the others that an engine of several pods has: it computes as the engine's own does,
-     and is spoken to by nothing but its engine. Its process is all there is to watch, so that it has no probes. Takes $self with port and
-     metricsPort, and role where there is one. */}}
+{{/* Pod of an engine, or, with role worker, one of the other pods of an engine with several pods. A worker pod runs workers, and only its engine
+     connects to it. It has no probes, because Kubernetes already watches its process. Takes $self with port, metricsPort and optionally
+     role. */}}
 {{- define "penstock.enginecore.pod" -}}
 metadata:
   {{- include "penstock.podMetadata" . | nindent 2 }}

@@ -1,5 +1,5 @@
-{{/* The pools of engines: by name, the values of `enginecore` with the pool's own over them, as YAML. A template that renders an object
-     per pool is one loop, and hands its $self to the templates that take component, pool and values:
+{{/* Pools of engines, as YAML: a map from each pool's name to the values of `enginecore`, overridden by the pool's values. A template that
+     renders one object per pool is a loop. It passes $self to templates that take component, pool and values:
 
        {{- range $pool, $values := include "penstock.pools" $ | fromYaml }}
        {{- $self := dict "root" $ "component" "enginecore" "pool" $pool "values" $values }}
@@ -9,8 +9,8 @@
        ...
        {{- end }}
 
-     "penstock.name" is the name of the pool's Deployment, ConfigMap and whatever belongs to it, "penstock.selectorLabels" what its
-     Deployment selects and "penstock.podSelector" what all else does. Without `enginecore.pools` there is one, called default. */}}
+     "penstock.name" is the name of the pool's Deployment, ConfigMap and other objects. "penstock.selectorLabels" is the selector of the
+     Deployment, and "penstock.podSelector" the selector of all other objects. Without `enginecore.pools`, there is one pool, default. */}}
 {{- define "penstock.pools" -}}
 {{- $pools := dict -}}
 {{- range $pool, $own := .Values.enginecore.pools | default (dict "default" dict) -}}
@@ -19,7 +19,7 @@
 {{- toYaml $pools -}}
 {{- end -}}
 
-{{/* What the values of a component, or of a pool, are called in messages about them. Takes $self. */}}
+{{/* Path of the values of a component or of a pool, for error messages. Takes $self. */}}
 {{- define "penstock.key" -}}
 {{- .component -}}
 {{- if and .pool .root.Values.enginecore.pools -}}.pools.{{ .pool }}{{- end -}}

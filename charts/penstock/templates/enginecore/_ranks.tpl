@@ -1,31 +1,31 @@
-{{/* The ranks of a data-parallel group: a StatefulSet in place of the Deployment, whose pods have one rank or several, each an engine in a
-     container of its own. All take $self, and where it is one rank's, its number in the pod as "rank". */}}
+{{/* Ranks of a data-parallel group: a StatefulSet instead of a Deployment. A pod has one or several ranks. Each rank is an engine in a separate
+     container. All templates take $self. Templates for one rank also take "rank", its number in the pod. */}}
 
-{{/* "true" where the engines of the pool are the ranks of a group. */}}
+{{/* "true" if the engines of the pool are the ranks of a group. */}}
 {{- define "penstock.ranked" -}}
 {{- if eq .component "enginecore" -}}
 {{- if gt (int .values.dataParallel.size) 1 -}}true{{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Engines in a pod. */}}
+{{/* Number of engines per pod. */}}
 {{- define "penstock.ranks.perPod" -}}
 {{- if include "penstock.ranked" . -}}{{ .values.dataParallel.ranksPerPod }}{{- else -}}1{{- end -}}
 {{- end -}}
 
-{{/* Pods of the group that it begins with. */}}
+{{/* Number of pods with which the group starts. */}}
 {{- define "penstock.ranks.pods" -}}
 {{- div .values.dataParallel.size .values.dataParallel.ranksPerPod -}}
 {{- end -}}
 
-{{/* Pods that ranks may be lost with, and the group goes on; a group that is as small as it may be loses one all the same. */}}
+{{/* Maximum number of unavailable pods with which the group continues, but at least 1. */}}
 {{- define "penstock.ranks.mayBeAway" -}}
 {{- with .values.dataParallel -}}
 {{- max 1 (div (sub .size .minSize) .ranksPerPod) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Ports of all ranks that a pod of any pool may have, from "base" on, as a list. Takes the root as root. */}}
+{{/* Ports of all ranks of a pod, from "base" on, as a list for the pool with the most ranks per pod. Takes root and base. */}}
 {{- define "penstock.ranks.ports" -}}
 {{- $most := 1 -}}
 {{- range $pool, $values := include "penstock.pools" .root | fromYaml -}}
@@ -36,7 +36,7 @@
 {{- toJson $ports -}}
 {{- end -}}
 
-{{/* What all ranks read of the group: the section data_parallel of their config file. */}}
+{{/* Section data_parallel of the config file, which is the same for all ranks. */}}
 {{- define "penstock.ranks.config" -}}
 {{- if include "penstock.ranked" . -}}
 {{- with .values.dataParallel -}}
@@ -48,7 +48,7 @@ move_after: {{ .moveAfter }}
 {{- end -}}
 {{- end -}}
 
-{{/* What each rank knows alone. Those behind the first of a pod have ports of their own, since a pod has one address. */}}
+{{/* Variables that differ between ranks. Ranks other than the first rank of a pod use other ports, because a pod has one address. */}}
 {{- define "penstock.ranks.env" -}}
 {{- if include "penstock.ranked" . -}}
 - name: PENSTOCK_DATA_PARALLEL__ADDRESS
@@ -68,14 +68,14 @@ move_after: {{ .moveAfter }}
 {{- end -}}
 {{- end -}}
 
-{{/* What of a group cannot be. Takes also key. */}}
+{{/* Checks the values of a group. Also takes key. */}}
 {{- define "penstock.check.ranks" -}}
 {{- $key := .key -}}
 {{- $values := .values -}}
 {{- $size := int $values.dataParallel.size -}}
 {{- if not (include "penstock.ranked" .) -}}
 {{- if dig "expert_parallel" "enabled" false (default dict $values.config) -}}
-{{- fail (printf "%s.config.expert_parallel.enabled is true, and dataParallel.size is %d: the ranks of a group share experts, 2 or more" $key $size) -}}
+{{- fail (printf "%s.config.expert_parallel.enabled is true, but dataParallel.size is %d; experts are divided among at least 2 ranks, so set size to 2 or more" $key $size) -}}
 {{- end -}}
 {{- else -}}
 {{- with $values.dataParallel -}}
@@ -88,27 +88,27 @@ move_after: {{ .moveAfter }}
 {{- end -}}
 {{- range $name, $other := dict "replicas" $values.replicas "tensorParallelSize" $values.tensorParallelSize "pipelineParallelSize" $values.pipelineParallelSize "multiNode.size" $values.multiNode.size -}}
 {{- if ne (int $other) 1 -}}
-{{- $why := ternary "a pool has one group, and another pool another one" "a rank is one worker in one pod" (eq $name "replicas") -}}
-{{- fail (printf "%s.%s is %d, and dataParallel.size is %d: %s; set it to 1" $key $name (int $other) $size $why) -}}
+{{- $why := ternary "a pool has exactly one group" "a rank is one worker in one pod" (eq $name "replicas") -}}
+{{- fail (printf "%s.%s is %d, but dataParallel.size is %d, and %s; set %[2]s to 1" $key $name (int $other) $size $why) -}}
 {{- end -}}
 {{- end -}}
 {{- if ne $values.autoscaling.mode "none" -}}
-{{- fail (printf "%s.autoscaling.mode is %s, and dataParallel.size is %d: a group changes its ranks when it is asked to, and an autoscaler does not ask; use mode: none, and penstock scale (coordinator.kubernetes.scale)" $key $values.autoscaling.mode $size) -}}
+{{- fail (printf "%s.autoscaling.mode is %s, but dataParallel.size is %d, and autoscalers cannot resize a data-parallel group; use mode: none, and penstock scale (coordinator.kubernetes.scale)" $key $values.autoscaling.mode $size) -}}
 {{- end -}}
 {{- range $name, $given := $values.rollingUpdate -}}
 {{- if ne (toString $given) "" -}}
-{{- fail (printf "%s.rollingUpdate.%s is %v, and dataParallel.size is %d: a StatefulSet replaces one pod after the other; leave it out" $key $name $given $size) -}}
+{{- fail (printf "%s.rollingUpdate.%s is %v, but dataParallel.size is %d, and a StatefulSet always replaces one pod at a time; leave it out" $key $name $given $size) -}}
 {{- end -}}
 {{- end -}}
 {{- include "penstock.check.ranksAway" . -}}
 {{- $name := include "penstock.name" . -}}
 {{- if gt (len $name) 52 -}}
-{{- fail (printf "%s: the StatefulSet %s would have a name of %d characters, and 52 are allowed, since its revisions have longer ones; give the pool or the release (fullnameOverride) a shorter one" $key $name (len $name)) -}}
+{{- fail (printf "%s: the name of the StatefulSet %s would have %d characters, but at most 52 are allowed, because its revisions get longer names; give the pool or the release (fullnameOverride) a shorter name" $key $name (len $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* A budget is no larger than what the group goes on without. A fraction is one of pods, and rounded up. */}}
+{{/* Checks that the disruption budget leaves enough ranks. A percentage counts pods and is rounded up. */}}
 {{- define "penstock.check.ranksAway" -}}
 {{- $budget := .values.podDisruptionBudget -}}
 {{- $most := include "penstock.ranks.mayBeAway" . | int -}}
@@ -118,6 +118,6 @@ move_after: {{ .moveAfter }}
 {{- $away = divf (mulf (trimSuffix "%" $budget.maxUnavailable | float64) $pods) 100 | ceil | int -}}
 {{- end -}}
 {{- if and $budget.enabled (gt $away $most) -}}
-{{- fail (printf "%s.podDisruptionBudget.maxUnavailable is %v; of %d pods at most %d may be away, or fewer than dataParallel.minSize = %d ranks are left" .key $budget.maxUnavailable $pods $most (int .values.dataParallel.minSize)) -}}
+{{- fail (printf "%s.podDisruptionBudget.maxUnavailable is %v; of %d pods at most %d may be unavailable, so that dataParallel.minSize = %d ranks remain" .key $budget.maxUnavailable $pods $most (int .values.dataParallel.minSize)) -}}
 {{- end -}}
 {{- end -}}

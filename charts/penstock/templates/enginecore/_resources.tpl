@@ -1,5 +1,5 @@
-{{/* The container's resources with its GPUs, which must be in the requests as in the limits, or are claimed, and with room on the node for a model
-     that is downloaded there and for blocks that lie there, once for all ranks of a pod. Takes $self. */}}
+{{/* Resources of a container. GPUs are in both requests and limits, or are claimed. The first rank of a pod also requests ephemeral storage for
+     a downloaded model and for the files of KV blocks of all ranks. Takes $self. */}}
 {{- define "penstock.enginecore.resources" -}}
 {{- $resources := deepCopy (default dict .values.resources) -}}
 {{- if include "penstock.gpu.claimed" . -}}

@@ -1,4 +1,4 @@
-{{/* How many engines there are at least, in all pools: at 0 nothing but a frontend's requests brings the first one. */}}
+{{/* Minimum number of engines over all pools. At 0, only requests that wait at a frontend make the autoscaler start an engine. */}}
 {{- define "penstock.frontend.fewestEngines" -}}
 {{- $fewest := 0 -}}
 {{- range include "penstock.pools" . | fromYaml -}}
@@ -7,7 +7,7 @@
 {{- $fewest -}}
 {{- end -}}
 
-{{/* The frontend's config file: what the user set, then what the chart alone knows. Takes $self. */}}
+{{/* Config file of the frontend: the user's settings, overridden by the chart's settings. Takes $self. */}}
 {{- define "penstock.frontend.config" -}}
 {{- with .root -}}
 {{- $own := dict

@@ -1,5 +1,4 @@
-{{/* Metadata of an object of monitoring, whose values have labels and perhaps annotations. Takes $self with the object's "name" and these
-     "values". */}}
+{{/* Metadata of a monitoring object. Takes $self with the object's "name", and "values" with labels and optionally annotations. */}}
 {{- define "penstock.monitoring.metadata" -}}
 name: {{ .name }}
 labels:

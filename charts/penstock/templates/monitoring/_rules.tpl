@@ -1,5 +1,5 @@
-{{/* monitoring/rules.yaml with the words in capitals filled in. Engines may take the time of their startup probes to
-     start, those of the slowest pool at most. */}}
+{{/* monitoring/rules.yaml with its placeholders (words in upper case) replaced. START_UP is the longest time that the startup probes of a pool
+     allow, plus one minute. */}}
 {{- define "penstock.monitoring.rules" -}}
 {{- $values := .Values.metrics.prometheusRule -}}
 {{- $startUp := 0 -}}

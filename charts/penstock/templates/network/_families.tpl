@@ -1,4 +1,4 @@
-{{/* The IP families of a Service. */}}
+{{/* IP families of a Service. */}}
 {{- define "penstock.ipFamilies" -}}
 {{- with .Values.ipFamilyPolicy }}
 ipFamilyPolicy: {{ . }}

@@ -1,13 +1,13 @@
-{{/* Parts of the NetworkPolicies. Ports are those of the pods: policies are applied behind Services. */}}
+{{/* Parts of the NetworkPolicies. Ports are those of pods, because policies apply after a Service has translated the address. */}}
 
-{{/* The pods of a component of this release as a peer; such a peer is in the policy's own namespace. Takes root and component. */}}
+{{/* Peer with the pods of a component of this release, in the policy's namespace. Takes root and component. */}}
 {{- define "penstock.network.pods" -}}
 podSelector:
   matchLabels:
     {{- include "penstock.selectorLabels" . | nindent 4 }}
 {{- end -}}
 
-{{/* All pods of the engines of a pool, which reach each other, as a peer. Takes $self. */}}
+{{/* Peer with all pods of a pool's engines, including worker pods, which connect to each other. Takes $self. */}}
 {{- define "penstock.network.group" -}}
 {{- $labels := include "penstock.selectorLabels" . | fromYaml -}}
 podSelector:
@@ -19,7 +19,7 @@ podSelector:
       values: [enginecore, enginecore-worker]
 {{- end -}}
 
-{{/* Whom the policy is for: nothing else than what it lists comes in or goes out. Takes root and component. */}}
+{{/* Pods that the policy isolates: only the listed connections are allowed in both directions. Takes root and component. */}}
 {{- define "penstock.network.selector" -}}
 {{ include "penstock.network.pods" . }}
 policyTypes:
@@ -27,7 +27,7 @@ policyTypes:
   - Egress
 {{- end -}}
 
-{{/* A list of TCP ports. */}}
+{{/* List of TCP ports. */}}
 {{- define "penstock.network.ports" -}}
 {{- range $i, $port := . }}
 {{- if $i }}{{ "\n" }}{{ end }}
@@ -50,7 +50,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* Where models and tokenizers are downloaded from. */}}
+{{/* Egress rule for downloads of models and tokenizers. */}}
 {{- define "penstock.network.hub" -}}
 {{- if has .Values.model.source (list "hub" "init") -}}
 {{- with .Values.networkPolicy.hub -}}
@@ -64,7 +64,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* Where frontends fetch media from. */}}
+{{/* Egress rule for media that frontends fetch. */}}
 {{- define "penstock.network.media" -}}
 {{- if and .Values.frontend.media.enabled .Values.frontend.media.allowedDomains -}}
 {{- with .Values.networkPolicy.media -}}
@@ -78,7 +78,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* The collector of traces, by the port of its address: names are nothing to a policy. */}}
+{{/* Egress rule for the trace collector. It uses only the port of the address, because policies cannot contain host names. */}}
 {{- define "penstock.network.tracing" -}}
 {{- with .Values.tracing.endpoint -}}
 - ports:
@@ -90,7 +90,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* What reads the metrics of engines and coordinator. Takes root and ports. */}}
+{{/* Ingress rule for scrapers of engines and coordinator. Takes root and ports. */}}
 {{- define "penstock.network.metrics" -}}
 {{- if .root.Values.metrics.enabled -}}
 {{- with .root.Values.networkPolicy.metrics -}}
@@ -102,7 +102,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* Blocks between engines, on all ports where NIXL chooses them. Takes root, engines (the peer) and whom: from or to. */}}
+{{/* Rule for KV transfer between engines. It allows all ports if a pool uses NIXL, which chooses its ports. Takes root, engines (the peer) and whom: from or to. */}}
 {{- define "penstock.network.transfers" -}}
 {{- with include "penstock.kv.ports" .root | fromJsonArray -}}
 - {{ $.whom }}:
@@ -114,7 +114,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* KEDA asks the coordinator by how much. */}}
+{{/* Ingress rule for KEDA, which queries the coordinator. */}}
 {{- define "penstock.network.keda" -}}
 {{- if include "penstock.usesKeda" . -}}
 {{- with .Values.networkPolicy.keda -}}
@@ -126,7 +126,7 @@ policyTypes:
 {{- end }}
 {{- end -}}
 
-{{/* The API server, where the coordinator may change anything there. */}}
+{{/* Egress rule for the API server, if the coordinator may change objects there. */}}
 {{- define "penstock.network.apiServer" -}}
 {{- if include "penstock.coordinator.hasRights" . -}}
 {{- with .Values.networkPolicy.apiServer -}}
