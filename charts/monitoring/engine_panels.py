@@ -15,13 +15,14 @@ ENGINES = Row(
         Panel(
             "Load",
             "percentunit",
-            "Running and waiting requests, divided by max_num_seqs of the pool's engines. Above 1, requests queue.",
+            "Running and waiting requests, divided by max_num_seqs of the pool's engines. If the load is above 1,"
+            " requests queue.",
             {"{{pool}}": of_pools("penstock:load"), "fullest of {{pool}}": of_pools("penstock:load", "max")},
         ),
         Panel(
             "KV cache",
             "percentunit",
-            "Used fraction of the KV cache. Near 1, requests wait or are preempted.",
+            "Used fraction of the KV cache. If it is near 1, requests wait or are preempted.",
             {
                 "{{pool}}": of_pools("vllm:kv_cache_usage_perc"),
                 "fullest of {{pool}}": of_pools("vllm:kv_cache_usage_perc", "max"),
@@ -30,7 +31,7 @@ ENGINES = Row(
         Panel(
             "Running and waiting",
             "short",
-            "Requests with KV blocks, and requests in the engines' queues.",
+            "Running requests, which have KV blocks, and waiting requests, which are in the engines' queues.",
             {
                 "running in {{pool}}": of_pools("vllm:num_requests_running", "sum"),
                 "waiting in {{pool}}": of_pools("vllm:num_requests_waiting", "sum"),
@@ -39,11 +40,11 @@ ENGINES = Row(
         Panel(
             "Steps",
             "short",
-            "Steps per second. If it is 0 while requests run, the engine hangs.",
+            "Number of steps per second. If it is 0 while requests run, the engine hangs.",
             {"{{pod}}": rate("penstock:engine_steps_total", OF_ENGINES, by="pod")},
         ),
         Panel(
-            "Tokens of a step",
+            "Tokens per step",
             "short",
             "Average number of tokens computed per step.",
             {
@@ -55,7 +56,7 @@ ENGINES = Row(
         Panel(
             "Drafts",
             "short",
-            "Drafted tokens per second, and accepted ones. Each accepted token saves its request a step.",
+            "Drafted tokens per second, and accepted tokens per second. Each accepted token saves one step of its request.",
             {
                 "drafted in {{pool}}": rate("vllm:spec_decode_num_draft_tokens_total", OF_ENGINES, by="pool"),
                 "accepted in {{pool}}": rate("vllm:spec_decode_num_accepted_tokens_total", OF_ENGINES, by="pool"),
@@ -76,15 +77,15 @@ ADAPTERS = Row(
         Panel(
             "Requests with adapters",
             "reqps",
-            "Requests with a LoRA adapter that engines accepted.",
+            "Accepted requests per second that use a LoRA adapter.",
             {"{{pool}}": rate("penstock:lora_requests_total", OF_ENGINES, by="pool")},
             stacked=True,
         ),
         Panel(
-            "Found in memory",
+            "Adapter in memory",
             "percentunit",
-            "Fraction of these requests whose adapter was in the engine's memory. The others waited for a load. If it is low and"
-            " there are evictions, lora.cpu_memory is too small for the adapters in use.",
+            "Fraction of requests with an adapter whose adapter was in the engine's memory. The other requests waited for a load."
+            " If the fraction is low and adapters are evicted, lora.cpu_memory is too small for the adapters in use.",
             {
                 "{{pool}}": share(
                     "penstock:lora_requests_found_total", "penstock:lora_requests_total", OF_ENGINES, "pool"
@@ -118,7 +119,8 @@ ADAPTERS = Row(
         Panel(
             "Engines with adapters",
             "short",
-            "Engines with running adapters, and engines where requests wait because lora.max_loras adapters are running.",
+            "Number of engines with running adapters, and number of engines where requests wait because lora.max_loras adapters"
+            " run.",
             {
                 "run in {{pool}}": _engines_with("running_lora_adapters"),
                 "wait in {{pool}}": _engines_with("waiting_lora_adapters"),
@@ -135,7 +137,7 @@ ADAPTERS = Row(
 )
 
 MEDIA = Row(
-    "Images, sound and video",
+    "Images, audio and video",
     (
         Panel(
             "Time of an item",
@@ -147,7 +149,7 @@ MEDIA = Row(
             },
         ),
         Panel(
-            "Items not taken",
+            "Refused items",
             "reqps",
             "Refused items, by reason: files that cannot be read or are too large, hosts that are not allowed or do not"
             " answer.",
@@ -155,9 +157,10 @@ MEDIA = Row(
             stacked=True,
         ),
         Panel(
-            "Found",
+            "Items in caches",
             "percentunit",
-            "Fraction of items that a frontend had already processed, and fraction of items that the engine already had.",
+            "Fraction of items that a frontend had already processed, and fraction of items that the engine had already"
+            " received.",
             {
                 "processed": f"{rate('penstock:media_store_hits_total')} / {rate('penstock:media_store_queries_total')}",
                 "at the engine": f"{rate('vllm:mm_cache_hits_total')} / {rate('vllm:mm_cache_queries_total')}",
@@ -180,12 +183,12 @@ MEDIA = Row(
 )
 
 BLOCKS = Row(
-    "Keys and values",
+    "KV transfer and offloading",
     (
         Panel(
-            "Found elsewhere",
+            "Loaded tokens",
             "percentunit",
-            "Fraction of prompt tokens missing in the KV cache that were loaded instead of computed: from host memory, disk or"
+            "Fraction of the prompt tokens missing in the KV cache that were not computed, but loaded from host memory, disk or"
             " another engine.",
             {
                 "{{pool}}": share(
@@ -199,7 +202,8 @@ BLOCKS = Row(
         Panel(
             "Bytes",
             "Bps",
-            "Bytes of KV blocks received and sent, by transport. host and disk are transfers within an engine.",
+            "Bytes of KV blocks received and sent per second, by transport. The transports host and disk are transfers within an"
+            " engine.",
             {
                 "{{direction}} by {{transport}}": rate(
                     "penstock:kv_transfer_bytes_total", OF_ENGINES, by="direction, transport"
@@ -209,7 +213,7 @@ BLOCKS = Row(
         Panel(
             "Time of a transfer",
             "s",
-            "95th percentile of the time from requesting blocks until the last one arrived.",
+            "95th percentile of the time from the request for blocks until the last block arrived.",
             {
                 "{{transport}}": "histogram_quantile(0.95, sum by (le, transport) "
                 f"(rate(penstock:kv_transfer_seconds_bucket{{{OF_ENGINES}}}{OVER})))"
@@ -223,7 +227,7 @@ BLOCKS = Row(
             stacked=True,
         ),
         Panel(
-            "Kept for others",
+            "Leased blocks",
             "short",
             "KV blocks leased for engines that resume requests, and the number of these requests.",
             {
@@ -232,15 +236,15 @@ BLOCKS = Row(
             },
         ),
         Panel(
-            "Host memory and disks",
+            "Usage of host memory and disk",
             "percentunit",
             "Used fraction of host memory and disk for offloaded KV blocks.",
             {"{{medium}} of {{pool}}": f"avg by (pool, medium) (penstock:kv_tier_usage_perc{{{OF_ENGINES}}})"},
         ),
         Panel(
-            "Legs",
+            "Calls by plan",
             "reqps",
-            "Calls by routing: prefill engine first, then decode engine, or a single engine, and why.",
+            "Calls by routing plan (prefill engine first, then decode engine, or a single engine), and the reason for the plan.",
             {"{{plan}}: {{why}}": rate("penstock:legs_total", by="plan, why")},
             stacked=True,
         ),

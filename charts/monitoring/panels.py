@@ -26,7 +26,7 @@ TRAFFIC = Row(
         Panel(
             "In flight",
             "short",
-            "Calls in progress on frontends, and requests that frontends hold because no engine takes them.",
+            "Calls in progress on frontends, and requests that frontends hold because no engine accepts them.",
             {
                 "{{pod}}": f"penstock:requests_in_flight{{{OF_RELEASE}}}",
                 "held by {{pod}}": f"penstock:requests_held{{{OF_RELEASE}}}",
@@ -39,27 +39,27 @@ LATENCY = Row(
     "Latency",
     (
         Panel(
-            "To the first token",
+            "Time to first token",
             "s",
-            "From arrival to the first token.",
+            "Time from the arrival of a request to its first token.",
             quantiles("vllm:time_to_first_token_seconds"),
         ),
         Panel(
-            "Between tokens",
+            "Time between tokens",
             "s",
-            "From one output of a sequence to the next.",
+            "Time between two consecutive outputs of a sequence.",
             quantiles("vllm:inter_token_latency_seconds"),
         ),
         Panel(
-            "In the queue",
+            "Time in the queue",
             "s",
-            "Time in the engine's queue until first scheduled. It grows when engines are full.",
+            "Time that a request waits in the engine's queue until it is first scheduled. The time grows when engines are full.",
             quantiles("vllm:request_queue_time_seconds"),
         ),
         Panel(
-            "Whole requests",
+            "Time of a request",
             "s",
-            "From arrival to the last token.",
+            "Time from the arrival of a request to its last token.",
             quantiles("vllm:e2e_request_latency_seconds"),
         ),
     ),
@@ -71,8 +71,8 @@ ERRORS = Row(
         Panel(
             "Failed",
             "reqps",
-            "Calls that failed. UNAVAILABLE and INTERNAL are errors of the service, RESOURCE_EXHAUSTED means too much load,"
-            " other codes are errors of clients.",
+            "Failed calls, by code. UNAVAILABLE and INTERNAL are errors of the service. RESOURCE_EXHAUSTED means too much load."
+            " Other codes are errors of clients.",
             {"{{code}}": rate("penstock:requests_failed_total", by="code")},
             stacked=True,
         ),
@@ -84,7 +84,7 @@ ERRORS = Row(
             stacked=True,
         ),
         Panel(
-            "Moved and NaN",
+            "Moves and NaN",
             "short",
             "Per second: sequences that moved to another engine, and NaN logits.",
             {
@@ -118,7 +118,8 @@ COORDINATOR = Row(
         Panel(
             "Variants and versions",
             "short",
-            "More than one means that engines compute different tokens, or that releases are mixed, as during a rollout.",
+            "Number of variants and of versions. Several variants: engines compute different tokens. Several versions: releases"
+            " are mixed, as during a rollout.",
             {
                 "variants": f"max(penstock:engine_variants{{{OF_RELEASE}}})",
                 "versions": f"count(count by (version) (penstock:build_info{{{OF_RELEASE}}}))",
@@ -131,19 +132,19 @@ AUTOSCALING = Row(
     "Autoscaling",
     (
         Panel(
-            "Engines wanted",
+            "Engines needed",
             "short",
-            "Engines that a pool has, and engines that it needs for its target load. If it needs more than it has:"
-            " autoscaling is off, the pool is at its maximum, or pods wait for a GPU.",
+            "Number of engines that a pool has, and number that it needs for its target load. If a pool needs more engines than"
+            " it has, autoscaling is off, the pool is at its maximum, or pods wait for a GPU.",
             {
                 "{{pool}} has": f"penstock_coordinator_pool_engines{{{OF_POOLS}}}",
                 "{{pool}} wants": f"penstock_coordinator_pool_wanted_replicas{{{OF_POOLS}}}",
             },
         ),
         Panel(
-            "What they are wanted for",
+            "Demand for engines",
             "short",
-            "Load, including requests held by frontends, and KV cache usage, each in numbers of engines.",
+            "Load, including requests held by frontends, and KV cache usage. Both are expressed as a number of engines.",
             {
                 "load of {{pool}}": f"penstock_coordinator_pool_load{{{OF_POOLS}}}",
                 "KV cache of {{pool}}": f"penstock_coordinator_pool_kv_cache_usage{{{OF_POOLS}}}",
@@ -152,7 +153,8 @@ AUTOSCALING = Row(
         Panel(
             "Held",
             "short",
-            "Requests that frontends hold, as reported to the coordinator. They start the first engine of a pool at 0.",
+            "Requests that frontends hold, as reported to the coordinator. If a pool has no engine, held requests make the"
+            " autoscaler start one.",
             {"held": f"sum(penstock_coordinator_held_requests{{{OF_RELEASE}}})"},
         ),
     ),
@@ -176,7 +178,7 @@ PROCESSES = Row(
         Panel(
             "Starts",
             "short",
-            "Process starts within an hour, e.g. of engines that end and restart.",
+            "Number of process starts within an hour. A high number means that processes exit and restart.",
             {"{{pod}}": f"sum by (pod) (changes(process_start_time_seconds{{{OF_RELEASE}}}[1h]))"},
         ),
     ),
