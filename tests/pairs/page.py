@@ -10,27 +10,27 @@ from tests.pairs.table import Refused, SameAs, Tested, Verdict, pairs
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/feature-pairs.md"
 _HEAD = """# Feature pairs
 
-This page lists which engine features work together. Look here before you enable a second feature.
+This page lists which engine features work together. Read it before you enable a second feature.
 
-For a tested pair, an engine with both features produces the tokens of a plain engine: greedy and with seeds, and again with
-cached prefixes. The plain engine has one worker, runs one request at a time and reuses no blocks. If a feature changes tokens by
-design, the plain engine has that feature too. The tests use tiny models in float32 on a CPU; the [GPU guide](../guides/gpu.md)
-lists the checks on GPUs.
+For a tested pair, an engine with both features produces the same tokens as a plain engine, in greedy requests and in seeded
+requests. The test then repeats the requests with cached prefixes. The plain engine has one worker, runs one request at a time and
+reuses no blocks. If a feature changes tokens by design, the plain engine has that feature too. The tests use tiny models in
+float32 on a CPU; the [GPU guide](../guides/gpu.md) lists the checks on GPUs.
 
 | Mark | Meaning |
 |---|---|
 | + | tested |
-| k | tested, also while a part is killed during requests, which resume on another engine |
+| k | tested; a second test kills [a process](#killed-processes) during requests, which then resume on another engine |
 | - | refused by name: the engine does not start, or it refuses the request |
-| . | nothing to test, for the reason below |
+| . | nothing to test; the [reason](#nothing-to-test) is below |
 """
 _KILLED = """
-## Killed parts
+## Killed processes
 
 - Several nodes: the second node.
 - Data-parallel group, shared experts: a rank.
-- KV transfer without these: the engine that gives the blocks stops answering.
-- Other pairs: the engine. The test stops running it, and another engine continues with the tokens so far.
+- KV transfer, in pairs without several nodes or a group: the engine that sends the blocks stops answering.
+- All other pairs: the engine. The test stops the engine, and another engine continues with the tokens so far.
 
 [KV cache offloading](../guides/kv-offloading.md#what-fails) covers kills at each point of a transfer, and the
 [failure matrix](failure-matrix.md) covers all kinds of failures.
@@ -41,13 +41,13 @@ _KILLED = """
 make test-slow
 ```
 
-`tests/integration/test_feature_pairs.py` has the pairs without groups, `tests/e2e/test_feature_pairs.py` those with groups.
-Workers of tensor and pipeline parallel engines are threads there; nodes and ranks are processes. Ranks that share experts are a
-group: they stand for the group in pairs with what both have.
+`tests/integration/test_feature_pairs.py` has the pairs without groups, and `tests/e2e/test_feature_pairs.py` the pairs with
+groups. In these tests, workers of tensor and pipeline parallel engines are threads; nodes and ranks are processes. Ranks that
+share experts are also a data-parallel group. So a test with shared experts also tests the group.
 
-To add a feature, add a member to `Feature` in `tests/pairs/features.py`, with what it sets. Every pair with it is then
-tested, unless `tests/pairs/table.py` names the refusal or the reason. `make test` runs the quick pairs and the refusals, `make
-test-slow` the others. `make settings` writes this page from the same table.
+To add a feature, add a member to `Feature` in `tests/pairs/features.py`, with the settings of the feature. Every pair with the
+new feature is then tested, unless `tests/pairs/table.py` has a refusal or a reason for the pair. `make test` runs the quick
+pairs and the refusals, and `make test-slow` runs all other pairs. `make settings` writes this page from the same table.
 """
 
 
@@ -96,12 +96,12 @@ def _mark(verdict: Verdict | None) -> str:
 
 def _refusals() -> list[str]:
     rows = [f"| {_both(two)} | {each.message} |" for two, each in pairs() if isinstance(each, Refused)]
-    return ["", "## Refused", "", "The message holds these words:", "", "| pair | words |", "|---|---|", *rows]
+    return ["", "## Refused", "", "The error message contains this text:", "", "| pair | text |", "|---|---|", *rows]
 
 
 def _same() -> list[str]:
     rows = [f"| {_both(two)} | {each.why} |" for two, each in pairs() if isinstance(each, SameAs)]
-    return ["", "## Nothing to test", "", "| pair | why |", "|---|---|", *rows]
+    return ["", "## Nothing to test", "", "| pair | reason |", "|---|---|", *rows]
 
 
 def _both(two: frozenset[Feature]) -> str:

@@ -65,13 +65,13 @@ def _refused() -> dict[Two, Refused]:
 REFUSED: Mapping[Two, Refused] = _refused()
 
 SAME: Mapping[Two, SameAs] = {
-    frozenset({Feature.GROUP, Feature.EXPERTS}): SameAs("Ranks share experts in a group alone."),
-    frozenset({Feature.PIPELINE, Feature.NODES}): SameAs("The nodes of the tests are the stages of a pipeline."),
+    frozenset({Feature.GROUP, Feature.EXPERTS}): SameAs("Only the ranks of a data-parallel group can share experts."),
+    frozenset({Feature.PIPELINE, Feature.NODES}): SameAs("In the tests, each node is a stage of a pipeline."),
     **{
-        frozenset(two): SameAs("An engine has one method of drafting.")
+        frozenset(two): SameAs("An engine uses only one drafting method.")
         for two in itertools.combinations(sorted(DRAFTS), 2)
     },
-    frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Requests for vectors have no output to constrain."),
+    frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Embedding requests have no output to constrain."),
 }
 
 

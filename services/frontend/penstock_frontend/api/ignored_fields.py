@@ -1,4 +1,4 @@
-"""List of request fields that are accepted but have no effect. docs/reference/openai-api.md shows the same list as a table.
+"""List of request fields that are accepted but have no effect. docs/reference/ignored-fields.md shows the same list as a table.
 
 A field that is in no struct and not in this list is unknown (``openai/unknown_fields.py``).
 """
@@ -41,12 +41,12 @@ BATCH = "penstock batch, a line"
 INFERENCE, VLLM = "gRPC penstock.inference.v1", "gRPC vllm.grpc.engine"
 
 _NOT_STORED = "the server stores no completions"
-_LABEL = "OpenAI identifies users by it; the tenant comes from the key or a header"
-_CACHED = "every prefix is cached, per tenant"
+_LABEL = "OpenAI identifies users by this field; Penstock takes the tenant from the API key or a header"
+_CACHED = "prefix caching is always on, separately for each tenant"
 _ONE_TIER = "there is one service tier; use priority"
 _ALWAYS = "schemas are always enforced"
 _REPEATED = "the response repeats it"
-_NO_VARIABLE = "templates have no such variable; use chat_template_kwargs"
+_NO_VARIABLE = "chat templates have no such variable; use chat_template_kwargs"
 _WHOLE = "the model sees the whole conversation"
 _ALL_TOOLS = "the model sees all tools that the client runs"
 _OF_RUNS: tuple[tuple[str, object], ...] = (
@@ -73,21 +73,21 @@ def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, .
     )
 
 
-_NO_SWITCH = "it only has an effect together with a field that is refused"
-_STARTED = "the server sets it for all requests"
-_ROUTER = "the server has one model, and places requests itself"
-_CLIENT = "it is an option of the client"
-_COUNTS = "usage and metrics have the counts"
+_NO_SWITCH = "the field has an effect only together with a field that is refused"
+_STARTED = "the server's configuration sets this for all requests"
+_ROUTER = "the server has one model, and chooses the engine itself"
+_CLIENT = "the field is an option for the client library"
+_COUNTS = "the usage object and the metrics have these counts"
 _HINTS: tuple[tuple[str, object, str], ...] = (
     ("cache_prompt", True, _CACHED),
     ("session_id", "s", _CACHED),
-    ("n_keep", 4, "the context is not shifted: the output ends when it is full"),
-    ("num_keep", 4, "the context is not shifted: the output ends when it is full"),
-    ("n_discard", 4, "the context is not shifted: the output ends when it is full"),
+    ("n_keep", 4, "Penstock does not shift the context; the output ends when the context is full"),
+    ("num_keep", 4, "Penstock does not shift the context; the output ends when the context is full"),
+    ("n_discard", 4, "Penstock does not shift the context; the output ends when the context is full"),
     *((name, 1, _STARTED) for name in ("num_ctx", "n_ctx", "num_gpu", "main_gpu", "num_thread", "num_batch")),
     *((name, True, _STARTED) for name in ("use_mmap", "use_mlock", "low_vram", "numa")),
     ("keep_alive", "5m", _STARTED),
-    ("guided_decoding_backend", "xgrammar", "there is one backend"),
+    ("guided_decoding_backend", "xgrammar", "there is only one backend"),
     ("id_slot", 0, _ROUTER),
     ("provider", {"order": ["x"]}, _ROUTER),
     ("models", ["x"], _ROUTER),
@@ -138,10 +138,19 @@ IGNORED: tuple[IgnoredField, ...] = (
         CHAT, "response_format.json_schema", "description", "a", "only the schema is enforced", ("JsonSchemaFormat",)
     ),
     IgnoredField(CHAT, "stream_options", "include_obfuscation", False, "streams are not padded", ("StreamOptions",)),
-    IgnoredField(CHAT, "messages[]", "refusal", "no", "it is in answers that clients send back", ("MessageBody",)),
-    IgnoredField(CHAT, "messages[]", "annotations", [], "it is in answers that clients send back", ("MessageBody",)),
+    IgnoredField(
+        CHAT, "messages[]", "refusal", "no", "clients send answers back, and answers have this field", ("MessageBody",)
+    ),
+    IgnoredField(
+        CHAT,
+        "messages[]",
+        "annotations",
+        [],
+        "clients send answers back, and answers have this field",
+        ("MessageBody",),
+    ),
     IgnoredField(CHAT, "messages[].content[]", "cache_control", {"type": "ephemeral"}, _CACHED, _PARTS),
-    IgnoredField(CHAT, "messages[].tool_calls[]", "index", 0, "calls keep their order", ("ToolCallBody",)),
+    IgnoredField(CHAT, "messages[].tool_calls[]", "index", 0, "calls are identified by their order", ("ToolCallBody",)),
     IgnoredField(
         CHAT, "messages[].content[].image_url", "detail", "low", "the model's processor chooses the size", ("UrlBody",)
     ),
@@ -164,29 +173,45 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(RESPONSES, "input[]", "status", "completed", "items are identified by their order", ("InputItem",)),
     IgnoredField(RESPONSES, "input[]", "encrypted_content", "x", "reasoning is returned as plain text", ("InputItem",)),
     IgnoredField(
-        RESPONSES, "input[].content[]", "annotations", [], "it is in outputs that clients send back", ("InputPart",)
+        RESPONSES,
+        "input[].content[]",
+        "annotations",
+        [],
+        "clients send outputs back, and outputs have this field",
+        ("InputPart",),
     ),
     IgnoredField(
-        RESPONSES, "input[].content[]", "logprobs", [], "it is in outputs that clients send back", ("InputPart",)
+        RESPONSES,
+        "input[].content[]",
+        "logprobs",
+        [],
+        "clients send outputs back, and outputs have this field",
+        ("InputPart",),
     ),
     IgnoredField(RESPONSES, "", "client_metadata", {"a": "b"}, _LABEL, _RESPONSE),
     IgnoredField(RESPONSES, "", "context_management", [{"type": "compaction"}], _WHOLE, _RESPONSE),
     IgnoredField(RESPONSES, "text", "verbosity", "low", f"{_NO_VARIABLE}; {_REPEATED}", ("TextBody",), True),
     IgnoredField(RESPONSES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("FunctionTool",)),
     *(
-        IgnoredField(RESPONSES, "input[]", name, example, "only the party that ran the tool needs it", ("InputItem",))
+        IgnoredField(
+            RESPONSES, "input[]", name, example, "only the program that ran the tool needs this field", ("InputItem",)
+        )
         for name, example in _OF_RUNS
     ),
-    IgnoredField(RESPONSES, "input[]", "phase", "final_answer", "templates have no place for it", ("InputItem",)),
+    IgnoredField(RESPONSES, "input[]", "phase", "final_answer", "chat templates do not use this field", ("InputItem",)),
     IgnoredField(MESSAGES, "", "context_management", {"edits": []}, _WHOLE, _MESSAGES),
     IgnoredField(MESSAGES, "", "betas", ["x"], "no opt-in is needed", _MESSAGES),
     IgnoredField(MESSAGES, "", "speed", "fast", _ONE_TIER, _MESSAGES),
     IgnoredField(MESSAGES, "", "inference_geo", "us", _ROUTER, _MESSAGES),
     IgnoredField(MESSAGES, "", "fallbacks", [{"model": "x"}], _ROUTER, _MESSAGES),
-    IgnoredField(MESSAGES, "output_config", "task_budget", {"total": 9}, "max_tokens bounds it", ("OutputConfigBody",)),
+    IgnoredField(
+        MESSAGES, "output_config", "task_budget", {"total": 9}, "max_tokens limits the output", ("OutputConfigBody",)
+    ),
     IgnoredField(MESSAGES, "tools[]", "defer_loading", True, _ALL_TOOLS, ("ClientToolBody",)),
     IgnoredField(MESSAGES, "tools[]", "allowed_callers", ["direct"], _ALL_TOOLS, ("ClientToolBody",)),
-    IgnoredField(MESSAGES, "tools[]", "input_examples", [{}], "templates have no place for it", ("ClientToolBody",)),
+    IgnoredField(
+        MESSAGES, "tools[]", "input_examples", [{}], "chat templates do not use this field", ("ClientToolBody",)
+    ),
     IgnoredField(
         MESSAGES,
         "messages[].content[]",
@@ -202,25 +227,31 @@ IGNORED: tuple[IgnoredField, ...] = (
     IgnoredField(MESSAGES, "system[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("BlockBody",)),
     IgnoredField(MESSAGES, "tools[]", "cache_control", {"type": "ephemeral"}, _CACHED, ("ClientToolBody",)),
     IgnoredField(MESSAGES, "tools[]", "strict", True, _ALWAYS, ("ClientToolBody",)),
-    IgnoredField(MESSAGES, "tools[]", "eager_input_streaming", True, "input always streams", ("ClientToolBody",)),
+    IgnoredField(
+        MESSAGES, "tools[]", "eager_input_streaming", True, "the input of calls is always streamed", ("ClientToolBody",)
+    ),
     IgnoredField(MESSAGES, "messages[].content[]", "data", "x", "redacted thinking cannot be read", ("BlockBody",)),
-    IgnoredField(MESSAGES, "messages[].content[]", "citations", [], "there are no citations", ("BlockBody",)),
-    IgnoredField(MESSAGES, "messages[].content[]", "is_error", True, "templates have no place for it", ("BlockBody",)),
+    IgnoredField(
+        MESSAGES, "messages[].content[]", "citations", [], "Penstock does not support citations", ("BlockBody",)
+    ),
+    IgnoredField(
+        MESSAGES, "messages[].content[]", "is_error", True, "chat templates do not use this field", ("BlockBody",)
+    ),
     IgnoredField(EMBEDDINGS, "", "user", "u1", _LABEL, ("EmbeddingRequest",)),
     IgnoredField(POOLING, "", "user", "u1", _LABEL, ("PoolingBody",)),
-    IgnoredField(POOLING, "", "embed_dtype", "float32", "the only value", ("PoolingBody",)),
-    IgnoredField(POOLING, "", "endianness", "little", "the only order of bytes", ("PoolingBody",)),
+    IgnoredField(POOLING, "", "embed_dtype", "float32", "Penstock supports only float32", ("PoolingBody",)),
+    IgnoredField(POOLING, "", "endianness", "little", "Penstock supports only little-endian", ("PoolingBody",)),
     IgnoredField(SCORES, "", "user", "u1", _LABEL, ("ScoreBody",)),
     IgnoredField(CLASSIFY, "", "user", "u1", _LABEL, ("ClassificationBody",)),
     IgnoredField(RERANK, "", "user", "u1", _LABEL, ("RerankBody",)),
     IgnoredField(RERANK, "documents[]", "any but text", "x", "only text is ranked", ("DocumentBody",)),
     IgnoredField(LORA, "", "lora_int_id", 1, "adapters are identified by name", ("UnloadLoraAdapterRequest",)),
-    IgnoredField(BATCH, "", "any key but custom_id, method, url, body", "x", "only the body is computed"),
-    IgnoredField(INFERENCE, "", "field numbers of later contracts", None, "protobuf skips them"),
-    IgnoredField(VLLM, "tokenized", "original_text", "a", "token_ids are the prompt"),
-    IgnoredField(VLLM, "mm_inputs", "im_token_id", 1, "placeholders give the positions of media"),
-    IgnoredField(VLLM, "mm_inputs", "mm_hashes", ["a"], "media are known by their content"),
-    IgnoredField(VLLM, "mm_inputs", "keep_on_cpu_keys", ["a"], "engines choose where tensors are"),
+    IgnoredField(BATCH, "", "any key but custom_id, method, url, body", "x", "only the body is processed"),
+    IgnoredField(INFERENCE, "", "field numbers of later contracts", None, "protobuf ignores unknown field numbers"),
+    IgnoredField(VLLM, "tokenized", "original_text", "a", "the prompt is token_ids"),
+    IgnoredField(VLLM, "mm_inputs", "im_token_id", 1, "the placeholders determine the positions of media"),
+    IgnoredField(VLLM, "mm_inputs", "mm_hashes", ["a"], "media are identified by their content"),
+    IgnoredField(VLLM, "mm_inputs", "keep_on_cpu_keys", ["a"], "engines choose the device of tensors"),
     IgnoredField(
         VLLM, "sampling_params", "grammar_from_first_token", True, "constraints begin after the model's reasoning"
     ),
