@@ -22,23 +22,23 @@ from charts import leader_worker_set
 
 CHART = Path(__file__).resolve().parent / "penstock"
 KUBE_VERSIONS = ("1.30", "1.33", "1.36", "1.37")
-"""Versions to check: the oldest that Chart.yaml admits, up to the newest that is known."""
+"""Kubernetes versions to check, from the oldest version that Chart.yaml allows to the newest known version."""
 
 _NEEDS = re.compile(r"# Needs Kubernetes (1\.\d+)")
 
 FOREIGN = ("gateway.networking.k8s.io", "inference.networking.k8s.io", "cert-manager.io", "monitoring.coreos.com")
 """API groups of other projects, for which Kubernetes has no schemas."""
 
-# Cache the schemas: otherwise every manifest would read megabytes of them again.
+# Cache the schemas, because otherwise each manifest would read megabytes of schemas again.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 class ChartError(Exception):
-    """Error in the chart or in a values file, with the message of helm or of the validator."""
+    """Error in the chart or in a values file. The message comes from helm or from the validator."""
 
 
 class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML loader that refuses duplicate keys, which YAML would silently merge by taking the last one."""
+    """YAML loader that refuses duplicate keys. PyYAML would silently use the last value of a duplicate key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -54,8 +54,8 @@ def value_sets() -> list[Path]:
 
 
 def kube_versions(values: Path) -> list[str]:
-    """Return the versions to check a values file for. If its first line names a minimum version, older ones are left
-    out.
+    """Return the Kubernetes versions for which to check a values file. If the first line of the file names a minimum
+    version, older versions are omitted.
     """
     needed = _NEEDS.match(values.read_text(encoding="utf-8"))
     if needed is None:
