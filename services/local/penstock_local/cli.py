@@ -372,7 +372,7 @@ def _add_generate(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run_generate)
-    parser.add_argument("prompt", metavar="PROMPT", help="Text to continue. - reads it from standard input.")
+    parser.add_argument("prompt", metavar="PROMPT", help="Text to continue. - reads the text from standard input.")
     flags.add_server(parser)
     flags.add_media(parser)
     parser.add_argument(
@@ -475,7 +475,7 @@ def _add_scale(commands: Any) -> None:
         default=DEFAULT_POOL,
         help=("Name of the engine pool to scale (default: %(default)s)."),
     )
-    parser.add_argument("--wait", action="store_true", help="Wait until the pool has that many engines, then exit.")
+    parser.add_argument("--wait", action="store_true", help="Wait until the pool has N engines, then exit.")
     flags.add_admin(parser)
 
 

@@ -145,7 +145,10 @@ def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> No
     )
     ending.add_argument("--stop", action="append", metavar="TEXT", help="Stop before this text. May be repeated.")
     ending.add_argument(
-        "--ignore-eos", action="store_true", default=None, help=("Continue after the model's end-of-sequence token.")
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help=("Continue the output after the model's end-of-sequence token."),
     )
 
 
@@ -170,7 +173,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         "--min-p",
         type=float,
         metavar="P",
-        help=("Drop tokens whose probability is below this fraction of the most likely token's."),
+        help=("Drop tokens whose probability is below this fraction of the most likely token's probability."),
     )
     choice.add_argument("--seed", type=int64, metavar="S", help="Random seed. The same seed gives the same text.")
     choice.add_argument(
@@ -183,13 +186,13 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         "--frequency-penalty",
         type=float,
         metavar="X",
-        help=("Subtract X from a token's logit for each time it is in the output so far."),
+        help=("Subtract X from a token's logit for each occurrence of the token in the output so far."),
     )
     choice.add_argument(
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help=("Penalize tokens of the prompt and the output so far. Above 1 makes them less likely."),
+        help=("Penalize tokens of the prompt and of the output so far. Values above 1 make these tokens less likely."),
     )
 
 
@@ -210,7 +213,9 @@ def add_constraint(output: argparse._ArgumentGroup) -> None:
         help=("Generate exactly this text. Repeat the flag to give alternatives."),
     )
     one_of.add_argument(
-        "--grammar", metavar="GRAMMAR", help=("Generate text of this EBNF grammar, or of the grammar in this file.")
+        "--grammar",
+        metavar="GRAMMAR",
+        help=("Generate text that matches this EBNF grammar, or the grammar in this file."),
     )
 
 

@@ -22,7 +22,11 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     output: Annotated[
-        str, Meta(min_length=1, description=("File for the answers. Lines that it already answers are skipped."))
+        str,
+        Meta(
+            min_length=1,
+            description=("File for the answers. Requests that already have an answer in this file are skipped."),
+        ),
     ]
     errors: Annotated[
         str, Meta(description="File for failed lines; unset: the name of the output file with .errors.")

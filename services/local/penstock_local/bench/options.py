@@ -55,7 +55,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 ge=1,
                 le=65_536,
                 description=(
-                    "Number of concurrent requests. When one ends, the next is sent; unset: 8, unless --rate is given."
+                    "Number of concurrent requests. When a request ends, the next request is sent; unset: 8, "
+                    "unless --rate is given."
                 ),
             ),
         ]
@@ -67,7 +68,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             Meta(
                 ge=0.001,
                 le=1_000_000,
-                description=("Average number of requests per second, sent at random (Poisson) times."),
+                description=("Average number of requests per second. Requests are sent at random (Poisson) times."),
             ),
         ]
         | None
@@ -87,14 +88,21 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             Meta(
                 ge=0.001,
                 le=604_800,
-                description="Send requests for this many seconds. Requests that are running then still finish.",
+                description=(
+                    "Number of seconds during which requests are sent. Requests that are still running after that "
+                    "finish."
+                ),
             ),
         ]
         | None
     ) = None
     warmup: Annotated[
         int,
-        Meta(ge=0, le=2**31, description=("Number of requests to send before the measurement. They are not counted.")),
+        Meta(
+            ge=0,
+            le=2**31,
+            description=("Number of requests to send before the measurement. These requests are not counted."),
+        ),
     ] = 2
     timeout: (
         Annotated[float, Meta(ge=0.001, description="Timeout of a request in seconds; unset: no limit.")] | None
@@ -104,8 +112,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["random", "sharegpt", "prefix-repetition", "json-schema"],
         Meta(
             description=(
-                "Source of the prompts: random token ids; conversations from a ShareGPT file; prompts that share a "
-                "few prefixes; or requests for JSON that follows a schema."
+                "Source of the prompts. random: random token ids. sharegpt: conversations from a ShareGPT file. "
+                "prefix-repetition: prompts that share a few prefixes. json-schema: requests for JSON that follows a "
+                "schema."
             )
         ),
     ] = "random"

@@ -125,8 +125,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["", "auto", "grpc", "shared_memory", "nixl", "off"],
         Meta(
             description=(
-                "Transport for KV blocks between engines, so that they need not be recomputed; auto: the fastest "
-                "available; empty: auto with --prefill-engines, else off."
+                "Transport for KV blocks between engines, so that engines need not recompute the blocks; auto: the "
+                "fastest available; empty: auto with --prefill-engines, else off."
             )
         ),
     ] = ""
@@ -185,7 +185,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     disk_cache_size: Annotated[
-        ByteSize, Meta(description="Size of the disk cache of each engine, allocated at the start, such as 100GiB.")
+        ByteSize,
+        Meta(description=("Size of the disk cache of each engine, such as 100GiB. The engine allocates it at start.")),
     ] = 0
     threads_per_engine: (
         Annotated[
