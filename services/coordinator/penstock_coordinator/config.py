@@ -106,8 +106,8 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, str],
         Meta(
             description=(
-                "StatefulSet of each pool with a data-parallel group. Its number of pods follows the number of ranks "
-                "set by the RPC Scale."
+                "StatefulSet of each pool with a data-parallel group. The coordinator adapts the number of pods to the "
+                "number of ranks that the RPC Scale sets."
             )
         ),
     ] = {}

@@ -47,7 +47,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=1,
             le=100_000,
             description=(
-                "Maximum number of open sessions. Each frontend has one. Further sessions are refused with "
+                "Maximum number of open sessions. Each frontend has one session. Further sessions are refused with "
                 "RESOURCE_EXHAUSTED."
             ),
         ),
@@ -190,7 +190,9 @@ class ErrorDumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         ),
     ] = ""
-    include_tokens: Annotated[bool, Meta(description="Include token ids in the file. They reveal users' text.")] = False
+    include_tokens: Annotated[
+        bool, Meta(description=("Include token ids in the file. Token ids reveal users' text."))
+    ] = False
 
 
 _OWN_NUMBER = secrets.token_hex(4)
@@ -277,8 +279,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             le=86_400,
             description=(
                 "Seconds without a completed step, while the engine has work, after which the engine counts as wedged. "
-                "Its health checks then fail, the coordinator and the frontends are notified, and its requests resume "
-                "on other engines."
+                "The health checks of a wedged engine fail, the coordinator and the frontends are notified, and the "
+                "engine's requests resume on other engines."
             ),
         ),
     ] = 120.0

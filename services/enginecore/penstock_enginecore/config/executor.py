@@ -255,7 +255,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compute kernels. Each can be turned off to isolate a fault."""
+    """Compute kernels. Each kind of kernel can be turned off to isolate a fault."""
 
     isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "off"],

@@ -242,9 +242,9 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         str,
         Meta(
             description=(
-                "Connector that loads blocks instead of kv_transfer.transport and cache.host_memory: a name that a "
-                "plugin registered, or package.module:Class. The connector gets the kv_transfer_params of "
-                "requests. Empty: no connector."
+                "Connector that loads KV blocks instead of kv_transfer.transport and cache.host_memory. The value is "
+                "the name of a plugin's connector, or package.module:Class. The connector gets the kv_transfer_params "
+                "of requests. Empty: no connector."
             )
         ),
     ] = ""

@@ -234,8 +234,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ge=0,
             le=3600,
             description=(
-                "Maximum seconds that a request waits while other adapters use all max_loras slots. After that, one "
-                "of those adapters starts no more requests, so that its slot becomes free."
+                "Maximum seconds that a request waits while other adapters use all max_loras slots. After this time, "
+                "one of the other adapters starts no further requests, so that its slot becomes free."
             ),
         ),
     ] = 5.0

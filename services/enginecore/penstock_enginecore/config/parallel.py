@@ -72,8 +72,8 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ge=0,
             le=86_400,
             description=(
-                "Seconds after which requests leave a rank whose group has stopped. They resume on another engine if "
-                "possible."
+                "Seconds after which requests leave a rank whose group has stopped. The requests resume on another "
+                "engine if possible."
             ),
         ),
     ] = 10.0
@@ -146,8 +146,8 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         Meta(
             ge=1,
             description=(
-                "Maximum bytes of expert weights that all ranks together exchange after a step. A single expert may "
-                "be larger."
+                "Maximum bytes of expert weights that all ranks together exchange after a step. At least one expert is "
+                "exchanged, even if it is larger."
             ),
         ),
     ] = 64 * 1024 * 1024
@@ -168,7 +168,7 @@ class ExpertParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             le=1000,
             description=(
                 "Interval, in steps, between steps in which new requests may start. The interval is the same on all "
-                "ranks. The steps in between are short."
+                "ranks. The steps between them start no requests and are short."
             ),
         ),
     ] = 1

@@ -22,10 +22,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Method,
         Meta(
             description=(
-                "Method that drafts tokens. ngram: look up the last tokens in the request. suffix: also look them up "
-                "in earlier outputs. draft_model: use a smaller model with the same vocabulary. eagle, eagle3: use a "
-                "head on the model's hidden states. prediction: use only the client's prediction, and text that a "
-                "constraint forces; every other method drafts these first. Empty disables speculative decoding."
+                "Method that drafts tokens. ngram: search the request for its last tokens. suffix: search earlier "
+                "outputs too. draft_model: use a smaller model with the same vocabulary. eagle, eagle3: use a head on "
+                "the model's hidden states. prediction: use only the client's prediction, and text that a constraint "
+                "forces; every other method drafts these first. Empty disables speculative decoding."
             )
         ),
     ] = ""

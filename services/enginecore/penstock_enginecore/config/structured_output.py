@@ -45,8 +45,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             ge=1,
             le=100_000,
             description=(
-                "Number of compiled constraints to cache. Each takes up to about 16 MB with a vocabulary of 128,000 "
-                "tokens."
+                "Number of compiled constraints to cache. A compiled constraint takes up to about 16 MB with a "
+                "vocabulary of 128,000 tokens."
             ),
         ),
     ] = 64

@@ -28,8 +28,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool,
         Meta(
             description=(
-                "Accept media if the model supports them. false: accept only text, as engines with multimodal.enabled: "
-                "false do."
+                "Accept media if the model supports them. false: accept only text, as with multimodal.enabled false on "
+                "the engines."
             )
         ),
     ] = True

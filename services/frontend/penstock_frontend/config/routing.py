@@ -19,9 +19,9 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         RoutingPolicy,
         Meta(
             description=(
-                "Choice of the engine for a request. prefix_aware: the engine with the lowest load, after the prompt "
-                "tokens that it has cached are subtracted. least_loaded: the engine with the lowest load. round_robin: "
-                "engines in turn."
+                "Choice of the engine for a request. prefix_aware: the engine for which the load minus its cached "
+                "tokens of the prompt is lowest. least_loaded: the engine with the lowest load. round_robin: engines "
+                "in turn."
             )
         ),
     ] = "prefix_aware"
@@ -59,8 +59,9 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         bool,
         Meta(
             description=(
-                "Let the decode engine compute a long prompt if all prefill engines have queued prompts, and more work "
-                "than the decode engine. false: prefill engines compute all long prompts, regardless of their queues."
+                "Let the decode engine compute a long prompt if prompts are queued at all prefill engines and the "
+                "decode engine has less work than any of them. false: prefill engines compute all long prompts, "
+                "regardless of their queues."
             )
         ),
     ] = True
