@@ -53,17 +53,17 @@ SET_BY_CHART = (
     | {"parallel.secret_file"}
     | {f"data_parallel.{name}" for name in ("size", "min_size", "on_rank_loss", "move_after", "address")}
 )
-"""Settings that the chart sets itself, or offers as a value of its own."""
+"""Settings that the chart sets itself, or offers as a separate value outside ``config``."""
 
-# With a coordinator there is no list of engines, a frontend's id is its pod's name, and the admin port listens on loopback only.
-# A pod does not share its ports, and a frontend serves metrics on its HTTP port.
+# The coordinator replaces the list of engines. A frontend's id is its pod's name, and its admin port listens only on loopback.
+# A pod does not share its ports with other processes, and a frontend serves metrics on its HTTP port.
 _ANYWHERE = _below("metrics.tls", TlsConfig) | {"server.reuse_port"}
 NOT_OFFERED: dict[str, set[str]] = {
     "frontend": _below("admin", ServerConfig) | {"engines", "frontend_id", "http.reuse_port"} | _ANYWHERE,
     "enginecore": {"cache.num_blocks", "scheduler.scheduler"} | _ANYWHERE,
     "coordinator": _ANYWHERE,
 }
-"""Settings that are useless in a pod."""
+"""Settings that have no use in a pod."""
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}

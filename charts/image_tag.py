@@ -1,7 +1,8 @@
-"""Image tag, unique to the state of the repository: ``python3 charts/image_tag.py`` prints it. Needs Python and git.
+"""Image tag that is unique to the state of the repository. ``python3 charts/image_tag.py`` prints the tag.
 
 The tag is ``VERSION-COMMIT``. If files differ from the commit or are untracked, it is ``VERSION-COMMIT-dirty-HASH``
-with a hash of the contents of all files. Without git, as in a source archive, the tag is the version alone.
+with a hash of the contents of all files. Without git, as in a source archive, the tag is only the version. The module
+needs only Python and git.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Schema of LeaderWorkerSets, which Kubernetes does not include; written by ``python -m charts.leader_worker_set CRD``.
+"""Schema of LeaderWorkerSets, which Kubernetes does not include. ``python -m charts.leader_worker_set CRD`` writes it.
 
-The definition (CRD) consists mostly of two pod templates, which the schemas of Kubernetes describe better. The schema
-here covers the rest, and the templates are validated as pods.
+The definition (CRD) consists mostly of two pod templates. The schemas of Kubernetes describe pods better, so pod
+templates are validated as pods. This schema covers all other fields.
 """
 
 import json
@@ -44,7 +44,7 @@ def _trimmed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Raise jsonschema.ValidationError if the LeaderWorkerSet is invalid. Its pods are not checked."""
+    """Raise jsonschema.ValidationError if the LeaderWorkerSet is invalid. The function does not check its pod templates."""
     jsonschema.validate(manifest, json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 

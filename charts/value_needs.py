@@ -1,7 +1,7 @@
-"""Chart values that only have an effect together with another value, and the file with which templates check them.
+"""Generator of ``values_needs.json``: chart values that have an effect only together with another value.
 
-``values_needs.json`` lists them with their defaults, together with the dependencies of the services' settings.
-``templates/_needs.tpl`` reads the file.
+The file lists these values with their defaults, and the dependencies of the services' settings. ``templates/_needs.tpl``
+reads the file and refuses values without effect.
 """
 
 import json
@@ -128,7 +128,7 @@ def _row(path: str, default: Any, need: Need, defaults: dict[str, Any]) -> dict[
 
 
 def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value that is set as a whole, with its path."""
+    """Yield the path and content of each value that has no nested values in the schema."""
     whole = {".".join(leaf) for leaf in values_table.leaves(_SCHEMA, _SCHEMA)}
     whole |= {name.removeprefix("enginecore.") for name in whole if name.startswith("enginecore.")}
     for key, value in values.items():

@@ -18,7 +18,7 @@ END = "<!-- end of values -->\n"
 
 
 def resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return ``part``, or the definition of ``schema`` that it refers to."""
+    """Return ``part``, or the definition in ``schema`` to which ``part`` refers."""
     if "$ref" not in part:
         return part
     definition = schema
@@ -28,7 +28,7 @@ def resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def leaves(schema: dict[str, Any], part: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of values that are set as a whole, in the schema's order."""
+    """Yield the paths of values without nested values, in the schema's order."""
     for key, child in part["properties"].items():
         resolved = resolve(schema, child)
         if resolved.get("properties"):
@@ -94,5 +94,5 @@ def with_table(readme: str, schema: dict[str, Any]) -> str:
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README must hold the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"the chart's README must contain the lines {BEGIN!r} and {END!r}, which mark the table")
     return f"{head}{BEGIN}\n{table(schema)}\n{END}{tail}"

@@ -1,6 +1,6 @@
-"""Makes a release: ``python -m charts.release VERSION``. Checks, sets the version everywhere, builds, commits and tags.
+"""Makes a release: ``python -m charts.release VERSION``. Runs checks, sets the version in all files, builds, commits and tags.
 
-A refused or failed release changes nothing in the repository.
+If a release is refused or fails, the repository is unchanged.
 """
 
 import argparse
@@ -41,12 +41,12 @@ def check(root: Path, version: str) -> None:
     """Raise ReleaseError if the version, the working tree or the changelog does not admit the release."""
     numbers = parsed(version)
     if f"v{version}" in git(root, "tag", "--list").splitlines():
-        raise ReleaseError(f"tag v{version} exists already; choose a greater version")
+        raise ReleaseError(f"tag v{version} already exists; choose a greater version")
     last = current_version(root)
     if numbers <= parsed(last):
         raise ReleaseError(f"VERSION is {version}; it must be greater than the last version, {last}")
     if (root / RELEASED / f"v{version}.binpb").exists():
-        raise ReleaseError(f"{RELEASED}/v{version}.binpb exists already; choose a greater version")
+        raise ReleaseError(f"{RELEASED}/v{version}.binpb already exists; choose a greater version")
     check_clean(root)
     notes(root, version)
 
@@ -54,12 +54,14 @@ def check(root: Path, version: str) -> None:
 def check_clean(root: Path) -> None:
     """Raise ReleaseError if a file differs from the commit or is untracked."""
     if changed := git(root, "status", "--porcelain").splitlines():
-        raise ReleaseError(f"the working tree has changes, commit or remove them first: {', '.join(changed[:5])}")
+        raise ReleaseError(
+            f"the working tree has uncommitted changes; commit or remove them first: {', '.join(changed[:5])}"
+        )
 
 
 def run_gates(root: Path, gates: str) -> None:
     """Run the gates. Raises ReleaseError if they fail or change files."""
-    # VERSION of this run of make is not for the gates.
+    # Remove make's variables, because the VERSION of this make run must not reach the gates.
     env = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}}
     print(f"release: running {gates}", flush=True)
     code = subprocess.run(gates, shell=True, cwd=root, env=env, check=False).returncode  # noqa: S602 - the caller's command
@@ -69,7 +71,7 @@ def run_gates(root: Path, gates: str) -> None:
 
 
 def release(root: Path, version: str) -> Path:
-    """Set the version, build, commit and tag; return the folder of files. After a failure the repository is as before."""
+    """Set the version, build, commit and tag. Return the folder of files. After a failure, restore the repository."""
     before = git(root, "rev-parse", "HEAD")
     out = root / "build/release" / version
     try:
@@ -93,7 +95,7 @@ def release(root: Path, version: str) -> Path:
 
 
 def restore(root: Path, version: str, commit: str) -> None:
-    """Return the repository to a commit. The tree was clean, so only changes of the release are lost."""
+    """Reset the repository to a commit. The tree was clean before the release, so only changes of the release are lost."""
     git(root, "reset", "--quiet", "--hard", commit)
     for path in (root / RELEASED).glob(f"v{version}.*"):
         path.unlink()
@@ -102,7 +104,7 @@ def restore(root: Path, version: str, commit: str) -> None:
 
 
 def record(root: Path, version: str, commit: str, digest: str) -> None:
-    """Add a row to the table of releases, the newest first."""
+    """Add a row at the top of the table of releases."""
     page = root / PAGE
     text = page.read_text(encoding="utf-8")
     rule = "|---|---|---|---|\n"

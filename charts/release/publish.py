@@ -1,6 +1,7 @@
 """Publishes a release from its tagged commit: ``python -m charts.release.publish [--dry-run] files images chart``.
 
-Needs Python and git, and the program of each upload: gh for files, docker or the like for images, helm for the chart.
+Needs Python, git, and a program for each kind of upload: gh for files, docker or a similar program for images, helm for
+the chart.
 """
 
 import argparse
@@ -15,10 +16,10 @@ from charts.release.versions import ReleaseError, current_version, notes
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = "build/publish"
-"""Folder of the wheels, the chart package, the contracts and their checksums, which ``make release-files`` fills."""
+"""Folder to which ``make release-files`` writes the wheels, the chart package, the contracts and their checksums."""
 SERVICES = ("coordinator", "frontend", "enginecore")
 _SHOWN = 100
-"""Characters of an argument that a dry run prints."""
+"""Maximum number of characters of an argument that a dry run prints."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def check_tag(root: Path, version: str) -> None:
     command = ["git", "tag", "--points-at", "HEAD"]
     tags = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split()  # noqa: S603 - our own words
     if f"v{version}" not in tags:
-        raise ReleaseError(f"the commit has no tag v{version}; check out the tag, or make a release first")
+        raise ReleaseError(
+            f"the current commit does not have the tag v{version}; check out the tag, or make a release first"
+        )
 
 
 def _shown(command: Command) -> str:
@@ -100,7 +103,7 @@ def main() -> int:
             raise ReleaseError(
                 "REGISTRY is empty; set it to the registry and folder of the images, for example registry.example/llm"
             )
-        # Names of images are lower case.
+        # Image names must be lower case.
         target = Target(version, args.registry.lower(), args.builder, args.device)
         commands = [command for kind in args.kinds for command in KINDS[kind](ROOT, target)]
         if not args.dry_run:

@@ -1,4 +1,4 @@
-"""The version of a release: its form, the places in the repository that hold it, and the section of the changelog."""
+"""The version of a release: its form, the files that contain it, and its section of the changelog."""
 
 import re
 from pathlib import Path
@@ -17,21 +17,22 @@ PLACES: dict[str, tuple[str, ...]] = {
     "examples/clients/rust/Cargo.lock": (r'name = "penstock-protos"\nversion = "{}"$',),
     "docs/guides/clients/node.md": (r"penstock-protos-{}\.tgz",),
 }
-"""Files by pattern, with expressions around the version: wheels, chart, images (by the chart's appVersion), and packages of
-stubs with the examples that install them. Each file has each expression, except that a distribution may depend on no other one.
+"""Patterns of files that contain the version, with the expressions around the version. The files belong to wheels, the chart,
+images (by the chart's appVersion), packages of stubs, and examples that install these packages. Each file must match each of its
+expressions, but a distribution need not depend on other distributions.
 """
 _MAY_BE_ABSENT = r'"penstock-[a-z]+=={}"'
 _ANY = r"\d+\.\d+\.\d+"
 
 
 class ReleaseError(Exception):
-    """The release is refused. The message names the reason and the remedy."""
+    """Reason why a release is refused. The message has the cause and the remedy."""
 
 
 def parsed(version: str) -> tuple[int, ...]:
     """Return the numbers of a version. Raises ReleaseError if it is not MAJOR.MINOR.PATCH.
 
-    Pre-releases are refused: wheels, Go modules and charts would spell them differently.
+    Pre-releases are refused, because wheels, Go modules and charts write pre-release versions differently.
     """
     if not (found := _FORM.fullmatch(version)):
         raise ReleaseError(f"VERSION is {version!r}; it must be MAJOR.MINOR.PATCH, for example 0.2.0")
@@ -39,7 +40,7 @@ def parsed(version: str) -> tuple[int, ...]:
 
 
 def current_version(root: Path) -> str:
-    """Return the version in all places. Raises ReleaseError if a place is missing or has another version."""
+    """Return the version in all files. Raises ReleaseError if a file is missing or has another version."""
     version = chart_version(root)
     for path, expression in _places(root):
         versions = set(re.findall(expression.format(f"({_ANY})"), path.read_text(encoding="utf-8"), re.MULTILINE))
@@ -54,7 +55,7 @@ def current_version(root: Path) -> str:
 
 
 def set_version(root: Path, version: str) -> None:
-    """Write a version to all places."""
+    """Write a version to all files."""
     for path, expression in _places(root):
         before, after = expression.split("{}")
         text = path.read_text(encoding="utf-8")
@@ -71,7 +72,7 @@ def _places(root: Path) -> list[tuple[Path, str]]:
     ]
     missing = [pattern for pattern in PLACES if not any(root.glob(pattern))]
     if missing:
-        raise ReleaseError(f"there is no file {', '.join(missing)}")
+        raise ReleaseError(f"no file matches {', '.join(missing)}")
     return found
 
 
@@ -80,7 +81,9 @@ def notes(root: Path, version: str) -> str:
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = re.search(rf"^## {re.escape(version)}(?: .*)?$", changelog, re.MULTILINE)
     if heading is None:
-        raise ReleaseError(f"CHANGELOG.md has no section '## {version}'; rename the section of unreleased changes")
+        raise ReleaseError(
+            f"CHANGELOG.md has no section '## {version}'; rename the section of unreleased changes to it"
+        )
     section = re.split(r"^## ", changelog[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0].strip()
     if not re.search(r"^- ", section, re.MULTILINE):
         raise ReleaseError(f"section '## {version}' of CHANGELOG.md has no entry; list the changes")

@@ -77,24 +77,24 @@ def test_a_version_that_is_not_greater_is_refused(tree: Path) -> None:
 
 def test_an_existing_tag_is_refused(tree: Path) -> None:
     git(tree, "tag", f"v{NEXT}")
-    assert refusal(tree) == f"tag v{NEXT} exists already; choose a greater version"
+    assert refusal(tree) == f"tag v{NEXT} already exists; choose a greater version"
 
 
 def test_contracts_that_are_kept_already_are_refused(tree: Path) -> None:
     (tree / "protos/released" / f"v{NEXT}.binpb").touch()
     commit(tree)
-    assert refusal(tree) == f"protos/released/v{NEXT}.binpb exists already; choose a greater version"
+    assert refusal(tree) == f"protos/released/v{NEXT}.binpb already exists; choose a greater version"
 
 
 @pytest.mark.parametrize("name", ["README.md", "untracked.txt"])
 def test_a_tree_with_changes_is_refused(tree: Path, name: str) -> None:
     (tree / name).write_text("changed")
-    assert refusal(tree).startswith("the working tree has changes, commit or remove them first: ")
+    assert refusal(tree).startswith("the working tree has uncommitted changes; commit or remove them first: ")
     assert (tree / name).read_text() == "changed"
 
 
 def test_a_changelog_without_the_section_is_refused(tree: Path) -> None:
-    assert refusal(tree, "9.2.0") == "CHANGELOG.md has no section '## 9.2.0'; rename the section of unreleased changes"
+    assert refusal(tree, "9.2.0") == "CHANGELOG.md has no section '## 9.2.0'; rename the section of unreleased changes to it"
 
 
 def test_an_empty_section_is_refused(tree: Path) -> None:
@@ -113,7 +113,7 @@ def test_gates_that_leave_changes_are_refused(tree: Path) -> None:
     before = state(tree)
     command = [sys.executable, "-m", "charts.release", NEXT, "--gates", "touch left.txt"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
-    assert "the working tree has changes, commit or remove them first: ?? left.txt" in done.stderr
+    assert "the working tree has uncommitted changes; commit or remove them first: ?? left.txt" in done.stderr
     (tree / "left.txt").unlink()
     assert state(tree) == before
 

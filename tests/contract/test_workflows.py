@@ -87,7 +87,7 @@ def test_images_and_chart_go_to_the_registry_in_the_version_that_the_chart_insta
     ("arguments", "message"),
     [
         (["images"], "REGISTRY is empty; set it to the registry and folder of the images"),
-        (["chart", "--registry", REGISTRY], "the commit has no tag v"),
+        (["chart", "--registry", REGISTRY], "the current commit does not have the tag v"),
     ],
 )
 def test_publishing_is_refused(arguments: list[str], message: str) -> None:
