@@ -94,7 +94,10 @@ def test_a_tree_with_changes_is_refused(tree: Path, name: str) -> None:
 
 
 def test_a_changelog_without_the_section_is_refused(tree: Path) -> None:
-    assert refusal(tree, "9.2.0") == "CHANGELOG.md has no section '## 9.2.0'; rename the section of unreleased changes to it"
+    assert (
+        refusal(tree, "9.2.0")
+        == "CHANGELOG.md has no section '## 9.2.0'; rename the section of unreleased changes to it"
+    )
 
 
 def test_an_empty_section_is_refused(tree: Path) -> None:
