@@ -20,7 +20,7 @@ _HEAD = """\
 
 This page lists every setting of the three services. `--help` of a service's Python module prints the same list.
 
-**Where settings come from.** A service reads a YAML file (`--config FILE`), then environment variables, then flags. A later
+**Sources of settings.** A service reads a YAML file (`--config FILE`), then environment variables, then flags. A later
 source overrides an earlier one. A dot in a name separates a section from a setting. These forms set `scheduler.max_num_seqs`:
 
 - `max_num_seqs` under `scheduler` in the file,
@@ -30,8 +30,8 @@ source overrides an earlier one. A dot in a name separates a section from a sett
 **Errors.** A service does not start in three cases. If a name is unknown, the error suggests the most similar name. If a value is
 out of range, the error states the range. If a setting has no effect without another setting, the error names the other setting.
 
-**Other programs.** `penstock serve` takes these settings as `--set engine.scheduler.max_num_seqs=64`
-([command line](cli.md)), except settings that the command itself chooses. The chart takes them in `frontend.config`,
+**Other programs.** `penstock serve` accepts these settings as `--set engine.scheduler.max_num_seqs=64`
+([command line](cli.md)), except settings that the command itself chooses. The chart accepts them in `frontend.config`,
 `enginecore.config` and `coordinator.config` ([chart](../../charts/penstock/README.md)).
 
 **Values.** A size is a number of bytes, or a number with a unit, such as `512MiB` or `4GiB`. The units K, M, G, T and KiB, MiB,
