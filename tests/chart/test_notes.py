@@ -53,7 +53,7 @@ def test_the_first_call_names_a_method_and_fields_of_the_api(tmp_path: Path):
     assert {"text", "sampling_params"} <= set(messages_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 
 
-KV_CACHE = "config.cache.kv_cache_memory the KV cache is sized by the node's free memory"
+KV_CACHE = "config.cache.kv_cache_memory, the engine sizes the KV cache by the node's free memory"
 
 
 def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
@@ -68,7 +68,7 @@ def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
     [
         (
             ("enginecore.autoscaling.mode=keda", "enginecore.autoscaling.minReplicas=0"),
-            "The first call starts one",
+            "The first call starts an engine",
         ),
         (("enginecore.replicas=0",), "There is no engine while enginecore.replicas is 0."),
         (
@@ -77,7 +77,7 @@ def test_the_notes_say_when_frontends_get_ready(tmp_path: Path):
                 "enginecore.pools.b.autoscaling.mode=keda",
                 "enginecore.pools.b.autoscaling.minReplicas=0",
             ),
-            "The first call starts one",
+            "The first call starts an engine",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_without_autoscaling_there_is_nothing_of_metrics(tmp_path: Path):
     ("name", "settings", "warning"),
     [
         (BARE, (), "is a LoadBalancer Service, and its traffic is neither encrypted nor authenticated"),
-        (BARE, (), "the KV cache is sized by the node's free memory"),
+        (BARE, (), "the engine sizes the KV cache by the node's free memory"),
         (HUB, (), "each new engine pod downloads the model"),
         (AUTOSCALED, ("metrics.enabled=false",), "metrics.enabled is false, so the autoscaler has no metrics"),
     ],
