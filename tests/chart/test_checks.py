@@ -39,7 +39,9 @@ def test_certificates_are_for_the_engines_of_all_pools():
     settings = [f"{component}.tls.secretName=of-{component}" for component in ("frontend", "enginecore", "coordinator")]
     own = release(POOLS, *settings, "enginecore.pools.spot.tls.secretName=of-spot")
     assert own.volumes("enginecore-spot")["tls"]["secret"]["secretName"] == "of-spot"
-    with pytest.raises(ChartError, match=r"enginecore.pools.spot.tls.secretName differs .* all pools or for none"):
+    with pytest.raises(
+        ChartError, match=r"enginecore.pools.spot.tls.secretName and .* must both be set or both be empty"
+    ):
         release(POOLS, *settings, "enginecore.pools.spot.tls.secretName=")
 
 

@@ -111,7 +111,7 @@
 {{- fail (printf "%s: the name of the Service %s would have %d characters, but at most 63 are allowed; give the pool or the release (fullnameOverride) a shorter name" $key $name (len $name)) -}}
 {{- end -}}
 {{- if ne (empty .values.tls.secretName) (empty .root.Values.enginecore.tls.secretName) -}}
-{{- fail (printf "%s.tls.secretName differs from enginecore.tls.secretName in being set or empty; set it for all pools or for none" $key) -}}
+{{- fail (printf "%s.tls.secretName and enginecore.tls.secretName must both be set or both be empty; set tls.secretName for all pools or for none" $key) -}}
 {{- end -}}
 {{- include "penstock.check.autoscaling" (merge (dict "key" $key) .) -}}
 {{- end -}}
