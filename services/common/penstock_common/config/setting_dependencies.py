@@ -32,13 +32,13 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Return the condition as text after "needs", for example ``data_parallel.size above 1``."""
+        """Return the condition as text after "needs", for example ``data_parallel.size to be above 1``."""
         if self.values:
-            return f"{self.setting} {' or '.join(map(str, self.values))}"
+            return f"{self.setting} to be {' or '.join(map(str, self.values))}"
         if self.off == ABOVE_ONE:
-            return f"{self.setting} above 1"
+            return f"{self.setting} to be above 1"
         if self.off == A_PORT:
-            return f"a port in {self.setting}"
+            return f"{self.setting} to be a port"
         return self.setting
 
 

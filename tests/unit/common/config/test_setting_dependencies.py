@@ -69,11 +69,11 @@ def test_loading_a_configuration_refuses_it() -> None:
 
 
 def test_conditions_are_told_as_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"it needs data_parallel.size above 1; set"):
+    with pytest.raises(ConfigError, match=r"it needs data_parallel.size to be above 1; set"):
         build(STRUCTS["enginecore"], {"model": {"path": "m"}, "data_parallel": {"move_after": 3.0}})
-    with pytest.raises(ConfigError, match=r"it needs speculative.method ngram; set"):
+    with pytest.raises(ConfigError, match=r"it needs speculative.method to be ngram; set"):
         build(STRUCTS["enginecore"], {"model": {"path": "m"}, "speculative": {"prompt_lookup_max": 4}})
-    with pytest.raises(ConfigError, match=r"it needs a port in metrics.port; set"):
+    with pytest.raises(ConfigError, match=r"it needs metrics.port to be a port; set"):
         build(STRUCTS["coordinator"], {"metrics": {"host": "::1"}})
 
 
