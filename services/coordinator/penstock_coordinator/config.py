@@ -68,7 +68,11 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 256
     idle_seconds: Annotated[
         float,
-        Meta(ge=0, le=86_400, description="Seconds after its last request for which a pool still counts as in use."),
+        Meta(
+            ge=0,
+            le=86_400,
+            description=("Seconds after the last request of a pool for which the pool still counts as in use."),
+        ),
     ] = 300.0
 
     def __post_init__(self) -> None:

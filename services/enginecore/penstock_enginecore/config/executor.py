@@ -101,8 +101,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ge=1,
             le=64,
             description=(
-                "Number of workers that share each layer (tensor parallelism). The model's attention heads must "
-                "divide evenly among them."
+                "Number of workers that split each layer (tensor parallelism). The model's attention heads must divide "
+                "evenly among them."
             ),
         ),
     ] = 1
@@ -121,8 +121,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[int, Meta(ge=1)], ...],
         Meta(
             description=(
-                "Number of layers of each pipeline stage. Empty: the split for which the largest stage, including "
-                "the output head, reads the fewest bytes of weights per step."
+                "Number of layers of each pipeline stage. Empty: the split that minimizes the bytes of weights that "
+                "the largest stage, including the output head, reads per step."
             )
         ),
     ] = ()
@@ -161,7 +161,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description=(
                 "Bind a worker's threads to the cores of one NUMA node: with a GPU, the GPU's node; with several CPU "
-                "workers, one node each. This has no effect if the process is already bound to one node."
+                "workers, one node each. The setting has no effect if the process is already bound to one node."
             )
         ),
     ] = True
@@ -270,8 +270,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         Meta(
             description=(
-                "Compute the layers of known models, including attention, in one call per step. On CPUs this needs "
-                "kernels.attention. On GPUs it allows steps to be replayed as CUDA graphs."
+                "Compute the layers of known models, including attention, in one call per step. On CPUs, the single "
+                "call needs kernels.attention. On GPUs, it allows the engine to replay steps as CUDA graphs."
             )
         ),
     ] = True
@@ -337,9 +337,9 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         Meta(
             description=(
-                "Make the results of a request bit-identical regardless of the other requests in its batch. "
-                "Supported only for models with a fused decoder, on GPUs or with the CPU kernels; other models "
-                "are refused. On GPUs this is slower. The CPU kernels are always batch-invariant."
+                "Make the results of a request bit-identical regardless of the other requests in its batch. Supported "
+                "only for models with a fused decoder, on GPUs or with the CPU kernels; other models are refused. On "
+                "GPUs, this setting makes steps slower. The CPU kernels are always batch-invariant."
             )
         ),
     ] = False

@@ -32,9 +32,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ByteSize,
             Meta(
                 description=(
-                    "Bytes of the KV cache. Unset, on a GPU: the memory that memory_utilization allows, minus the "
-                    "memory that the model needs. Unset, on a CPU: a quarter of the machine's free memory, at most 4 "
-                    "GiB. Container memory limits are not considered."
+                    "Size of the KV cache in bytes. Unset, on a GPU: the memory that memory_utilization allows, minus "
+                    "the memory that the model needs. Unset, on a CPU: a quarter of the machine's free memory, at most "
+                    "4 GiB. Container memory limits are not considered."
                 )
             ),
         ]

@@ -42,8 +42,8 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ge=1,
             le=MAX_RANKS,
             description=(
-                "Number of ranks with which the group starts. 1: the engine runs alone. Dense models need no group, "
-                "regardless of the number of engines."
+                "Number of ranks with which the group starts. 1: no group. Dense models need no group, regardless of "
+                "the number of engines."
             ),
         ),
     ] = 1

@@ -82,7 +82,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             bool,
             Meta(
                 description=(
-                    "Prepare each step while the previous one runs. The tokens stay the same. Unset: true on GPUs, "
+                    "Prepare each step while the previous step runs. The tokens stay the same. Unset: true on GPUs, "
                     "otherwise false."
                 )
             ),

@@ -25,7 +25,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "Method that drafts tokens. ngram: search the request for its last tokens. suffix: search earlier "
                 "outputs too. draft_model: use a smaller model with the same vocabulary. eagle, eagle3: use a head on "
                 "the model's hidden states. prediction: use only the client's prediction, and text that a constraint "
-                "forces; every other method drafts these first. Empty disables speculative decoding."
+                "forces. Every other method uses the prediction and forced text first. Empty disables speculative "
+                "decoding."
             )
         ),
     ] = ""

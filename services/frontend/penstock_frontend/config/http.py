@@ -42,9 +42,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The HTTP listener with OpenAI's and Anthropic's APIs, ``/health`` and ``/metrics``."""
 
     host: Annotated[str, Meta(min_length=1, description="Interface to listen on.")] = "0.0.0.0"
-    port: Annotated[int, Meta(ge=-1, le=65_535, description="Port to listen on. 0: a free port. -1: HTTP is off.")] = (
-        8000
-    )
+    port: Annotated[
+        int, Meta(ge=-1, le=65_535, description=("Port to listen on. 0: a free port. -1: no HTTP listener."))
+    ] = 8000
     reuse_port: Annotated[
         bool,
         Meta(

@@ -71,7 +71,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=1,
             le=4096,
-            description="Maximum number of URLs fetched at the same time. Up to media.max_queued more may wait.",
+            description=(
+                "Maximum number of URLs fetched at the same time. Up to media.max_queued further URLs may wait."
+            ),
         ),
     ] = 64
     max_bytes: Annotated[

@@ -32,7 +32,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=100_000_000,
             description=(
                 "Maximum number of cached blocks that the frontend tracks for prefix_aware. A block counts once for "
-                "each engine that has it, and takes up to 250 bytes of memory. 0: the frontend tracks no blocks."
+                "each engine that has cached it, and needs up to 250 bytes of memory. 0: the frontend tracks no blocks."
             ),
         ),
     ] = 2_000_000
