@@ -24,11 +24,13 @@ from penstock_enginecore.executor.generation.media import Placed, StepMedia, row
 from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
 from penstock_enginecore.forward.backbone import BackboneBatch, probe_states
 from penstock_enginecore.forward.build import BuiltBackbone
-from penstock_enginecore.forward.dummy_inputs import Probe
+from penstock_enginecore.forward.dummy_inputs import Probe, block_size_of
 from penstock_enginecore.lora.adapter import AdaptedForward, ordered_by_adapter, segments_of
 from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Accumulator, Pooler
+from penstock_enginecore.states.base import StateMetadata
+from penstock_enginecore.states.memory import StateLayers, num_bytes
 
 # State of pooling requests. A prompt does not change, except for the number of computed tokens.
 
@@ -181,6 +183,7 @@ class PoolingRunner:
         encoder, device = model.encoder, self._backbone.device
         self._media = None if encoder is None else StepMedia(encoder, model.dtype, device)
         self._caches: LayerCaches = {}
+        self._state_layers: StateLayers = {}
         self._batch = self._empty_batch(None)
         self._kv_cache: KVCacheConfig | None = None
         self._done = ModelRunnerOutput()
@@ -198,6 +201,7 @@ class PoolingRunner:
             supports_chunked_prefill=not self._model.is_encoder,
             media=() if self._model.encoder is None else tuple(self._model.encoder.media),
             embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
+            states=self._backbone.states.needs,
         )
 
     @property
@@ -217,8 +221,8 @@ class PoolingRunner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers. Pooling models have none."""
-        return 0
+        """Bytes of the states of recurrent layers."""
+        return num_bytes(self._state_layers)
 
     @property
     def graphs(self) -> GraphStats:
@@ -228,12 +232,15 @@ class PoolingRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._caches = self._backbone.memory.allocate(config)
         self._backbone.bind(self._caches)
+        self._state_layers = {} if config.states is None else self._backbone.states.allocate(config.states)
+        self._backbone.bind_states(self._state_layers)
         self._kv_cache = config
         self._forget()
 
     def drop_kv_cache(self) -> None:
-        self._caches = {}
+        self._caches, self._state_layers = {}, {}
         self._backbone.bind({})
+        self._backbone.bind_states({})
         self._kv_cache = None
         self._forget()
 
@@ -252,8 +259,7 @@ class PoolingRunner:
     def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
         """Run prompts of the model's maximum length. Encoders skip this, because they have no cache to leave room for."""
         if not self._model.is_encoder:
-            block_size = next(iter(self.specs.values())).block_size
-            probe = Probe.largest(num_tokens, self._model.max_len, block_size)
+            probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
             if self._media is None:
                 self._probe(probe)
             else:
@@ -270,13 +276,18 @@ class PoolingRunner:
         if not step.num_scheduled_tokens:
             return
         inputs = self._batch.prepare(step.num_scheduled_tokens)
-        hidden = self._backbone.run(self._with_media(inputs))
         request_ids = [chunk.request.key for chunk in inputs.chunks]
+        states = None
+        if self._state_layers:
+            starts = np.array([chunk.start for chunk in inputs.chunks])
+            states = StateMetadata.of(request_ids, inputs.batch.query_start_loc, starts, step.states)
+        hidden = self._backbone.run(replace(self._with_media(inputs), states=states))
         self._done = ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=[[] for _ in request_ids],
             pooled=self._pool(inputs, hidden),
             encoder_failures=failures,
+            num_nans_in_logits={} if states is None else {request_ids[index]: 1 for index in states.broken},
         )
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
@@ -343,6 +354,7 @@ class PoolingRunner:
             probe_states(self._backbone, probe)
         finally:
             self._backbone.bind(self._caches)
+            self._backbone.bind_states(self._state_layers)
 
     def _empty_batch(self, config: KVCacheConfig | None) -> PoolingBatch:
         """Create an empty batch, with the groups of ``config`` if the model has a KV cache."""

@@ -12,7 +12,7 @@ from penstock_enginecore.attention.base import AttentionBackend, AttentionMetada
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.cuda.adapters import SlotModules
-from penstock_enginecore.forward.dummy_inputs import Probe
+from penstock_enginecore.forward.dummy_inputs import Probe, alone_states, throwaway
 from penstock_enginecore.forward.modules import (
     NO_ROWS,
     caches_by_module,
@@ -25,8 +25,13 @@ from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSe
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import EncoderContext, check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.pooling.embedder import PoolingModel
+from penstock_enginecore.states.base import StateMetadata, use_states
+from penstock_enginecore.states.bound import BoundStates
+from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 _FIRST: IntArray = np.zeros(1, dtype=np.int64)
 
@@ -45,6 +50,7 @@ class BackboneBatch:
         embedded: Media input of decoders, as in ``ForwardBatch``.
         rope_positions: Media input of decoders, as in ``ForwardBatch``.
         deepstack: Media input of decoders, as in ``ForwardBatch``.
+        states: States of each prompt, for a model with recurrent layers.
     """
 
     token_ids: IntArray
@@ -56,6 +62,20 @@ class BackboneBatch:
     embedded: torch.Tensor | None = None
     rope_positions: IntArray | None = None
     deepstack: torch.Tensor | None = None
+    states: StateMetadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneSpecs:
+    """Memory needs of a model's layers, by module name.
+
+    Attributes:
+        attention: KV cache needs. Empty for an encoder, which has no KV cache.
+        states: Specs of recurrent layers.
+    """
+
+    attention: dict[str, KVCacheSpec]
+    states: dict[str, StateSpec]
 
 
 class Backbone:
@@ -64,26 +84,30 @@ class Backbone:
     Steps run one at a time, with gradients off. Decoder models need ``bind`` before the first step.
 
     Args:
-        specs: KV cache requirements of each attention layer, by layer name. Empty for an encoder, which has no KV cache.
+        specs: Memory needs of the layers.
         backend: Computes attention.
         packed_bytes: Bytes that modules hold in addition to their parameters.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
+        from_start: Compute recurrences token by token, for prompts that begin in the step.
     """
 
     def __init__(
         self,
         model: PoolingModel,
-        specs: dict[str, KVCacheSpec],
+        specs: BackboneSpecs,
         backend: AttentionBackend,
         device: torch.device,
         packed_bytes: int = 0,
         cache_dtype: torch.dtype | None = None,
         adapted: SlotModules | None = None,
+        *,
+        from_start: bool = False,
     ) -> None:
         self.device = device
-        self.specs = specs
-        self.memory = backend.memory(specs, cache_dtype or model.dtype, device)
+        self.specs = specs.attention
+        self.memory = backend.memory(specs.attention, cache_dtype or model.dtype, device)
+        self._states = BoundStates(model.module, specs.states, model.dtype, device, from_start=from_start)
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes
@@ -98,6 +122,15 @@ class Backbone:
 
     def bind(self, caches: LayerCaches) -> None:
         self._caches = caches_by_module(self._model.module, caches)
+
+    @property
+    def states(self) -> StateMemory:
+        """Allocator of the states of recurrent layers."""
+        return self._states.memory
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states from now on. An empty dictionary releases the current states."""
+        self._states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return the embeddings of a decoder as a new tensor ``[tokens, hidden size]``. The caller may overwrite rows
@@ -115,7 +148,7 @@ class Backbone:
         else:
             plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
             context = StepContext(self._backend, self._caches, plans)
-        with self._adding(batch):
+        with use_states(self._states.context(batch.states)), self._adding(batch):
             return hidden_states(self._model, batch, context, self.device)
 
     def _adding(self, batch: BackboneBatch) -> AbstractContextManager[None]:
@@ -152,28 +185,29 @@ class Backbone:
         (self._slots or self._adapted).remove(digest)
 
 
-def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> dict[str, KVCacheSpec]:
-    """Run one token through the layers and classification head of ``model`` and return the KV cache specs of its
-    attention layers.
+def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> BackboneSpecs:
+    """Run one token through the layers and classification head of ``model`` and return the memory needs of its layers.
 
     Raises ModelLoadError if the model is not supported.
     """
-    context = ProbeContext()
+    context, states = ProbeContext(), StateProbe()
     try:
         zero: IntArray = np.zeros(1, dtype=np.int64)
-        hidden = hidden_states(model, BackboneBatch(zero, zero, zero, np.arange(2)), context, device)
+        with use_states(states):
+            hidden = hidden_states(model, BackboneBatch(zero, zero, zero, np.arange(2)), context, device)
         if model.head is not None:
             model.head(torch.zeros(1, dtype=torch.int64, device=device), hidden)
     except Exception as e:
         raise ModelLoadError(unsupported(model.module, e)) from e
     if not model.is_encoder:
-        return layer_specs(model.module, context.calls, block_size)
+        attention = layer_specs(model.module, context.calls, block_size)
+        return BackboneSpecs(attention, state_specs(model.module, states))
     check_encoder_calls(model.module, context.calls)
-    return {}
+    return BackboneSpecs({}, {})
 
 
 def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
-    """Return hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache."""
+    """Return hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache and states."""
     metadata = probe.metadata
     batch = BackboneBatch(
         token_ids=probe.token_ids,
@@ -181,12 +215,10 @@ def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
         token_types=np.zeros_like(probe.token_ids),
         query_start_loc=metadata.query_start_loc,
         attention=[metadata],
+        states=alone_states(backbone, metadata),
     )
-    backbone.bind(backbone.memory.throwaway(metadata.block_size, probe.num_blocks))
-    try:
+    with throwaway(backbone, probe):
         return backbone.run(batch)
-    finally:
-        backbone.bind({})
 
 
 def hidden_states(

@@ -216,7 +216,7 @@ class StatefulForward(Protocol):
         """Use these states from now on. An empty dictionary releases the current states."""
 
 
-def state_memory(forward: "ForwardPass") -> StateMemory | None:
+def state_memory(forward: object) -> StateMemory | None:
     """Return the allocator of a pass's states, or None for a model without recurrent layers."""
     return forward.states if isinstance(forward, StatefulForward) and forward.states.specs else None
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -220,18 +220,20 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
 def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
     """Build the layers of a pooling model. Raises the errors of ``build_forward``."""
     native, attends, backend = open_backends(config)
-    specs = in_cache_dtype(probe_specs(model, config.device, config.block_size), config.cache_dtype)
+    probed_specs = probe_specs(model, config.device, config.block_size)
+    specs = replace(probed_specs, attention=in_cache_dtype(probed_specs.attention, config.cache_dtype))
 
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
-    def backbone(attends: AttentionBackend, packed_bytes: int = 0) -> Backbone:
-        return Backbone(model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
+    def backbone(attends: AttentionBackend, packed_bytes: int = 0, *, from_start: bool = False) -> Backbone:
+        of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
+        return Backbone(*of, from_start=from_start)
 
-    reference = backbone(create_backend("reference", config.device))
+    reference = backbone(create_backend("reference", config.device), from_start=True)
 
     probed = partial(probe_states, probe=Probe.prompt(model.vocab_size))
     run, serve = partial(probed, reference), partial(backbone, backend)
-    attending = Attending(config.device, specs, model.dtype, backbone, probed)
+    attending = Attending(config.device, specs.attention, model.dtype, backbone, probed)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))

@@ -1,14 +1,16 @@
 """Prompts and steps with arbitrary tokens, used to compare forward passes and to warm them up."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import (
     NO_DEMANDS,
     Choice,
@@ -23,6 +25,8 @@ from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig
 
+Stateful = Any
+"""A forward pass of a generating model, or the layers of a pooling model: both have a KV cache and may have states."""
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
 """Positions that cut a prompt into a prompt, one token, a piece of a prompt, and two single tokens."""
@@ -31,6 +35,11 @@ _SPAN = slice(4, 11)
 _SPAN_WIDTH = 3
 _BLOCK_SIZE = 16
 """Tokens per block: a whole number of tiles in every backend's layout."""
+
+
+def block_size_of(specs: Mapping[str, KVCacheSpec]) -> int:
+    """Return the tokens of a KV block. Without attention layers, it is the distance between states."""
+    return next((spec.block_size for spec in specs.values()), SPAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,9 @@ class Probe:
         of, part = self.metadata, slice(start, end)
         starts, lengths = np.array([0, end - start]), np.array([end])
         metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
-        batch = ForwardBatch(self.token_ids[part], self.positions[part], [metadata], states=_states(forward, metadata))
+        batch = ForwardBatch(
+            self.token_ids[part], self.positions[part], [metadata], states=alone_states(forward, metadata)
+        )
         return self._with_media(batch, forward) if start == 0 else batch
 
     def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
@@ -119,8 +130,8 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
     """Return logits ``[len(rows), vocab]`` for ``rows`` of ``probe``, or for all tokens if None. Leaves ``forward``
     without a KV cache.
     """
-    with _throwaway(forward, probe):
-        states = _states(forward, probe.metadata)
+    with throwaway(forward, probe):
+        states = alone_states(forward, probe.metadata)
         batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata], states=states)
         if probe.demands:
             batch = probe.batch(forward, 0, len(probe.token_ids))
@@ -128,7 +139,7 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
 
 
 @contextmanager
-def _throwaway(forward: ForwardPass, probe: Probe) -> Iterator[None]:
+def throwaway(forward: Stateful, probe: Probe) -> Iterator[None]:
     """Return a context in which ``forward`` has a temporary KV cache and temporary states, and afterwards none."""
     states = state_memory(forward)
     forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
@@ -152,7 +163,8 @@ def _throwaway(forward: ForwardPass, probe: Probe) -> Iterator[None]:
             forward.bind_states({})
 
 
-def _states(forward: ForwardPass, metadata: AttentionMetadata) -> StateMetadata | None:
+def alone_states(forward: Stateful, metadata: AttentionMetadata) -> StateMetadata | None:
+    """Return states for a step without a scheduler, or None for a model without recurrent layers."""
     if state_memory(forward) is None:
         return None
     return StateMetadata.alone(metadata.query_start_loc, metadata.seq_lens)
@@ -164,7 +176,7 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
     Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
     """
     logits = []
-    with _throwaway(forward, probe):
+    with throwaway(forward, probe):
         for start, end in itertools.pairwise([0, *cuts, len(probe.token_ids)]):
             batch = probe.batch(forward, start, end)
             logits.append(forward.run(batch, np.arange(end - start)).logits.clone())

@@ -26,11 +26,10 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
-from penstock_enginecore.states.base import StateContext, use_states
+from penstock_enginecore.states.base import use_states
+from penstock_enginecore.states.bound import BoundStates
 from penstock_enginecore.states.core.spec import StateSpec
-from penstock_enginecore.states.memory import StateLayer, StateLayers, StateMemory
-from penstock_enginecore.states.reference import ReferenceStates
-from penstock_enginecore.states.rows import RowStates
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
@@ -233,9 +232,14 @@ class ModulesForward:
         self._kept_layers: Sequence[int] = ()
         self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
-        self.states = StateMemory(probed.states, probed.model.dtype, probed.device)
-        self._state_layers: Mapping[torch.nn.Module, StateLayer] = {}
-        self._from_start = from_start
+        self._states = BoundStates(
+            self._module, probed.states, probed.model.dtype, probed.device, from_start=from_start
+        )
+
+    @property
+    def states(self) -> StateMemory:
+        """Allocator of the states of recurrent layers."""
+        return self._states.memory
 
     @property
     def weight_bytes(self) -> int:
@@ -250,18 +254,7 @@ class ModulesForward:
 
     def bind_states(self, layers: StateLayers) -> None:
         """Use these states. Recurrent layers find their states by name."""
-        modules = dict(self._module.named_modules())
-        self._state_layers = {modules[name]: layer for name, layer in layers.items()}
-
-    def _state_context(self, batch: ForwardBatch) -> StateContext | None:
-        """Return the context of a step's recurrent layers, or None for a model without them."""
-        if not self.states.specs:
-            return None
-        if batch.states is None:
-            raise RuntimeError("the step has no states for the model's recurrent layers")
-        if self._from_start:
-            return ReferenceStates(batch.states)
-        return RowStates(self._state_layers, batch.states, self.device)
+        self._states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return embeddings from the model's embedding module, in the model's dtype."""
@@ -287,7 +280,7 @@ class ModulesForward:
         capture = self._head.capture() if keep_states else nullcontext()
         context = StepContext(self._backend, self._caches, plans)
         adapted = self._adding(batch.segments, rows, len(batch.token_ids))
-        with use_context(context), use_states(self._state_context(batch)), adapted, capture as states:
+        with use_context(context), use_states(self._states.context(batch.states)), adapted, capture as states:
             at, wanted = self._to_device(positions), self._to_device(rows)
             logits, hidden = module_outputs(self._module, given, at, wanted, self._kept_layers)
         kept = None if states is None else KeptStates(states, batch.segments)

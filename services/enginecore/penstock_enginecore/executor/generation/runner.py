@@ -4,7 +4,7 @@ tokens.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -42,7 +42,7 @@ from penstock_enginecore.forward.base import (
     state_memory,
 )
 from penstock_enginecore.forward.build import BuiltForward
-from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
+from penstock_enginecore.forward.dummy_inputs import Probe, block_size_of, probe_logits
 from penstock_enginecore.forward.stage import StageForward
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.media.towers import Towers
@@ -52,14 +52,8 @@ from penstock_enginecore.parallel.stage_plan import own_groups
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, model_layers
 from penstock_enginecore.states.base import StateMetadata
-from penstock_enginecore.states.core.spec import SPAN
 from penstock_enginecore.states.memory import StateLayers, num_bytes
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
-
-
-def block_size_of(specs: Mapping[str, KVCacheSpec]) -> int:
-    """Return the tokens of a KV block. Without attention layers, it is the distance between states."""
-    return next((spec.block_size for spec in specs.values()), SPAN)
 
 
 def fastest_pass(
