@@ -277,9 +277,9 @@ def test_a_profile_is_a_trace_file_with_the_steps_operators(path: Path, tmp_path
 def test_profiling_needs_a_directory_and_a_beginning(path: Path, tmp_path: Path) -> None:
     engine = build_engine(path)
     control = EngineControl(engine)
-    with pytest.raises(Exception, match="profiler.directory is not configured"):
+    with pytest.raises(Exception, match="profiler.directory is not set"):
         control.start_profile()
-    with pytest.raises(Exception, match="no profile is being taken"):
+    with pytest.raises(Exception, match="no profile is running"):
         control.stop_profile()
     engine.shutdown()
 

@@ -114,14 +114,14 @@ def test_a_step_that_fails_in_the_worker_raises_its_error_and_is_recovered_from(
         steps.append(executor.sample_tokens())
     with pytest.raises(WorkerError, match=r"^KeyError: 'nobody'"):
         steps[0].result(PATIENCE)
-    with pytest.raises(WorkerError, match="a step before this one failed"):
+    with pytest.raises(WorkerError, match="an earlier step failed"):
         steps[1].result(PATIENCE)
     executor.recover()
     assert list(run(engine, "after").tokens.values()) == list(expected.values())
 
 
 def test_sampling_without_a_forward_pass_is_an_error(engine: EngineCore) -> None:
-    with pytest.raises(RuntimeError, match="execute_model must come before sample_tokens"):
+    with pytest.raises(RuntimeError, match="execute_model must be called before sample_tokens"):
         engine.executor.sample_tokens()
 
 
@@ -133,7 +133,7 @@ def test_operators_reach_the_worker(engine: EngineCore) -> None:
     assert info["weight_bytes"] > 0
     with pytest.raises(Unimplemented, match="no utility method 'worker_inf'; did you mean 'worker_info'"):
         engine.executor.collective_rpc("worker_inf")
-    with pytest.raises(InvalidArgument, match="profiler.directory is not configured"):
+    with pytest.raises(InvalidArgument, match="profiler.directory is not set"):
         engine.executor.collective_rpc("start_profile")
     for level in (1, 2):
         engine.executor.collective_rpc("sleep", [level])

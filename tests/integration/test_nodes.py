@@ -154,7 +154,9 @@ def test_a_step_that_hangs_on_another_node_is_told_with_all_stacks(
 def test_a_worker_that_is_stopped_on_another_node_is_found(tmp_path: Path) -> None:
     with nodes_of(tmp_path, step_timeout=2.0) as (executor, node):
         os.kill(node.workers()[0], signal.SIGSTOP)
-        with pytest.raises(WorkersGone, match="worker 1 .* is stopped, longer than executor.step_timeout"):
+        with pytest.raises(
+            WorkersGone, match="worker 1 .* was stopped by a signal for longer than executor.step_timeout"
+        ):
             executor.collective_rpc("anything", [])
 
 

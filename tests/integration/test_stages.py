@@ -278,7 +278,7 @@ def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, Any], e
     [
         (5, {}, {}, "executor.pipeline_parallel_size is 5; LlamaForCausalLM has 4 layers, and a stage needs one"),
         (2, {"stage_layers": (3, 3)}, {}, "executor.stage_layers are 6 layers in all; LlamaForCausalLM has 4"),
-        (2, {}, {"task": "embed"}, "executor.pipeline_parallel_size: models that embed are not served in stages yet"),
+        (2, {}, {"task": "embed"}, "executor.pipeline_parallel_size must be 1 for models with task embed"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(

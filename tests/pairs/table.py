@@ -40,9 +40,13 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({way, Feature.MEDIA})] = Refused(
             "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not supported together"
         )
-        found[frozenset({way, Feature.POOLING})] = Refused("models that embed are not served in stages yet")
+        found[frozenset({way, Feature.POOLING})] = Refused(
+            "executor.pipeline_parallel_size must be 1 for models with task embed"
+        )
     for way in (Feature.TENSOR, *stages):
-        found[frozenset({way, Feature.INT8})] = Refused("the executor has 2 workers, and it is tried with one alone")
+        found[frozenset({way, Feature.INT8})] = Refused(
+            "the executor has 2 workers, and int8 is supported only with one"
+        )
     for group in GROUPS:
         found[frozenset({group, Feature.ASYNC})] = Refused("data-parallel ranks do not support asynchronous scheduling")
         for way in (Feature.TENSOR, *stages):

@@ -20,9 +20,15 @@ from penstock_enginecore.models.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS = 512
-"""Tokens of a step on a CPU. Products of more rows are no faster, and activations of this many stay in its caches."""
+"""Maximum number of tokens in a step on a CPU.
+
+Matrix products with more rows are not faster per row. The activations of 512 rows fit into the CPU's caches.
+"""
 _CPU_PROMPT_BATCH_TOKENS = 256
-"""Prompt tokens of a step on a CPU. Products of this many rows are nearly as efficient as larger ones."""
+"""Maximum number of prompt tokens in a step on a CPU.
+
+Matrix products with 256 rows are nearly as efficient as larger products.
+"""
 CAPABILITY = (8, 0)
 """Minimum compute capability for which kernels are compiled. bfloat16 and asynchronous copies need Ampere."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -32,23 +38,27 @@ _DEV = Path("/dev")
 def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Path = _DEV) -> torch.device:
     """Return the torch device for ``model.device``. ``auto`` selects a usable GPU if there is one.
 
-    With several GPUs, each worker has its own: the one with its number, or the one that ``devices`` assigns. ``dev`` is
-    the directory of the driver's device files. Raises ConfigError.
+    With several GPUs, each worker uses a separate GPU. By default, that is the GPU whose index is the worker's number.
+    ``devices`` can assign other GPUs. ``dev`` is the directory of the driver's device files. Raises ConfigError.
     """
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rank = devices[worker] if devices else worker
     if count and rank >= count:
-        which = f"executor.devices gives worker {worker} device {rank}" if devices else f"worker {worker} has no device"
-        raise ConfigError(f"{which}: torch finds {count} CUDA devices here, from 0 on")
-    reason = _too_old(rank) if count else f"torch finds no CUDA device here: {_why_none()}"
+        which = (
+            f"executor.devices assigns worker {worker} to device {rank}"
+            if devices
+            else f"worker {worker} has no device"
+        )
+        raise ConfigError(f"{which}, but torch finds only {count} CUDA devices, numbered from 0")
+    reason = _too_old(rank) if count else f"torch finds no CUDA device: {_why_none()}"
     if not reason:
         return torch.device("cuda", rank)
     if name == "cuda":
         raise ConfigError(f"model.device is 'cuda' but {reason}; use 'auto' or 'cpu'")
     if count or any(dev.glob("nvidia[0-9]*")):
-        logger.warning("computing on the CPU, although there is a GPU: %s", reason)
+        logger.warning("computing on the CPU, although the machine has a GPU reason=%s", reason)
     return torch.device("cpu")
 
 
@@ -60,22 +70,22 @@ def step_tokens(device: torch.device) -> int:
 def prompt_batch_tokens(device: torch.device) -> int:
     """Return the largest useful number of prompt tokens in a step on ``device``, or 0 for no limit.
 
-    Beyond it, more prompts in a step only delay their first tokens.
+    More prompt tokens in a step only delay the first output tokens of their requests.
     """
     return _CPU_PROMPT_BATCH_TOKENS if device.type == "cpu" else 0
 
 
 def _too_old(rank: int) -> str:
-    """Return why the GPU cannot be used, or '' if it can."""
+    """Return the reason why the GPU cannot be used, or '' if it can."""
     found = torch.cuda.get_device_capability(rank)
     if found >= CAPABILITY:
         return ""
     have, need = (".".join(map(str, capability)) for capability in (found, CAPABILITY))
-    return f"{torch.cuda.get_device_name(rank)} has compute capability {have}, and {need} is needed"
+    return f"{torch.cuda.get_device_name(rank)} has compute capability {have}, but at least {need} is required"
 
 
 def _why_none() -> str:
-    """Return the reason of torch or the driver, as a sentence without its period."""
+    """Return the reason why torch finds no CUDA device, without a final period."""
     if torch.version.cuda is None:
         return "it was built without CUDA"
     if os.environ.get(_VISIBLE, "0").strip() in ("", "-1"):
@@ -84,7 +94,7 @@ def _why_none() -> str:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as e:
         return str(e).split("\n")[0].split(". ")[0].rstrip(".")
-    return "the driver shows none"
+    return "the driver reports no device"
 
 
 # NUMA: memory is allocated on the node of the thread that first writes it.
@@ -97,7 +107,7 @@ class Home:
     """NUMA placement of a worker.
 
     Attributes:
-        node: Its NUMA node.
+        node: NUMA node of the worker.
         cores: Cores of the node that the process may use.
         sharers: Number of workers that share these cores, including this one.
     """
@@ -108,7 +118,9 @@ class Home:
 
 
 def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[int] = ()) -> Home | None:
-    """Bind this thread, and those that it starts, to the cores near its device. Returns None if nothing changed.
+    """Bind this thread, and the threads that it starts later, to the CPU cores near the device.
+
+    Returns the placement, or None if the thread was not bound.
 
     ``devices``: see ``nodes_near``.
     """
@@ -123,14 +135,14 @@ def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[i
 def find_home(
     rank: int, near: Sequence[int | None], nodes: Mapping[int, frozenset[int]], allowed: set[int]
 ) -> Home | None:
-    """Return where worker ``rank`` should run, or None if no placement is needed or possible.
+    """Return the NUMA placement of worker ``rank``, or None if no placement is needed or possible.
 
-    No placement is needed on a machine with one node, or if the process is already bound to the cores of one node.
+    No placement is needed on a machine with one NUMA node, or if the process is already bound to the cores of one node.
 
     Args:
         rank: Rank of the worker.
-        near: Node of each worker's device, None if unknown.
-        nodes: Cores of each node.
+        near: NUMA node of each worker's device, None if unknown.
+        nodes: Cores of each NUMA node.
         allowed: Cores that this process may use.
     """
     node = near[rank]
@@ -143,10 +155,10 @@ def find_home(
 def nodes_near(
     device: torch.device, world_size: int, devices: Sequence[int] = (), sys: Path = _SYS
 ) -> list[int | None]:
-    """Return the node of each worker's device.
+    """Return the NUMA node of each worker's device, or None for a worker whose node is unknown.
 
-    CPU workers are distributed over the nodes, but a single CPU worker is not placed. ``devices`` has the GPU of each
-    worker; if it is empty, worker r has the r-th GPU.
+    CPU workers are distributed over the nodes, but a single CPU worker is not bound to a node. ``devices`` lists the
+    GPU index of each worker. If ``devices`` is empty, worker r has the r-th GPU.
     """
     if device.type == "cuda":
         return [_node_of(_pci_address(index), sys) for index in devices or range(world_size)]
@@ -157,8 +169,9 @@ def nodes_near(
 
 
 def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
-    """Return the cores of each node that has some, or nothing if the system does not tell. ``sys`` is the sysfs
-    directory.
+    """Return the cores of each NUMA node that has cores, or an empty dict if the system reports no nodes.
+
+    ``sys`` is the sysfs directory.
     """
     found = {}
     for directory in (sys / "devices/system/node").glob("node[0-9]*"):
@@ -168,7 +181,7 @@ def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
 
 
 def _node_of(address: str, sys: Path) -> int | None:
-    """Return the node of a PCI device, or None if unknown. The system reports unknown as -1."""
+    """Return the NUMA node of a PCI device, or None if unknown. The system reports an unknown node as -1."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
@@ -198,12 +211,12 @@ _CPU_LIMIT = 4 * 2**30
 
 
 def cpu_kv_cache_bytes(others: int = 0) -> int:
-    """Return a quarter of this process's free memory after ``others`` bytes are used, at most 4 GiB."""
+    """Return a quarter of the host memory that remains after ``others`` bytes are used, at most 4 GiB."""
     return min(max(available_host_memory() - others, 0) // _CPU_FRACTION, _CPU_LIMIT)
 
 
 def available_host_memory() -> int:
-    """Return the bytes that this process may still use. Raises ModelLoadError if the kernel does not tell."""
+    """Return the bytes that this process may still use. Raises ModelLoadError if the kernel does not report it."""
     memory = host_memory()
     if memory is None:
         raise ModelLoadError("free memory cannot be read from /proc/meminfo; set cache.kv_cache_memory")
@@ -211,8 +224,9 @@ def available_host_memory() -> int:
 
 
 def check_kv_cache_memory(config: CacheConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is on the device, if the configured KV cache or host cache does not fit into
-    memory.
+    """Raise ConfigError if the configured KV cache or host cache does not fit into memory.
+
+    Call this function before anything is allocated on the device.
     """
     host = host_memory()
     if config.host_memory and host is not None:
@@ -228,10 +242,10 @@ def _device_memory(device: torch.device) -> Memory:
 
 
 def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
-    """Return the bytes that ``memory_utilization`` of the device leaves after the peak since
-    ``reset_peak_memory_stats``.
+    """Return the number of bytes that remain for the KV cache on the device.
 
-    Memory of all processes is counted.
+    The result is ``memory_utilization`` of the device's memory, minus the peak since ``reset_peak_memory_stats``. The
+    peak includes the memory of all processes.
     """
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)

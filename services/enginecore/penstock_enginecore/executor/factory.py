@@ -13,7 +13,9 @@ _KNOWN: dict[str, str] = {
 
 
 def register_executor(name: str, target: str) -> None:
-    """Make ``executor.kind: name`` mean the class at ``target``, written ``package.module:Class``."""
+    """Register the class at ``target``, written ``package.module:Class``, as the executor of ``executor.kind:
+    name``.
+    """
     _KNOWN[name] = target
 
 

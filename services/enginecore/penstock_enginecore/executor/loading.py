@@ -1,4 +1,6 @@
-"""Model loading: creates the runner for a checkpoint and its task, and refuses settings that do not fit."""
+"""Model loading: creates the runner for a checkpoint and its task, and refuses settings that the model or device does
+not support.
+"""
 
 import gc
 import logging
@@ -47,23 +49,25 @@ from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_tas
 from penstock_enginecore.speculation.factory import create_drafter
 from penstock_enginecore.worker.device_thread import Late
 
-# Interface of the runner of a model, as the worker sees it.
+# Interface that the worker uses to run a model.
 
 
 class ModelRunner(Protocol):
-    """Holds a loaded model, its KV cache and the state of the requests in its batch.
+    """A loaded model with its KV cache and the state of the requests in its batch.
 
-    ``initialize_kv_cache`` must come before the first step. A step is ``execute`` followed by ``sample``, one step at a
-    time. If one of them raises, ``recover`` must come before the next step.
+    Call ``initialize_kv_cache`` before the first step. A step is a call of ``execute``, and then a call of ``sample``.
+    Steps do not overlap. If one of these calls raises, call ``recover`` before the next step.
     """
 
     @property
     def graph_capture(self) -> GraphCapture | None:
-        """Captures steps before the first request, or None if no steps are replayed."""
+        """Capture of steps as graphs before the first request, or None if this runner replays no graphs."""
 
     @property
     def experts(self) -> SharedExperts | None:
-        """State of the experts that the ranks of a group share, or None if each rank has the whole model."""
+        """State of the experts that the ranks of a data-parallel group share, or None if each rank has the whole
+        model.
+        """
 
     @property
     def info(self) -> ModelInfo:
@@ -71,17 +75,17 @@ class ModelRunner(Protocol):
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache needs of each attention layer, by layer name in execution order. Empty for encoders, which have no
+        """KV cache spec of each attention layer, by layer name in execution order. Empty for encoders, which have no
         KV cache.
         """
 
     @property
     def computing(self) -> str:
-        """Name of the implementation for operators: torch, or the kernels and the parts that they compute."""
+        """Name of the implementation for operators: torch, or the kernels and the layers that the kernels compute."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, including packed ones."""
+        """Number of bytes of the weights, including packed weights."""
 
     @property
     def caches(self) -> LayerCaches:
@@ -93,39 +97,43 @@ class ModelRunner(Protocol):
 
     @property
     def graphs(self) -> GraphStats:
-        """Statistics of replayed steps, on devices that replay steps."""
+        """Statistics of captured and replayed graphs, for devices that replay steps."""
 
     @property
     def adapted(self) -> AdaptedForward | None:
         """The forward pass if it supports LoRA adapters, otherwise None."""
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step with the largest shapes on a temporary cache, for devices whose peak memory is measured.
+        """Run a step with the largest shapes on a temporary KV cache, so that the caller can measure the peak memory.
 
-        The step has ``num_tokens`` new tokens, of which ``num_seqs`` are sampled. No state remains.
+        The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of them. The step leaves
+        no
+        state.
         """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache, and start without requests."""
+        """Allocate the KV cache, and start with an empty batch."""
 
     def drop_kv_cache(self) -> None:
-        """Free the KV cache and forget the requests, until ``initialize_kv_cache``."""
+        """Free the KV cache and forget all requests. Steps need ``initialize_kv_cache`` first."""
 
     def recover(self) -> None:
-        """Forget every request, and compute a token on a temporary cache. Raises the error if that fails."""
+        """Forget every request, and compute a token on a temporary cache. Raises the error if the computation fails."""
 
     def execute_dummy_batch(self) -> None:
-        """Compute a token for no request, on a temporary cache. If ranks share experts, compute experts for the tokens
-        of other ranks.
+        """Compute a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
+        ranks
+        instead.
         """
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens. The result is kept for ``sample``."""
+        """Run a forward pass over the scheduled tokens. Stores the result for ``sample``."""
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         """Return the output of the step that ``execute`` ran. The output is empty for a step without tokens.
 
-        If the output is late, the next step may run before the output arrives, because that step does not depend on it.
+        If the output is ``Late``, the next step may run before this output arrives, because that step does not need the
+        output.
         """
 
     def draft(self) -> DraftTokenIds:
@@ -134,42 +142,44 @@ class ModelRunner(Protocol):
     def step_seconds(self, num_tokens: int, passes: int) -> float:
         """Run ``passes`` forward passes of ``num_tokens`` tokens of one request, and return the seconds of the fastest.
 
-        All passes run, whatever time they take, because other workers wait in each pass.
+        All passes run, even if they are slow, because the other workers take part in each pass.
         """
 
     def to(self, device: torch.device) -> None:
-        """Move the weights: to the host while the engine sleeps, and back."""
+        """Move the weights to ``device``: to the host before the engine sleeps, and back when the engine wakes up."""
 
 
-# Batch invariance, checked before anything is loaded.
+# Check of the settings for batch invariance, before the model is loaded.
 
 
 def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: str) -> None:
-    """Raise ConfigError if ``kernels.batch_invariant`` is set but no native decoder will be tried for this ``task`` and
-    ``device``.
+    """Raise ConfigError if ``kernels.batch_invariant`` is set, but ``task`` or ``device`` excludes a native decoder.
 
-    Only native decoders are batch-invariant. Whether a decoder can be used is known after it was verified.
+    Only native decoders are batch-invariant. This check runs before the model is loaded. Whether a decoder can compute
+    the model is known only after the decoder was verified.
     """
     if not config.kernels.batch_invariant:
         return
     kernels, backend, workers = config.kernels, config.model.attention_backend, config.executor.num_workers
     on_cpu = device.type == "cpu"
     reasons = {
-        "kernels.decoder is false, and it is a property of decoders": not kernels.decoder,
-        "kernels.isa is 'off', and on CPUs it is a property of the kernels": on_cpu and kernels.isa == "off",
-        "kernels.attention is false, which the kernels' decoder needs": on_cpu and not kernels.attention,
-        f"model.attention_backend is {backend!r}, and only with 'auto' is a decoder tried": backend != "auto",
-        f"the model is to {task}, and decoders only generate": task != "generate",
-        f"the executor has {workers} workers, and it is a property of one": workers > 1,
+        "kernels.decoder is false, and only decoders are batch-invariant": not kernels.decoder,
+        "kernels.isa is 'off', and on CPUs only native kernels are batch-invariant": on_cpu and kernels.isa == "off",
+        "kernels.attention is false, and the decoder on CPUs needs these kernels": on_cpu and not kernels.attention,
+        f"model.attention_backend is {backend!r}, and decoders are used only with 'auto'": backend != "auto",
+        f"the task of the model is {task}, and decoders support only generate": task != "generate",
+        f"the executor has {workers} workers, and batch invariance needs exactly one": workers > 1,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ConfigError(f"kernels.batch_invariant is true but {found[0]}; change that, or set it to false")
+        raise ConfigError(
+            f"kernels.batch_invariant is true but {found[0]}; change that setting, or set kernels.batch_invariant to false"
+        )
 
 
 # The fp8 KV cache.
 
 FLOAT8_CAPABILITY = (8, 9)
-"""Minimum compute capability for conversions of 8-bit floats (Ada)."""
+"""Minimum compute capability that converts 8-bit floats (Ada GPUs)."""
 
 
 def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
@@ -182,17 +192,18 @@ def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
     if not create_backend(name, device).keeps_float8:
         what = "the kernels for CPUs do" if name == "auto" else f"model.attention_backend {name!r} does"
         raise ConfigError(
-            f"cache.dtype is 'fp8', which {what} not keep; use 'auto', or model.attention_backend 'reference', which is slow"
+            f"cache.dtype is 'fp8', which {what} not support; set cache.dtype to 'auto', or model.attention_backend to "
+            "'reference', which is slow"
         )
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
         have, need = (".".join(map(str, capability)) for capability in (found, FLOAT8_CAPABILITY))
         raise ConfigError(
             f"cache.dtype is 'fp8' but {torch.cuda.get_device_name(device)} has compute capability {have}, and {need} is "
-            "needed; use 'auto'"
+            "required; set cache.dtype to 'auto'"
         )
 
 
-# Weights that are rounded to 8-bit integers after a model was read.
+# Rounding of weights to 8-bit integers after a model is loaded.
 
 logger = logging.getLogger(__name__)
 
@@ -208,14 +219,16 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
         return
     kernels, dtype, workers = config.kernels, config.model.dtype, config.executor.num_workers
     reasons = {
-        f"model.device is {device.type!r}, and CPUs alone compute by them": device.type != "cpu",
-        f"model.dtype is {dtype!r}, and they are computed with in float32": dtype not in ("auto", "float32"),
-        "kernels.isa is 'off', and without the kernels they save nothing": kernels.isa == "off",
-        "kernels.linear is false, and without it they save nothing": not kernels.linear,
-        f"the executor has {workers} workers, and it is tried with one alone": workers > 1,
+        f"model.device is {device.type!r}, and only CPUs support int8 weights": device.type != "cpu",
+        f"model.dtype is {dtype!r}, and int8 weights are computed in float32": dtype not in ("auto", "float32"),
+        "kernels.isa is 'off', and int8 weights save nothing without the kernels": kernels.isa == "off",
+        "kernels.linear is false, and int8 weights save nothing without this kernel": not kernels.linear,
+        f"the executor has {workers} workers, and int8 is supported only with one": workers > 1,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ConfigError(f"model.quantization is 'int8' but {found[0]}; change that, or set it to 'auto'")
+        raise ConfigError(
+            f"model.quantization is 'int8' but {found[0]}; change that setting, or set model.quantization to 'auto'"
+        )
     if (scheme := quantization_of(read_config(config.model))) is not None:
         raise ModelLoadError(
             f"model.quantization is 'int8' but the checkpoint is quantized already, as {scheme.name}; set it to 'auto'"
@@ -223,10 +236,13 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
 
 
 def round_weights(module: Any) -> None:
-    """Round the weights of all linear layers except the head, which affects the most likely tokens most."""
+    """Round the weights of all linear layers except the output head.
+
+    The head is excluded, because its weights affect the most likely tokens most.
+    """
     error = round_linears(module, but=module.get_output_embeddings())
     logger.info(
-        "linear layers but the head are rounded to 8-bit integers: the weights of a layer differ by %.2g %% at most",
+        "rounded the weights of linear layers except the head to 8-bit integers max_difference_percent=%.2g",
         100 * error,
     )
 
@@ -242,16 +258,16 @@ def load_runner(
     links: StageLinks | None = None,
     onlooker: Onlooker = _NOBODY,
 ) -> ModelRunner:
-    """Read the checkpoint, move it to ``device`` and build its runner, with torch's number of threads.
+    """Load the checkpoint onto ``device`` and build its runner, which uses torch's number of threads.
 
-    If kernels are refuted after they have consumed the weights, the checkpoint is read again.
+    If kernels are rejected after the model's weights were freed, the checkpoint is read again.
 
     Args:
         config: Config of the engine.
         device: Device of this worker.
         progress: Receives progress lines.
         collectives: Collectives of the ranks over which the model is split, or None.
-        links: Links of the pipeline stage that this worker computes, or None.
+        links: Links from this worker's pipeline stage to the other stages, or None.
         onlooker: Observes the modules while the model is loaded.
 
     Raises:
@@ -263,7 +279,7 @@ def load_runner(
         try:
             return _load_runner(config, device, progress, collectives, links, onlooker, kernels, rounded=rounded)
         except SpentError as e:
-            logger.warning("%s; the model is loaded again", e)
+            logger.warning("%s; loading the model again", e)
             if not rounded:
                 kernels = msgspec.structs.replace(kernels, **{e.name: False})
             rounded = False
@@ -281,8 +297,9 @@ def _load_runner(
     *,
     rounded: bool,
 ) -> ModelRunner:
-    """Load the runner with these ``kernels``. If ``rounded``, they may round inputs of products to bfloat16. Also
-    raises SpentError.
+    """Load the runner with ``kernels``. If ``rounded``, the kernels may round inputs of matrix products to bfloat16.
+
+    Raises the errors of ``load_runner``, and SpentError.
     """
     task = resolve_task(config.model)
     shared = SharedModel(config) if config.expert_parallel.enabled else None
@@ -290,7 +307,7 @@ def _load_runner(
         check_shared(config, device, task)
     split = None if collectives is None else _Split(collectives, onlooker)
     if links is not None and task != "generate":
-        raise ModelLoadError(f"executor.pipeline_parallel_size: models that {task} are not served in stages yet; use 1")
+        raise ModelLoadError(f"executor.pipeline_parallel_size must be 1 for models with task {task}")
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     check_int8(config, device)
@@ -312,8 +329,8 @@ def _load_runner(
         if split is None and links is None:
             keep = kept_weights(device, config.kernels, config.model.attention_backend)
         else:
-            keep = keep_none  # only the fused decoder uses them, and only for whole models
-        # Layers of other stages need not fit on this device.
+            keep = keep_none  # only the fused decoder uses kept weights, and only for models that are not split
+        # Load to host memory first, because the layers of all stages together may not fit on this device.
         on_host = links is not None
         model = load_model(
             checkpoint,
@@ -356,20 +373,21 @@ def _load_runner(
 
 
 def _slots(lora: LoraConfig) -> SlotLimits | None:
-    """Return the size of the slots for adapters, or None without LoRA."""
+    """Return the number of adapter slots and their maximum rank, or None without LoRA."""
     return SlotLimits(lora.max_loras, lora.max_lora_rank) if lora.enabled else None
 
 
 def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) -> GroupExperts:
-    """Return the experts that this rank will hold once it is in a group."""
+    """Return the experts that this rank will compute once it has joined a data-parallel group."""
     spread = SpreadExperts(dispatched_layers(model.module), config.expert_parallel.dispatch)
     reader = ExpertReader(shared.share, weight_files(config.model), model.dtype)
     return GroupExperts(spread, reader, config.expert_parallel)
 
 
 def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:
-    """Read the checkpoint again, by way of the host, into the existing weights of ``runner`` on ``device``. Raises
-    ModelLoadError.
+    """Read the checkpoint again into host memory, and copy it into the existing weights of ``runner`` on ``device``.
+
+    Raises ModelLoadError.
     """
     keep = kept_weights(device, config.kernels, config.model.attention_backend)
     towers = config.multimodal.enabled
@@ -377,8 +395,9 @@ def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch
 
 
 class _Split:
-    """Splits a model among ranks, and keeps a description of the remaining ``part``. ``onlooker`` sees the whole model
-    before.
+    """Callable that splits a model among tensor-parallel ranks, and stores a description of this rank's ``part``.
+
+    ``onlooker`` receives the complete model before the split.
     """
 
     def __init__(self, collectives: TimedCollectives, onlooker: Onlooker) -> None:

@@ -1,4 +1,4 @@
-"""Runner of a pooling model: hidden states of the scheduled tokens, and results of completed prompts."""
+"""Runner of a pooling model. Computes hidden states of the scheduled tokens, and results of completed prompts."""
 
 from dataclasses import dataclass, replace
 
@@ -32,16 +32,16 @@ from penstock_enginecore.pooling.pooler import Accumulator, Pooler
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
 
-# State of pooling requests. A prompt does not change, except for the number of computed tokens.
+# State of pooling requests. The tokens of a prompt never change; only its blocks and computed tokens do.
 
 
 @dataclass(slots=True)
 class PoolingRequest:
-    """A prompt between its first and its last step.
+    """State of a prompt from its first step to its last step.
 
     Attributes:
-        token_types: 1 from the second text of a pair on, otherwise 0.
-        digest: Digest of its adapter, or empty.
+        token_types: 1 for each token of the second text of a pair, otherwise 0.
+        digest: Digest of the request's LoRA adapter, empty without an adapter.
     """
 
     key: str
@@ -57,7 +57,9 @@ class PoolingRequest:
     def of(cls, new: NewRequestData) -> "PoolingRequest":
         """Create the worker's state of a new request. Raises ValueError for a request that generates."""
         if new.pooling_params is None:
-            raise ValueError(f"request {new.request_id!r} has no pooling_params: this engine does not generate")
+            raise ValueError(
+                f"request {new.request_id!r} has no pooling_params, but this engine serves a pooling model"
+            )
         token_types = np.zeros(len(new.token_ids), dtype=np.int64)
         if new.second_text_start is not None:
             token_types[new.second_text_start :] = 1
@@ -98,7 +100,7 @@ class PoolingInputs:
 
 
 class PoolingBatch:
-    """The requests by key.
+    """State of the requests in the batch, by request ID.
 
     Args:
         num_groups: Number of KV cache groups, 0 for an encoder.
@@ -129,8 +131,9 @@ class PoolingBatch:
                 known.extend(added)
 
     def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
-        """Lay out the tokens to compute in the order of ``num_scheduled_tokens``. If some requests have adapters, group
-        by adapter.
+        """Lay out the scheduled tokens in the order of ``num_scheduled_tokens``.
+
+        If some requests have adapters, requests with the same adapter are adjacent.
         """
         digests = {key: self._requests[key].digest for key in num_scheduled_tokens}
         chunks = []
@@ -150,7 +153,7 @@ class PoolingBatch:
 
 
 def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_size: int) -> AttentionMetadata:
-    """Return the positions of the step's tokens in the paged cache of one group."""
+    """Return the positions of the step's tokens in the paged cache of one KV cache group."""
     tables = [c.request.block_ids[group] for c in chunks]
     block_table: npt.NDArray[np.int32] = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
     slots = []
@@ -168,8 +171,9 @@ def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_
 
 
 class PoolingRunner:
-    """The ``ModelRunner`` of a pooling model. An encoder has no KV cache. ``sample`` returns results and samples
-    nothing.
+    """The ``ModelRunner`` of a pooling model. ``sample`` returns pooling results instead of sampled tokens.
+
+    Encoder models have no KV cache.
     """
 
     def __init__(self, model: PoolingModel, built: BuiltBackbone) -> None:
@@ -190,7 +194,7 @@ class PoolingRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the model. Pooling models take no vectors in prompts."""
+        """Properties of the model. Pooling models do not support vectors in prompts."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -206,7 +210,7 @@ class PoolingRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache needs of the layers, empty for an encoder."""
+        """KV cache specs of the layers, empty for an encoder."""
         return self._backbone.specs
 
     @property
@@ -226,7 +230,7 @@ class PoolingRunner:
 
     @property
     def graphs(self) -> GraphStats:
-        """Graph statistics. Pooling models replay no steps."""
+        """Graph statistics. All values are 0, because pooling models replay no steps."""
         return GraphStats()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -246,18 +250,20 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and compute a few tokens on a temporary cache. Raises the error if that fails."""
+        """Forget every request, and compute a few tokens on a temporary cache. Raises the error if the computation
+        fails.
+        """
         self._forget()
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Compute a few tokens for no request, on a temporary cache."""
+        """Compute a few dummy tokens on a temporary cache."""
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
-        """Run prompts of the model's maximum length. Encoders skip this, because they have no cache to leave room for."""
+        """Run prompts of the model's maximum length. Encoders skip this run, because they have no KV cache to size."""
         if not self._model.is_encoder:
             probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
             if self._media is None:
@@ -267,7 +273,7 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens, and compute the results of completed prompts. Keeps them for
+        """Run a forward pass over the scheduled tokens. Computes the results of completed prompts, and stores them for
         ``sample``.
         """
         self._batch.update(step)
@@ -304,7 +310,7 @@ class PoolingRunner:
         return DraftTokenIds()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
-        """Return 0, because only steps with drafts are timed."""
+        """Return 0. Step times are needed only for drafting."""
         return 0.0
 
     def to(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Sleep of a worker whose weights and KV cache keep their addresses."""
+"""Sleep of a worker whose weights and KV cache keep their device addresses."""
 
 import logging
 
@@ -36,7 +36,7 @@ class KeptSleep:
         self._kept.sleep(level)
 
     def wake_up(self, tags: list[str], device: torch.device) -> None:
-        """Restore the parts that ``tags`` name. Parts that have not woken stay asleep and may be woken later.
+        """Restore the memory that ``tags`` name: weights, kv_cache. A later call can restore the other one.
 
         Raises:
             MemoryError: A part does not fit on the device.
@@ -56,14 +56,14 @@ class KeptSleep:
 def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.device) -> KeptSleep | None:
     """Move the device memory of ``runner`` to addresses that survive sleep.
 
-    Returns None if this is not configured or not possible. The log has the reason.
+    Returns None if ``executor.keep_addresses`` is false, or if the memory cannot be moved. The log then has the reason.
     """
     if not config.executor.keep_addresses:
         return None
     try:
         kept = KeptMemory(open_driver(device), _give_back)
         if not isinstance(runner, GenerationRunner):
-            raise RuntimeError("the model does not generate")
+            raise RuntimeError("the model does not generate tokens")
         runner.keep(kept)
     except (RuntimeError, MemoryError) as e:
         logger.warning("executor.keep_addresses has no effect: %s", e)
@@ -74,7 +74,7 @@ def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.devi
 def open_driver(device: torch.device) -> Driver:
     """Return the driver of the device. Raises RuntimeError if there is none."""
     if device.type != "cuda":
-        raise RuntimeError(f"there is no virtual memory of {device}")
+        raise RuntimeError(f"device {device} has no virtual memory that can be remapped")
     return CudaDriver(device)
 
 

@@ -28,7 +28,7 @@ class UniprocExecutor:
     """An ``Executor`` with one worker. Everything that touches the device runs on one thread, in the order of the
     calls.
 
-    If tokens are late, another thread waits for them, and the next step is launched meanwhile.
+    If the tokens of a step are not on the host yet, another thread waits for them while the next step is launched.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class UniprocExecutor:
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
         self._unloaded: Future[None] | None = None
-        """Completion of the last command to free an adapter."""
+        """Future of the last removal of an adapter from the device."""
         self._num_steps = 0
         self._failed: int | None = None
-        """Number of the first failed step since the executor recovered."""
+        """Number of the first step that failed since the last recovery. None if no step has failed."""
         self._shut_down = False
 
     @property
@@ -57,14 +57,14 @@ class UniprocExecutor:
         return self._worker.runner.experts
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Do nothing: the worker ends with this process."""
+        """Do nothing, because the worker runs in this process."""
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Wait for the worker to load the weights. Raises ModelLoadError."""
         return self._thread.call(partial(self._worker.load_model, progress))
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the KV cache needs of each attention layer, by layer name in execution order."""
+        """Return the KV cache spec of each attention layer, by layer name in execution order."""
         return self._thread.call(self._worker.kv_cache_specs)
 
     def available_kv_cache_memory(self) -> int:
@@ -76,39 +76,41 @@ class UniprocExecutor:
         self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue the forward pass after the steps before."""
+        """Queue the forward pass behind all earlier steps."""
         self._num_steps += 1
         run = partial(self._worker.runner.execute, scheduler_output)
         self._forward = self._thread.submit(partial(self._compute, self._num_steps, run))
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Queue the sampling after the forward pass. Raises RuntimeError without one. The future raises the errors of
-        both.
+        """Queue the sampling of the step that ``execute_model`` has queued.
+
+        The future raises the errors of the forward pass and of the sampling. Raises RuntimeError if no step is queued.
         """
         forward, self._forward = self._forward, None
         if forward is None:
-            raise RuntimeError("execute_model must come before sample_tokens")
+            raise RuntimeError("execute_model must be called before sample_tokens")
         return self._thread.submit(partial(self._sample, self._num_steps, forward, grammar))
 
     def _sample(
         self, step: int, forward: Future[None], grammar: GrammarBitmask | None
     ) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         try:
-            forward.result()  # complete: it ran earlier on the same thread
+            forward.result()  # does not wait: the forward pass ran earlier on this thread
         finally:
             del forward
         output = self._compute(step, partial(self._worker.runner.sample, grammar))
-        # A late step may fail after the next one was launched.
+        # A step with late output may fail after the next step was launched.
         return Late(partial(self._compute, step, output.wait)) if isinstance(output, Late) else output
 
     def _compute(self, step: int, call: Callable[[], T]) -> T:
-        """Run a part of a step.
+        """Run the forward pass or the sampling of a step.
 
-        After a failed step, later steps are refused: the requests' rows may be half written, and their blocks may
-        belong to others. Earlier steps may still complete.
+        After a step fails, later steps are refused: the rows of their requests may be half written, and their KV blocks
+        may
+        belong to other requests. Steps before the failed step may still complete.
         """
         if self._failed is not None and self._failed < step:
-            raise RuntimeError("a step before this one failed")
+            raise RuntimeError("an earlier step failed")
         try:
             return call()
         except BaseException:
@@ -117,7 +119,7 @@ class UniprocExecutor:
             raise
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Queue the drafting after the sampling."""
+        """Queue the drafting behind the sampling of the step."""
         return self._thread.submit(partial(self._draft, self._num_steps))
 
     def _draft(self, step: int) -> DraftTokenIds:
@@ -126,17 +128,19 @@ class UniprocExecutor:
         return self._worker.runner.draft()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Wait for the worker to time forward passes."""
+        """Wait for the worker to time forward passes. Returns the seconds of the fastest."""
         return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:
-        """Wait for the worker to compute a token for no request."""
+        """Wait for the worker to compute a dummy token."""
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Queue an adapter for reading, on a separate thread.
+        """Start to read an adapter on a separate thread. Returns a future of the loaded adapter.
 
-        Room is made while the adapter is read. The adapter is added after the running step.
+        ``make_room`` frees memory for the adapter while its files are read. The device thread adds the adapter after
+        the
+        step that is running.
         """
         room: Future[None] = Future()
         loaded: Future[LoadedLora] = Future()
@@ -170,11 +174,11 @@ class UniprocExecutor:
         self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier that runs on the worker's own thread, after the steps before."""
+        """Return a copier of KV blocks. All its methods except ``read`` wait for the steps that were queued earlier."""
         return Copier(self._copy, self._thread.call(self._worker.block_facts))
 
     def _copy(self, method: str, *arguments: Any) -> "Future[Any]":
-        if method == "read":  # No step writes these blocks any more, so wait for none.
+        if method == "read":  # No queued step writes these blocks, so do not wait for a step.
             return self._worker.copies.begin(method, *arguments)
         copied: Future[Any] = Future()
 
@@ -189,11 +193,11 @@ class UniprocExecutor:
         return copied
 
     def unload_lora(self, digest: bytes) -> None:
-        """Queue the removal of an adapter after the steps before."""
+        """Queue the removal of an adapter behind all earlier steps."""
         self._unloaded = self._thread.submit(partial(self._worker.loras.remove, digest))
 
     def roll_back(self) -> None:
-        """Wait for the rest of the step."""
+        """Wait until the device thread has finished the failed step, then accept steps again."""
 
         def roll_back() -> None:
             self._failed = None
@@ -202,7 +206,9 @@ class UniprocExecutor:
         self._thread.call(roll_back)
 
     def recover(self) -> None:
-        """Wait for the worker to forget every request and compute a token. Raises the error if that fails."""
+        """Wait for the worker to forget every request and compute a token. Raises the error if the computation
+        fails.
+        """
 
         def recover() -> None:
             self._worker.recover()
@@ -212,7 +218,7 @@ class UniprocExecutor:
         self._thread.call(recover)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of the worker, after the steps that were started, and wait for the result."""
+        """Call a method of the worker behind all queued steps, and wait for the result."""
         return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
 
     def worker_stats(self) -> list[WorkerStats]:

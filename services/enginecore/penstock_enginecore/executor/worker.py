@@ -53,7 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model onto its device, sizes its KV cache, sleeps and wakes. Steps go to ``runner``."""
+    """Model, KV cache and memory of one device. Loads the model, sizes the KV cache, sleeps and wakes up.
+
+    ``runner`` executes the steps.
+    """
 
     def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = peft_reader) -> None:
         """Prepare the device. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
@@ -76,14 +79,19 @@ class Worker:
         self._kernels = open_cache(self._engine.kernels.cache, self._device)
 
     def _settle(self) -> int:
-        """Move this thread to cores near the device. Returns the worker's share of the cores."""
+        """Move this thread to CPU cores near the device. Returns the number of cores that this worker may use."""
         place, neighbours = self._config.place, self._config.num_neighbours
         share = usable_cores() // neighbours
         executor = self._engine.executor
         home = settle(self._device, place, neighbours, executor.devices) if executor.numa else None
         if home is None:
             return share
-        logger.info("%s is at NUMA node %d: running on %d cores of it", self._device, home.node, len(home.cores))
+        logger.info(
+            "worker is bound to the NUMA node of its device device=%s node=%d cores=%d",
+            self._device,
+            home.node,
+            len(home.cores),
+        )
         return min(share, usable_cores() // home.sharers)
 
     @property
@@ -104,14 +112,16 @@ class Worker:
         return runner.info
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the KV cache needs of each attention layer, by layer name in execution order."""
+        """Return the KV cache spec of each attention layer, by layer name in execution order."""
         return self.runner.specs
 
     def available_kv_cache_memory(self) -> int:
-        """Return the bytes available for the KV cache: the configured size, or else the free device memory minus the
-        encoder cache.
+        """Return the number of bytes available for the KV cache.
 
-        A CPU skips the profiling step, because its peak is small compared with the default size.
+        If ``cache.kv_cache_memory`` is set, that size is returned. Otherwise, the result is the free device memory
+        minus
+        the encoder cache. On a CPU, no profiling step runs, because its peak memory is small compared with the default
+        size.
         """
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
@@ -135,34 +145,35 @@ class Worker:
         return taken
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache, and capture the steps that will be replayed on it."""
+        """Allocate the KV cache, and capture decode steps as graphs that use this KV cache."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
         if capture is not None and sizes:
             capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
         if (kernels := self._kernels) is not None:
-            logger.info("%d kernels were compiled before, %d are now", kernels.found, kernels.compiled)
+            logger.info("kernels are loaded found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 
     def _block_memory(self) -> list[torch.Tensor]:
-        """Return the memory of the KV cache, empty if there is none."""
+        """Return the tensors of the KV cache, or an empty list if no KV cache is allocated."""
         config, runner = self._kv_cache, self._runner
         asleep = self._kv_cache_asleep or (self._kept is not None and self._kept.cache_is_gone)
         return [] if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
 
     def block_facts(self) -> BlockFacts:
-        """Describe this worker's part of a block."""
+        """Return the size and layout of this worker's part of a KV block."""
         return BlockFacts(self.copies.block_bytes, block_order(self.runner.caches), self.runner.computing)
 
     def skip(self, step: SchedulerOutput) -> None:
-        """Skip a step after a failed one, and notify the other stages."""
+        """Skip a step, because an earlier step failed. Notifies the other pipeline stages."""
         if self._links is not None and step.num_scheduled_tokens:
             self._links.begin()
             self._links.fail()
 
     def recover(self) -> None:
-        """Forget every request, and compute a token. Frees unused memory first. Device errors are raised when the
-        device has finished.
+        """Forget every request, and compute a token to test the device. Frees unused memory before that.
+
+        Waits until the device has finished, so device errors are raised here.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -190,8 +201,10 @@ class Worker:
 
     @utility
     def wake_up(self, tags: list[str]) -> None:
-        """Restore the parts that ``tags`` name: weights, kv_cache. If the weights were dropped, the cache is restored
-        with or after them.
+        """Restore the memory that ``tags`` name: weights, kv_cache.
+
+        If the weights were dropped, the KV cache is allocated only after the weights are loaded again. A later call may
+        load the weights.
         """
         if self._kept is not None:
             self._kept.wake_up(tags, self._device)
@@ -210,9 +223,11 @@ class Worker:
     def start_profile(self) -> None:
         """Start the torch profiler."""
         if not self._engine.profiler.directory:
-            raise InvalidArgument("profiler.directory is not configured: there is nowhere to write a trace")
+            raise InvalidArgument(
+                "cannot start a profile: profiler.directory is not set; set it to a directory for traces"
+            )
         if self._profiler is not None:
-            raise InvalidArgument("a profile is being taken already; stop it first", reason="PROFILING")
+            raise InvalidArgument("a profile is already running; call stop_profile first", reason="PROFILING")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -224,13 +239,14 @@ class Worker:
         """Stop the profiler. Returns the path of its trace, for chrome://tracing or Perfetto."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
-            raise InvalidArgument("no profile is being taken", reason="NOT_PROFILING")
+            raise InvalidArgument("no profile is running; call start_profile first", reason="NOT_PROFILING")
         profiler.stop()
         path = Path(self._engine.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # The profiler would follow a symbolic link, so it writes to a private directory. The rename then replaces
-            # the path itself.
+            # the link
+            # instead of its target.
             with tempfile.TemporaryDirectory(dir=path.parent) as private:
                 written = Path(private, path.name)
                 profiler.export_chrome_trace(str(written))
@@ -242,7 +258,7 @@ class Worker:
 
     @utility
     def held_loras(self) -> list[bytes]:
-        """Return the digests of the adapters that this worker holds."""
+        """Return the digests of the adapters that this worker has loaded."""
         return self.loras.digests
 
     @utility
@@ -308,7 +324,10 @@ def _cache_bytes(runner: ModelRunner) -> int:
 
 
 def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectives | None, StageLinks | None]:
-    """Connect to the workers of the same stage, and to those of the same part in other stages. Raises ConfigError."""
+    """Connect this worker to workers of its tensor-parallel group, and to workers of the other pipeline stages.
+
+    In the other stages, these are the workers with the same tensor-parallel rank. Raises ConfigError.
+    """
     if config.store is None:
         return None, None
     size, num_stages = config.engine.executor.tensor_parallel_size, config.engine.executor.pipeline_parallel_size

@@ -17,7 +17,9 @@ def check(device: torch.device, backend: str = "auto", dtype: str = "fp8") -> No
 
 @pytest.mark.parametrize(("backend", "what"), [("auto", "the kernels for CPUs do"), ("cpu", ".*'cpu' does")])
 def test_kernels_for_cpus_do_not_keep_it(backend: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"cache.dtype is 'fp8', which {what} not keep; use 'auto', or model.att"):
+    with pytest.raises(
+        ConfigError, match=f"cache.dtype is 'fp8', which {what} not support; set cache.dtype to 'auto', or model.att"
+    ):
         check(CPU, backend)
     check(CPU, "reference")
     check(CPU, backend, dtype="auto")
@@ -29,5 +31,7 @@ def test_gpus_from_ada_on_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     check(CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     check(CUDA, dtype="auto")
-    with pytest.raises(ConfigError, match="NVIDIA A100 has compute capability 8.0, and 8.9 is needed; use 'auto'"):
+    with pytest.raises(
+        ConfigError, match="NVIDIA A100 has compute capability 8.0, and 8.9 is required; set cache.dtype to 'auto'"
+    ):
         check(CUDA)

@@ -33,7 +33,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     gpus(monkeypatch, count=2)
     assert [str(resolve_device("auto", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
     assert str(resolve_device("cpu", 1)) == "cpu"
-    with pytest.raises(ConfigError, match="worker 2 has no device: torch finds 2 CUDA devices here"):
+    with pytest.raises(ConfigError, match="worker 2 has no device, but torch finds only 2 CUDA devices"):
         resolve_device("cuda", 2)
 
 
@@ -41,7 +41,7 @@ def test_workers_have_the_gpus_that_the_configuration_gives_them(monkeypatch: py
     gpus(monkeypatch, count=4)
     assert [str(resolve_device("auto", worker, (3, 1))) for worker in (0, 1)] == ["cuda:3", "cuda:1"]
     assert str(resolve_device("cpu", 1, (3, 1))) == "cpu"
-    message = "executor.devices gives worker 1 device 4: torch finds 4 CUDA devices here, from 0 on"
+    message = "executor.devices assigns worker 1 to device 4, but torch finds only 4 CUDA devices, numbered from 0"
     with pytest.raises(ConfigError, match=message):
         resolve_device("cuda", 1, (0, 4))
 
@@ -50,7 +50,7 @@ def test_a_gpu_that_is_too_old_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     gpus(monkeypatch, count=1, capability=(7, 0))
-    message = "Tesla V100 has compute capability 7.0, and 8.0 is needed"
+    message = "Tesla V100 has compute capability 7.0, but at least 8.0 is required"
     with pytest.raises(ConfigError, match=message):
         resolve_device("cuda", 0, dev=tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -88,11 +88,11 @@ def test_it_is_said_why_there_is_none(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigError, match=f"torch finds no CUDA device here: {why}"):
+    with pytest.raises(ConfigError, match=f"torch finds no CUDA device: {why}"):
         resolve_device("cuda", 0, dev=driver)
     with caplog.at_level(logging.WARNING):
         assert resolve_device("auto", 0, dev=driver) == torch.device("cpu")
-    assert "computing on the CPU, although there is a GPU" in caplog.text
+    assert "computing on the CPU, although the machine has a GPU" in caplog.text
 
 
 def test_a_machine_without_a_gpu_is_no_reason_to_warn(

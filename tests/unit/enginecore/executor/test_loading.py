@@ -38,9 +38,9 @@ def test_a_model_that_a_decoder_may_serve_is_loaded(device: str) -> None:
         ({"decoder": False}, "kernels.decoder is false"),
         ({"device": "cpu", "isa": "off"}, "kernels.isa is 'off'"),
         ({"device": "cpu", "attention": False}, "kernels.attention is false"),
-        ({"backend": "triton"}, "model.attention_backend is 'triton', and only with 'auto'"),
-        ({"task": "embed"}, "the model is to embed, and decoders only generate"),
-        ({"workers": 2}, "the executor has 2 workers, and it is a property of one"),
+        ({"backend": "triton"}, "model.attention_backend is 'triton', and decoders are used only with 'auto'"),
+        ({"task": "embed"}, "the task of the model is embed, and decoders support only generate"),
+        ({"workers": 2}, "the executor has 2 workers, and batch invariance needs exactly one"),
     ],
 )
 def test_where_no_decoder_is_tried_it_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
@@ -72,8 +72,8 @@ def configured(path: Path, *, kernels: Any = None, executor: Any = None, **model
 @pytest.mark.parametrize(
     ("settings", "device", "words"),
     [
-        ({}, "cuda", "model.device is 'cuda', and CPUs alone compute by them"),
-        ({"dtype": "bfloat16"}, "cpu", "model.dtype is 'bfloat16', and they are computed with in float32"),
+        ({}, "cuda", "model.device is 'cuda', and only CPUs support int8 weights"),
+        ({"dtype": "bfloat16"}, "cpu", "model.dtype is 'bfloat16', and int8 weights are computed in float32"),
         ({"kernels": {"isa": "off"}}, "cpu", "kernels.isa is 'off'"),
         ({"kernels": {"linear": False}}, "cpu", "kernels.linear is false"),
         ({"executor": {"tensor_parallel_size": 2}}, "cpu", "the executor has 2 workers"),
@@ -83,7 +83,9 @@ def test_settings_that_contradict_it_are_named(
     settings: dict[str, Any], device: str, words: str, tmp_path: Path
 ) -> None:
     save_tiny_model("llama", tmp_path)
-    with pytest.raises(ConfigError, match=f"model.quantization is 'int8' but {words}.*set it to 'auto'"):
+    with pytest.raises(
+        ConfigError, match=f"model.quantization is 'int8' but {words}.*set model.quantization to 'auto'"
+    ):
         check_int8(configured(tmp_path, **settings), torch.device(device))
 
 

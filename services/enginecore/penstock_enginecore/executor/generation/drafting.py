@@ -1,4 +1,4 @@
-"""A runner's use of its drafter: it reports requests to the drafter, and drafts after a step."""
+"""Use of a drafter by a runner: reports requests to the drafter, and drafts tokens after each step."""
 
 import itertools
 import logging
@@ -21,8 +21,9 @@ from penstock_enginecore.speculation.base import Drafter, DraftRequest
 
 
 class BatchDraftStep:
-    """A ``DraftStep`` of a batch that contains the step's tokens. ``wanted`` is the number of tokens to draft, by
-    request ID.
+    """The ``DraftStep`` of a step whose tokens are in ``batch``. ``wanted`` is the number of tokens to draft, by
+    request
+    ID.
     """
 
     def __init__(self, batch: InputBatch, inputs: StepInputs, wanted: dict[str, int]) -> None:
@@ -41,14 +42,14 @@ class BatchDraftStep:
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Lay out tokens of requests, by index, from position ``first`` on."""
+        """Lay out ``tokens`` of the requests with these indices, from position ``first`` of each request on."""
         lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
         laid_out = self._batch.lay_out([self._ids[i] for i in requests], first, lengths, ahead=ahead)
         token_ids = np.concatenate(tokens).astype(np.int64, copy=False)
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Return the sampling inputs of requests, by index."""
+        """Return the sampling inputs of the requests with these indices, for the token after ``place`` more tokens."""
         return self._batch.draws_of([self._ids[i] for i in requests], place)
 
 
@@ -56,8 +57,9 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Runs a drafter. If the drafter fails, it is switched off, and every later answer has the reason. Requests
-    continue without drafts.
+    """Runs a drafter, and switches the drafter off if it fails.
+
+    After a failure, every ``DraftTokenIds`` has the reason, and requests continue without drafts.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -82,7 +84,10 @@ class Drafting:
             self._fail(e)
 
     def observe(self, inputs: StepInputs, batch: InputBatch, hidden: torch.Tensor | None) -> None:
-        """Give the drafter the hidden states ``[tokens, width]`` of a computed step. None if none are kept."""
+        """Pass the hidden states ``[tokens, width]`` of a computed step to the drafter.
+
+        ``hidden`` is None if the forward pass keeps no hidden states.
+        """
         if hidden is None or self.failure:
             return
         starts = inputs.attention[0].query_start_loc
@@ -106,7 +111,7 @@ class Drafting:
         try:
             drafts = self.drafter.propose(BatchDraftStep(batch, inputs, wanted))
             if len(drafts) != len(inputs.request_ids):
-                raise RuntimeError(f"{len(drafts)} drafts for {len(inputs.request_ids)} requests")
+                raise RuntimeError(f"the drafter returned {len(drafts)} drafts for {len(inputs.request_ids)} requests")
         except Exception as e:
             self._fail(e)
             return DraftTokenIds(failure=self.failure)
@@ -122,7 +127,7 @@ class Drafting:
         )
 
     def forget(self, batch: InputBatch | None) -> None:
-        """End all requests of the drafter."""
+        """Report to the drafter that all requests have ended."""
         self._step = None
         known, self._known = self._known, set()
         try:
@@ -133,7 +138,7 @@ class Drafting:
             self._fail(e)
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate the drafter's keys and values."""
+        """Allocate the drafter's KV cache."""
         if not self.failure:
             self.drafter.allocate(config)
 

@@ -1,4 +1,4 @@
-"""Capture of decode steps as graphs before the first request: their sizes, and the memory of their graphs."""
+"""Capture of decode steps as graphs before the first request. Selects the step sizes, and estimates graph memory."""
 
 import logging
 import time
@@ -17,10 +17,10 @@ from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.cuda.buffers import decode_sizes
 from penstock_enginecore.forward.dummy_inputs import blank_decodes
 
-# Tokens that a device has chosen most recently. The device uses them as inputs before the host knows them.
+# Tokens that a device has chosen most recently. The device uses these tokens as inputs before the host receives them.
 
 _INITIAL_ROWS = 1024
-"""If the batch grows beyond this many rows, the memory moves and captured steps are captured again."""
+"""Initial number of rows. If the batch needs more rows, the tensor is reallocated and steps are captured again."""
 
 
 class NewestTokens:
@@ -30,8 +30,9 @@ class NewestTokens:
         self._ids = torch.zeros(_INITIAL_ROWS + 1, dtype=torch.int32, device=device)
 
     def room_for(self, rows: IntArray) -> torch.Tensor:
-        """Return int32 ``[rows]`` memory with space for ``rows`` and one more. The memory stays the same unless it is
-        too small.
+        """Return the int32 tensor of newest tokens, with space for ``rows`` and one more element.
+
+        The tensor is reallocated only if it is too small.
         """
         most = int(rows.max(initial=0))
         if most >= len(self._ids) - 1:
@@ -41,27 +42,30 @@ class NewestTokens:
         return self._ids
 
     def keep(self, rows: IntArray, token_ids: torch.Tensor) -> None:
-        """Store ``token_ids`` int32 ``[n]`` as the newest tokens of ``rows`` int64 ``[n]``, after the work that chooses
-        them.
+        """Store ``token_ids`` int32 ``[n]`` as the newest tokens of ``rows`` int64 ``[n]``.
+
+        The copy runs on the device, after the work that chooses the tokens.
         """
         self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
 
     def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
-        """Return the newest tokens of ``rows`` for ``places`` of a flat batch, or None if there are none."""
+        """Return the newest tokens of ``rows`` as inputs at ``places`` of a flat batch, or None if ``places`` is
+        empty.
+        """
         return FedTokens(self._ids, places, rows) if len(places) else None
 
 
 logger = logging.getLogger(__name__)
 
 _SILENCE = 2.0
-"""Seconds between two progress lines in the log."""
+"""Minimum number of seconds between two progress lines in the log."""
 
 
 class GraphCapture:
-    """Runs dummy decode steps, which ``forward`` captures because they are the first of their sizes.
+    """Runs one dummy decode step of each size. ``forward`` captures a graph in the first step of a size.
 
     Args:
-        newest: Token memory with which steps are captured.
+        newest: Newest tokens, which captured steps read.
         stats: Returns the graph statistics of ``forward``.
         clock: Returns seconds.
         adapted: Whether steps with adapters have separate graphs.
@@ -84,7 +88,7 @@ class GraphCapture:
 
     @classmethod
     def of(cls, built: BuiltForward, newest: NewestTokens) -> Self | None:
-        """Create a capture for ``built``, or return None if it replays no steps."""
+        """Create a capture for ``built``, or return None if ``built`` replays no steps."""
         if built.graphs is None:
             return None
         return cls(built.forward, newest, built.graphs, adapted=built.adapted_graphs)
@@ -93,12 +97,13 @@ class GraphCapture:
     def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
         """Run decode steps of ``sizes`` tokens on the bound KV cache, without writing to it.
 
-        If one step cannot be captured, none is, and the log has the reason. ``free`` returns the free bytes of the
-        device.
+        If a step cannot be captured, no step is captured, and the log has the reason. ``free`` returns the free bytes
+        of
+        the device.
         """
         before, begun = free(), self._clock()
         told = begun
-        logger.info("capturing decode steps of %d sizes", len(sizes))
+        logger.info("capturing decode steps as graphs step_sizes=%d", len(sizes))
         for count, size in enumerate(sizes, 1):
             for adapted in self._variants:
                 self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))
@@ -108,14 +113,14 @@ class GraphCapture:
                 logger.info("captured graphs for %d of %d step sizes in %.1f s", count, len(sizes), now - begun)
                 told = now
         took = in_units(max(before - free(), 0))
-        logger.info("captured %d decode steps in %.1f s: their graphs take %s", len(sizes), self._clock() - begun, took)
+        logger.info("captured %d decode steps in %.1f s: graph memory is %s", len(sizes), self._clock() - begun, took)
 
     @torch.inference_mode()
     def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:
-        """Estimate the bytes that graphs of ``sizes`` will take, from those of the two largest sizes on a temporary
-        cache.
+        """Estimate the bytes of the graphs of ``sizes``, by capturing the two largest sizes on a temporary cache.
 
-        The first of these also takes the memory that all graphs share. No graph remains, and a bound cache is unbound.
+        The first captured graph also allocates the memory that all graphs share. Afterwards, no graph remains, and
+        ``forward`` has no bound cache.
         """
         largest = sorted(sizes, reverse=True)
         taken = []
@@ -135,8 +140,9 @@ class GraphCapture:
 
 
 def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
-    """Return the step sizes to capture in tokens, largest first, so that smaller graphs reuse memory. Empty if capture
-    is off.
+    """Return the step sizes to capture, in tokens, or an empty list if capture is off.
+
+    The largest size is first, so that smaller graphs reuse the memory of larger graphs.
     """
     if not config.kernels.capture_at_start:
         return []

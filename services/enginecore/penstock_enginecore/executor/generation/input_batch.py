@@ -1,4 +1,4 @@
-"""Persistent state of a worker's requests, so that a step only writes what has changed.
+"""Persistent state of a worker's requests. Each step writes only the values that have changed.
 
 A request owns a row of every array, from its first step until it is finished or preempted. Rows do not move. A step
 selects its rows by index, in the scheduler's order. The arrays grow with the largest number of concurrent requests.
@@ -35,7 +35,7 @@ class RowSettings:
     draw: DrawSettings
     kinds: RowKinds
     uniforms: UniformsAhead
-    """Random numbers of the rows that are drawn."""
+    """Random numbers of the rows whose tokens are drawn at random."""
 
 
 class SamplingColumns:
@@ -51,9 +51,9 @@ class SamplingColumns:
         self.seed = grown(self.seed, rows)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """Set a row. Raises ValueError for a request that draws and has no seed."""
+        """Set a row. Raises ValueError for a request that samples at random and has no seed."""
         if params.seed is None and not params.greedy:
-            raise ValueError("sampling_params.seed must be set by the time a request reaches a worker")
+            raise ValueError("sampling_params.seed must be set before a request reaches a worker")
         for name, column in zip(DrawSettings._fields, self.draw, strict=True):
             column[row] = min(getattr(params, name), _INT64_MAX)
         self.seed[row] = (params.seed or 0) % 2**64
@@ -67,8 +67,9 @@ def grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
 
 
 def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRows | None:
-    """Return the masks of ``grammar`` by row of ``request_ids``, or None if there are none. Masks of one request are
-    consecutive.
+    """Return the masks of ``grammar`` with the row of each mask, or None if there are no masks.
+
+    Rows are indices of ``request_ids``. Masks of one request are consecutive.
     """
     if not grammar.request_ids:
         return None
@@ -105,10 +106,10 @@ def lay_out(
     lengths: IntArray,
     ahead: int = 0,
 ) -> LaidOut:
-    """Lay out ``lengths`` tokens of each of ``rows`` from position ``computed`` on.
+    """Lay out tokens of the requests in ``rows``: ``lengths`` tokens of each request, from position ``computed`` on.
 
     ``rows``, ``computed`` and ``lengths`` are int64 ``[requests]``. ``block_tables`` has one table ``[rows, blocks]``
-    per KV cache group. The tables in the result cover ``ahead`` more positions.
+    per KV cache group. The tables in the result cover ``ahead`` positions after the last token.
     """
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start_loc[1:])
@@ -125,10 +126,10 @@ def lay_out(
 
 
 def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
-    """Return the rows whose logits choose the next token after each draft and after none: int64 ``[drafts and
-    requests]``.
+    """Return the rows of the flat batch whose logits are needed to verify drafts: int64 ``[drafts and requests]``.
 
-    ``ends`` are the ends of the requests' tokens in the flat batch.
+    For each request, these are the row before its drafts and the row of each draft. ``ends`` are the ends of the
+    requests' tokens in the flat batch.
     """
     counts = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts)) + 1
     first = np.repeat(ends - counts, counts)
@@ -143,7 +144,7 @@ _NO_DRAFTS: Mapping[str, list[int]] = {}
 
 
 class InputBatch:
-    """Rows of request state. ``num_groups`` is the number of KV cache groups; each has its own block table."""
+    """Rows of request state. ``num_groups`` is the number of KV cache groups. Each group has its own block table."""
 
     def __init__(self, *, max_model_len: int, block_size: int, num_groups: int, eos_token_ids: frozenset[int]) -> None:
         self._block_size = block_size
@@ -151,7 +152,7 @@ class InputBatch:
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         max_blocks = -(-max_model_len // block_size)
-        # Pages of these arrays use no memory before they are written.
+        # The system allocates memory for pages of these arrays only when they are written.
         self._token_ids = np.zeros((0, max_model_len), dtype=np.int32)
         self._block_tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._num_blocks = np.zeros((0, num_groups), dtype=np.int64)
@@ -162,7 +163,7 @@ class InputBatch:
         self._tenants = np.zeros(0, dtype=np.int64)  # number of requests that a row has had
         self._num_unknown = 0
         self._settings: RowSettings | None = None
-        # By row, only for requests that have any.
+        # By row. Rows without such settings have no entry.
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, int] = {}
@@ -187,8 +188,9 @@ class InputBatch:
                 self._append_blocks(row, block_ids)
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, list[int]] = _NO_DRAFTS) -> StepInputs:
-        """Lay out the tokens to compute, in the given order but grouped by adapter. ``drafts`` has the last tokens of
-        some requests.
+        """Lay out the scheduled tokens, in the given order but grouped by adapter.
+
+        ``drafts`` has the drafts of some requests. They are the last scheduled tokens of these requests.
         """
         request_ids = ordered_by_adapter(num_scheduled_tokens, self._loras)
         rows = self._row_array(request_ids)
@@ -224,8 +226,9 @@ class InputBatch:
         )
 
     def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray, *, ahead: int) -> LaidOut:
-        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request from position ``first`` on. Block tables
-        cover ``ahead`` more positions.
+        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on.
+
+        Block tables cover ``ahead`` positions after the last token.
         """
         return self._lay_out(self._row_array(request_ids), first, lengths, ahead)
 
@@ -235,10 +238,11 @@ class InputBatch:
     def sampling_inputs(
         self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
     ) -> SamplingInputs:
-        """Return how to choose the next token of each request, with its random number for this output index.
+        """Return the settings and random numbers that choose the next token of each request.
 
-        With ``offsets`` int64 ``[rows]``, the result has one row for each draft position: the row follows that many
-        drafts of ``prepare``. Rows of one request are consecutive.
+        ``offsets``, int64 ``[rows]``, is the number of drafts before each row. With ``offsets``, the result has one row
+        for
+        each draft position, and rows of one request are consecutive.
         """
         settings = self._settings_of(request_ids)
         rows, kinds = settings.rows, settings.kinds
@@ -257,9 +261,9 @@ class InputBatch:
         )
 
     def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
-        """Return how to draw the next token of each request, or None if one has rules or wants log-probabilities.
+        """Return the settings that draw the next token of each request.
 
-        ``offsets``: see ``sampling_inputs``.
+        Returns None if any request has rules or wants log-probabilities. ``offsets``: see ``sampling_inputs``.
         """
         settings = self._settings_of(request_ids)
         rows = settings.rows
@@ -282,7 +286,7 @@ class InputBatch:
         return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> RowSettings:
-        """Return the settings of requests. Reuses those of the previous step if the same requests sample again."""
+        """Return the settings of requests. If the same requests sample again, reuses the previous settings."""
         known = self._settings
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
@@ -293,8 +297,9 @@ class InputBatch:
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the indices of the requests that want log-probabilities, with the number of most likely tokens; -1
-        means all.
+        """Return the indices of the requests that want log-probabilities, with the number of most likely tokens.
+
+        A number of -1 means all tokens.
         """
         if not self._logprobs:
             return []
@@ -302,7 +307,7 @@ class InputBatch:
         return [(i, count) for i, count in counts if count is not None]
 
     def prompt_targets(self, step: StepInputs) -> list[PromptTargets]:
-        """Return the prompt tokens whose log-probabilities are wanted and whose predecessors ``step`` computes."""
+        """Return the prompt tokens whose log-probabilities are requested and whose predecessors ``step`` computes."""
         targets = []
         starts = step.attention[0].query_start_loc if self._prompt_logprobs else ()
         for i, request_id in enumerate(step.request_ids if self._prompt_logprobs else ()):
@@ -332,7 +337,7 @@ class InputBatch:
                     rules.append(token_id)
 
     def append_runs(self, request_ids: Sequence[str], runs: Sequence[Sequence[int]]) -> None:
-        """Store the new tokens of each request, at least one. Drafts after them are discarded."""
+        """Store the new tokens of each request, at least one per request. Drafts after the new tokens are discarded."""
         limit = self._token_ids.shape[1]
         for request_id, token_ids in zip(request_ids, runs, strict=True):
             row = self._rows[request_id]
@@ -345,7 +350,7 @@ class InputBatch:
                     rules.append(token_id)
 
     def expect_tokens(self, request_ids: Sequence[str]) -> ExpectedTokens:
-        """Count a chosen token of each request that is unknown until ``take_tokens``."""
+        """Count one more token of each request. The token is unknown until ``take_tokens`` stores it."""
         rows = self._settings_of(request_ids).rows
         places = self._num_tokens[rows]
         fits = places < self._token_ids.shape[1]
@@ -355,7 +360,7 @@ class InputBatch:
         return ExpectedTokens(rows, places, self._tenants[rows])
 
     def take_tokens(self, expected: ExpectedTokens, token_ids: npt.NDArray[np.int32]) -> None:
-        """Store the tokens that were expected. Rows that belong to other requests by now are skipped."""
+        """Store the tokens of ``expected``. Skips rows that now belong to other requests."""
         stays = (self._tenants[expected.rows] == expected.tenants) & (expected.places < self._token_ids.shape[1])
         self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
         self._num_unknown -= len(expected.rows)
@@ -375,11 +380,11 @@ class InputBatch:
         return join_rules(found, grammar_rows)
 
     def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
-        """Return a row's output tokens, with ``num_drafts`` drafts."""
+        """Return a row's output tokens, followed by ``num_drafts`` drafts."""
         return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row] + num_drafts]
 
     def tokens_of(self, request_id: str) -> npt.NDArray[np.int32]:
-        """Return prompt and output of a request, ``[tokens]``, as a view."""
+        """Return the prompt and output tokens of a request, ``[tokens]``, as a view."""
         row = self._rows[request_id]
         return self._token_ids[row, : self._num_tokens[row]]
 
@@ -388,7 +393,9 @@ class InputBatch:
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
     def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
-        """Return how requests draw the token after their next ``offset`` tokens, without rules."""
+        """Return the settings that draw each request's token after the next ``offset`` tokens. Rules are not
+        applied.
+        """
         rows = self._row_array(request_ids)
         settings = self._sampling.draw.of(rows)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset

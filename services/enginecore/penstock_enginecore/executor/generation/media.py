@@ -18,7 +18,7 @@ from penstock_enginecore.executor.generation.step_inputs import StepInputs
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, RopePositions
 
-# Embeddings of media. The worker keeps them from when they are computed until the engine drops them.
+# Embeddings of media. The worker keeps computed embeddings until the engine drops them.
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ class EncoderRows:
         return sum(rows.nbytes for rows in self._rows.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Drop, queue and compute the items of a step. Returns the reasons of failed items, by identifier."""
+        """Drop, queue and compute the items of a step. Returns the failure reason of each failed item, by
+        identifier.
+        """
         for identifier in step.freed_identifiers:
             self._forget(identifier)
         failures: dict[str, str] = {}
@@ -64,17 +66,18 @@ class EncoderRows:
         return failures
 
     def of(self, identifier: str) -> torch.Tensor:
-        """Return the rows of an item. Raises RuntimeError if they do not exist, which is a scheduling error."""
+        """Return the rows of an item. Raises RuntimeError if the rows do not exist, which is an error of the
+        scheduler.
+        """
         rows = self._rows.get(identifier)
         if rows is None:
-            raise RuntimeError(
-                f"the embeddings of {identifier} are not there, and tokens were scheduled that need them"
-            )
+            raise RuntimeError(f"the embeddings of {identifier} do not exist, but the scheduled tokens need them")
         return rows
 
     def profile(self, run: Callable[[], None]) -> None:
-        """Encode the largest item of each modality, and call ``run`` between two of its slices. Raises RuntimeError if
-        encoding fails.
+        """Encode the largest item of each modality, and call ``run`` while each item is partly encoded.
+
+        Raises RuntimeError if encoding fails.
         """
         for info in self._encoder.media:
             item = self._encoder.largest(info.modality)
@@ -101,28 +104,28 @@ class EncoderRows:
             self._encoder.start(item)
 
     def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
-        """Return rows that came with the request. Raises ValueError if they do not fit the model."""
+        """Return embeddings that the request contained. Raises ValueError if their dtype or shape does not fit."""
         expected = (num_embeds, self._encoder.width)
         shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
         if tensor.dtype not in _DTYPES or shape != expected:
             told = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{EMBEDS!r} is {told}; the prompt has place for {list(expected)}, floats")
+            raise ValueError(f"{EMBEDS!r} is {told}; the prompt needs floats of shape {list(expected)}")
         rows = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(expected)
         return rows.to(device=self._device, dtype=self._dtype)
 
     def _finish(self, item: EncodedItem, failures: dict[str, str]) -> None:
         expected = (self._expected.get(item.identifier, 0), self._encoder.width)
         if item.rows is None:
-            self._fail(item.identifier, item.failure or "the model gave no embeddings", failures)
+            self._fail(item.identifier, item.failure or "the model returned no embeddings", failures)
         elif item.rows.shape != expected:
             gave, wants = list(item.rows.shape), list(expected)
-            self._fail(item.identifier, f"the model gave embeddings {gave} where the prompt has {wants}", failures)
+            self._fail(item.identifier, f"the model returned shape {gave}, the prompt needs {wants}", failures)
         else:
             self._rows[item.identifier] = item.rows.to(self._dtype)
             self._expected.pop(item.identifier, None)
 
     def _fail(self, identifier: str, failure: str, failures: dict[str, str]) -> None:
-        logger.warning("media %s could not be encoded: %s", identifier, failure)
+        logger.warning("media item could not be encoded identifier=%s reason=%s", identifier, failure)
         failures[identifier] = failure
         shape = self._expected.pop(identifier, 0), self._encoder.width
         self._rows[identifier] = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -134,7 +137,7 @@ class EncoderRows:
 
 
 def row_bytes(encoder: MediaEncoder | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a row, or 0 for a model without vision or audio encoders."""
+    """Return the bytes of one media embedding, or 0 for a model without vision or audio encoders."""
     return 0 if encoder is None else encoder.width * dtype.itemsize
 
 
@@ -155,8 +158,9 @@ class Placed(NamedTuple):
     positions: IntArray
 
     def chunks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Iterate over the requests: ID, first token in the flat batch, and the first and end positions that are
-        computed.
+        """Iterate over the requests. Yields the request ID and the index of its first token in the flat batch.
+
+        Also yields the first and the end position that the step computes.
         """
         starts = self.query_start_loc[:-1]
         firsts = self.positions[starts]
@@ -180,7 +184,8 @@ class _Prompt:
     Attributes:
         positions: int64 ``[embeddings]``: positions of all items' embeddings.
         bounds: Item i has the embeddings from ``bounds[i]`` to before ``bounds[i + 1]``.
-        ends: End of the keys that each embedding attends to, or None. With bidirectional attention this is the end of its run.
+        ends: For each embedding, the end of the positions that it attends to. With bidirectional attention, this is the
+            end of the embedding's run. None if all attention is causal.
     """
 
     identifiers: Sequence[str]
@@ -206,7 +211,7 @@ class _Prompt:
 
 
 class MediaPrompts:
-    """Media of the requests with media, by request. Requests with only text are not tracked."""
+    """Media of prompts, by request. Requests with only text have no entry."""
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self._encoder = encoder
@@ -221,8 +226,9 @@ class MediaPrompts:
         self._prompts.clear()
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Remove requests that have ended, and add new ones. Returns the reasons of items that do not fit their
-        positions, by identifier.
+        """Remove requests that have ended, and add new requests.
+
+        Returns the failure reason of each item that does not fit its positions, by identifier.
         """
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
@@ -235,7 +241,7 @@ class MediaPrompts:
         return failures
 
     def rows(self, placed: Placed) -> list[ItemRows]:
-        """Return the embeddings among the tokens of a step."""
+        """Return the media embeddings that are inputs of a step."""
         return [rows for prompt, *chunk in self._with_embeds(placed) for rows in prompt.rows(*chunk)]
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
@@ -260,7 +266,7 @@ class MediaPrompts:
         return whole
 
     def key_ends(self, placed: Placed) -> IntArray | None:
-        """Return int64 ``[tokens]`` key ends of a step with embeddings that attend to later ones, otherwise None.
+        """Return the key end of each token, int64 ``[tokens]``, or None if no embedding attends to later embeddings.
 
         Raises RuntimeError if the step does not contain all embeddings that attend to each other.
         """
@@ -277,20 +283,23 @@ class MediaPrompts:
             ends[prompt.positions[low:high] - first] = prompt.ends[low:high]
             if ends.max() > end:
                 raise RuntimeError(
-                    f"a step ends at position {end} of a prompt, between embeddings that see each other up to {ends.max()}"
+                    f"a step ends at position {end} of a prompt, but embeddings attend to each other up to {ends.max()}"
                 )
         return whole
 
     def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """Yield the requests that may have embeddings among their tokens, see ``Placed.chunks``."""
+        """Yield the chunks of requests whose tokens in this step may include media, in the form of
+        ``Placed.chunks``.
+        """
         for request_id, start, first, end in placed.chunks():
             prompt = self._prompts.get(request_id)
             if prompt is not None and first < prompt.behind:
                 yield prompt, start, first, end
 
     def _rope(self, new: NewRequestData, failures: dict[str, str]) -> RopePositions | None:
-        """Return rope positions, or None if the model does not use them. Also None if the items do not fit, and the
-        request fails.
+        """Return rope positions, or None if the model does not use them.
+
+        If the items do not fit the prompt, store the reason in ``failures`` and return None.
         """
         if (rope_index := self._encoder.rope_positions) is None:
             return None
@@ -320,8 +329,8 @@ class MediaPrompts:
 def _ends(feature: MultiModalFeature) -> IntArray:
     """Return the end of the keys that each embedding of a feature attends to, int64 ``[num_embeds]``.
 
-    Adjacent runs of one item form a group, like equal neighbours in transformers' token_type_ids. Tokens between two
-    runs belong to no group.
+    Adjacent runs of one item form a group, like adjacent equal values of transformers' token_type_ids. Tokens between
+    two runs belong to no group.
     """
     runs = feature.embed_runs or (EmbedRun(0, feature.length),)
     ends = [feature.offset + run.start + run.count for run in runs]
@@ -332,7 +341,9 @@ def _ends(feature: MultiModalFeature) -> IntArray:
 
 
 class StepMedia:
-    """Media of a step, for a model with vision or audio encoders. While it is empty, a step needs no other calls."""
+    """Media of a step, for a model with vision or audio encoders. If no request has media, only ``update`` is
+    needed.
+    """
 
     def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self.cached = EncoderRows(encoder, dtype, device)
@@ -345,7 +356,9 @@ class StepMedia:
         return len(self._prompts)
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Update the requests of a step, and compute embeddings. Returns the reasons of failed items, by identifier."""
+        """Update the requests of a step, and compute embeddings. Returns the reason of each failed item, by
+        identifier.
+        """
         return self._prompts.update(step) | self.cached.update(step)
 
     def are_in(self, placed: Placed) -> bool:
@@ -371,7 +384,7 @@ class StepMedia:
         return self._prompts.rope_positions(placed)
 
     def attention(self, placed: Placed, attention: Sequence[AttentionMetadata]) -> Sequence[AttentionMetadata]:
-        """Return the metadata, with ``key_ends`` if embeddings of the step attend to later ones."""
+        """Return the metadata, with ``key_ends`` if embeddings of the step attend to later positions."""
         ends = self._prompts.key_ends(placed)
         return attention if ends is None else [replace(metadata, key_ends=ends) for metadata in attention]
 
@@ -404,7 +417,7 @@ class StepEmbeddings:
             self._failures.update(self._media.update(step))
 
     def take_failures(self) -> dict[str, str]:
-        """Return why media could not be encoded since the last call, by identifier."""
+        """Return the reasons why media could not be encoded since the last call, by identifier."""
         failures, self._failures = self._failures, {}
         return failures
 

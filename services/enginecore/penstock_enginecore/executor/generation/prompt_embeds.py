@@ -1,4 +1,7 @@
-"""Vectors in place of prompt tokens (prompt embeds). The worker keeps them while their requests are in its batch."""
+"""Prompt embeddings: vectors in place of prompt tokens.
+
+The worker keeps the vectors of a request while the request is in the batch.
+"""
 
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -30,8 +33,9 @@ class StepVectors:
     deepstack: torch.Tensor | None = None
 
     def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write the rows into ``embedded`` ``[tokens, hidden size]``. Returns it, with ``deepstack`` extended to all
-        tokens.
+        """Write the rows into ``embedded`` ``[tokens, hidden size]``. Returns ``embedded``, and ``deepstack`` extended
+        to
+        all tokens.
         """
         embedded[self.indices] = self.rows.to(embedded.dtype)
         if self.deepstack is None:
@@ -43,8 +47,9 @@ class StepVectors:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Prompt:
-    """Vectors of a prompt: ``rows`` ``[vectors, hidden size]``. ``row_of`` is int32 ``[positions]``, -1 at positions of
-    tokens.
+    """Vectors of a prompt: ``rows`` ``[vectors, hidden size]``.
+
+    ``row_of``, int32 ``[positions]``, is the row of each vector. It is -1 at positions of tokens.
     """
 
     embeds: PromptEmbeds
@@ -53,13 +58,18 @@ class _Prompt:
 
 
 class PromptVectors:
-    """Vectors by request. Requests with the same prompt share its rows. There is no cost while no request has vectors."""
+    """Vectors by request. Requests with the same prompt share one tensor of rows.
+
+    There is no cost while no request has vectors.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self._prompts: dict[str, _Prompt] = {}
-        # By identity of the embeds. A prompt holds its embeds, so identities stay unique while the prompt exists.
+        # Keys are identities of PromptEmbeds. A _Prompt references its PromptEmbeds, so no other object can have the
+        # same
+        # identity while the _Prompt exists.
         self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
 
     def update(self, step: SchedulerOutput) -> None:

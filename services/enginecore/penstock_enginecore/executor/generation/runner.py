@@ -1,5 +1,6 @@
-"""Runners of a step, or of a pipeline stage's part of one: inputs, forward pass, logits of the rows that sample,
-tokens.
+"""Runners that execute steps, or one pipeline stage of each step.
+
+A runner prepares the inputs, runs the forward pass, and samples tokens from the logits.
 """
 
 import time
@@ -61,8 +62,8 @@ def fastest_pass(
 ) -> float:
     """Return the seconds of the fastest of ``passes`` forward passes over a request's first tokens.
 
-    The passes compute the logits of all tokens, on a temporary cache. Afterwards ``forward`` has no cache. ``clock``
-    returns seconds.
+    The passes compute the logits of all tokens, on a temporary cache. Afterwards no KV cache is bound to ``forward``.
+    ``clock`` returns seconds.
     """
     probe = Probe.largest(num_tokens, num_tokens, block_size_of(forward.specs))
     return min(_timed(forward, probe, clock) for _ in range(passes))
@@ -77,15 +78,19 @@ def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> fl
 
 
 ChosenElsewhere = Callable[[], Arrival | None]
-"""Returns the tokens of the last executed step, in the order of its requests, or None if they are not read here."""
+"""Function that returns the tokens of the last executed step, in the order of the step's requests.
+
+It returns None if this worker does not read the tokens.
+"""
 
 
 class GenerationRunner:
     """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them.
 
-    If a device can choose the tokens of a step, it uses them as inputs of the next step. The host gets a copy through
-    ``begin_copy`` and does not wait for it. If a request has rules or wants log-probabilities, the step needs the
-    previous tokens on the host, so the runner waits for them.
+    If the device chooses the tokens of a step, the next step uses these tokens directly on the device. The host
+    receives
+    a copy through ``begin_copy``, and does not wait for the copy. If a request has rules or wants log-probabilities,
+    the runner waits until the previous tokens are on the host.
     """
 
     def __init__(
@@ -99,11 +104,11 @@ class GenerationRunner:
     ) -> None:
         """Args:
         model: The loaded model.
-        built: Its forward pass and sampler.
+        built: The model's forward pass and sampler.
         begin_copy: Starts a copy of tokens to the host.
         chosen_elsewhere: Starts to receive the tokens of a step that another worker samples.
         experts: Experts that several ranks share.
-        drafter: Guesses tokens after each step.
+        drafter: Drafts tokens after each step.
         """
         self._drafting = None if drafter is None else Drafting(drafter)
         if drafter is not None and drafter.state_layers:
@@ -135,7 +140,7 @@ class GenerationRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the model. Vectors in prompts have the width of the embedding layer's output."""
+        """Properties of the model. Vectors in prompts must have the width of the embedding layer's output."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -152,7 +157,7 @@ class GenerationRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache needs of the forward pass, whose cache may have another dtype than the model, and of the drafter."""
+        """KV cache specs of the forward pass and of the drafter. The cache may have another dtype than the model."""
         return {**self._forward.specs, **({} if self._drafting is None else self._drafting.drafter.specs)}
 
     @property
@@ -205,16 +210,17 @@ class GenerationRunner:
             self._batch = self._empty_batch(self._kv_cache)
 
     def keep(self, kept: KeptMemory) -> None:
-        """Move the weights to ``kept``, which will also hold the KV cache. Raises RuntimeError if the forward pass
-        cannot do this.
+        """Move the weights into the memory of ``kept``, where the KV cache will be allocated too.
+
+        Raises RuntimeError if the forward pass cannot move its weights.
         """
         if not isinstance(self._forward, KeptWeights):
-            raise RuntimeError(f"{type(self._forward).__name__} holds its weights where they are")
+            raise RuntimeError(f"{type(self._forward).__name__} cannot move its weights")
         kept.move_in([*self._forward.weights(), *self._towers.weights()])
         self._forward.memory.place(kept.empty)
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``, the same checkpoint on the host, into the existing weights."""
+        """Copy the weights of ``model`` into the existing weights. ``model`` is the same checkpoint in host memory."""
         if isinstance(self._forward, KeptWeights):
             self._forward.read(model)
             self._towers.read(Towers(model.encoder))
@@ -232,14 +238,17 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and sample a token on a temporary cache. Raises the error if that fails."""
+        """Forget every request, and sample a token on a temporary cache. Raises the error if the computation fails."""
         self.forget_requests()
         with nullcontext() if self.experts is None else self.experts.spread.alone():
             self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Sample a token for no request, on a temporary cache, or compute experts for the tokens of other ranks."""
+        """Sample a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
+        ranks
+        instead.
+        """
         if self.experts is not None:
             self.experts.spread.take_part()
             return
@@ -247,15 +256,19 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run sequences of the model's maximum length on a temporary cache and sample, while the largest items are
-        encoded.
+        """Run sequences of the model's maximum length on a temporary cache, and sample.
+
+        For models with media, this happens while the largest items are being encoded.
         """
         probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
         self._embeddings.profile(lambda: self._probe(probe, np.arange(num_seqs) % num_tokens))
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Time forward passes of a request's first tokens with all logits, on a temporary cache."""
+        """Time forward passes over a request's first tokens, with the logits of all tokens, on a temporary cache.
+
+        Returns the seconds of the fastest pass.
+        """
         alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
             with alone:
@@ -266,11 +279,12 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens. Keeps the logits for ``sample``. Raises RuntimeError without a
-        KV cache.
+        """Run a forward pass over the scheduled tokens. Stores the logits for ``sample``.
+
+        Raises RuntimeError if no KV cache is allocated.
         """
         if self._batch is None:
-            raise RuntimeError("initialize_kv_cache must come before the first step")
+            raise RuntimeError("initialize_kv_cache must be called before the first step")
         if self._drafting is not None:
             self._drafting.update(step, self._batch)
         self._batch.update(step)
@@ -349,7 +363,9 @@ class GenerationRunner:
         return self._drafting.draft(self._batch)
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
-        """Return how the device should choose the step's tokens, or None if it cannot."""
+        """Return the settings with which the device chooses the step's tokens, or None if the device cannot choose
+        them.
+        """
         sampling_ids = inputs.sampling_ids
         draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
         if draws is None:
@@ -360,7 +376,7 @@ class GenerationRunner:
     def _late_output(
         self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens, failures: dict[str, str]
     ) -> Late[ModelRunnerOutput]:
-        """Return the late output of a step whose tokens a device chooses."""
+        """Return the late output of a step whose tokens the device chooses."""
         arrival = self._begin_copy(launched.results)
         if sampling_ids := pending.inputs.sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
@@ -371,14 +387,18 @@ class GenerationRunner:
         return Late(lambda: with_broken(read(), pending.broken))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
-        """Count the tokens of a step that another worker samples. ``arrival`` is None if they are not read here."""
+        """Reserve positions for the tokens of a step that another worker samples.
+
+        ``arrival`` is None if this worker does not read the tokens.
+        """
         expected = batch.expect_tokens(pending.inputs.sampling_ids)
         if arrival is not None:
             self._coming.append((expected, arrival))
 
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
-        """Prepare the inputs of a step. Tokens that are embedded together with vectors, or sampled by another worker,
-        must be known here.
+        """Prepare the inputs of a step. Waits for previous tokens that must be on the host.
+
+        These are tokens that another worker samples, and tokens in a step with vectors or media.
         """
         self._take_tokens(batch, wait=False)
         drafts = step.scheduled_spec_decode_tokens
@@ -392,7 +412,7 @@ class GenerationRunner:
         return inputs
 
     def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
-        """Store the tokens that have arrived, or with ``wait`` all chosen tokens."""
+        """Store the tokens that have arrived. If ``wait`` is true, wait for all tokens that have not arrived."""
         while self._coming and (wait or self._coming[0][1].arrived()):
             self._take_oldest(batch)
 
@@ -415,7 +435,7 @@ class GenerationRunner:
         )
 
     def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
-        """Run ``probe`` and draw a token from the logits of ``rows``, or of all its tokens if None."""
+        """Run ``probe``, and draw tokens from the logits of ``rows``. None means all tokens of ``probe``."""
         try:
             logits = probe_logits(self._forward, probe, rows)
         finally:
@@ -435,8 +455,8 @@ class GenerationRunner:
 class StageRunner:
     """The ``ModelRunner`` of a pipeline stage.
 
-    The last stage samples and sends the tokens to the first stage, which needs them as inputs of later steps. Other
-    stages only count them. Outputs of all stages except the last are empty.
+    The last stage samples and sends the tokens to the first stage, which needs them as inputs of later steps. The other
+    stages only count the tokens. Outputs of all stages except the last are empty.
     """
 
     def __init__(self, model: LoadedModel, built: BuiltForward, links: StageLinks) -> None:
@@ -449,12 +469,14 @@ class StageRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the whole model. Stages work on different steps, so steps are prepared while others run."""
+        """Properties of the complete model. Stages compute different steps, so the engine prepares steps while others
+        run.
+        """
         return msgspec.structs.replace(self._runner.info, runs_ahead=True)
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache needs of the stage's own layers."""
+        """KV cache specs of the stage's own layers."""
         return self._runner.specs
 
     @property
@@ -482,7 +504,9 @@ class StageRunner:
         self._runner.profile(num_tokens, num_seqs)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache of the stage's own layers. The groups are those of ``config``, reduced to these layers."""
+        """Allocate the KV cache of the stage's own layers. Layers of other stages are removed from the groups of
+        ``config``.
+        """
         self._runner.initialize_kv_cache(own_groups(config, self.specs))
 
     def drop_kv_cache(self) -> None:
@@ -497,8 +521,10 @@ class StageRunner:
         self._runner.execute_dummy_batch()
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Run the stage after the previous one. Raises StageFailedError if the previous stage failed in this step, or
-        the last stage in the step before.
+        """Run this stage after the previous stage.
+
+        Raises StageFailedError if the previous stage failed in this step, or if the last stage failed in the step
+        before.
         """
         if step.num_scheduled_tokens:
             self._links.begin()

@@ -14,15 +14,16 @@ class StepInputs:
 
     Attributes:
         request_ids: Requests of the step, in batch order.
-        token_ids: int64 ``[tokens]``. Unknown tokens have the ID 0.
+        token_ids: int64 ``[tokens]``. Tokens that are not on the host yet have the ID 0.
         positions: int64 ``[tokens]``.
         attention: One entry per KV cache group.
         sampling_requests: Indices of the requests that get a token.
-        logits_indices: Rows whose logits are needed: the last final token of each sampling request, and each of its drafts.
-        unknown: Indices of tokens that are not on the host yet, int64 ``[n]``.
-        unknown_rows: Rows of the batch whose newest tokens these are.
+        logits_indices: Rows of the flat batch whose logits are needed. For each sampling request, these are the last
+            token that is not a draft, and all drafts.
+        unknown: Indices in the flat batch of tokens that are not on the host yet, int64 ``[n]``.
+        unknown_rows: Row of the persistent batch for each of these tokens. The token is the row's newest.
         drafts: Drafted tokens of each sampling request, or None if no request has drafts.
-        segments: The tokens that have adapters.
+        segments: Ranges of tokens that use a LoRA adapter.
     """
 
     request_ids: list[str]
@@ -43,7 +44,7 @@ class StepInputs:
 
     @property
     def rows(self) -> "SampledRows":
-        """The rows of logits."""
+        """Request and draft position of each row of logits."""
         sampling_ids = self.sampling_ids
         if self.drafts is None:
             return SampledRows(sampling_ids, None)
@@ -54,8 +55,9 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of logits: the request of each row, and the number of drafts before it, int64 ``[rows]``. None means no
-    drafts.
+    """Rows of logits. ``request_ids`` has the request of each row.
+
+    ``offsets``, int64 ``[rows]``, is the number of drafts before each row. It is None if no request has drafts.
     """
 
     request_ids: list[str]
@@ -67,8 +69,8 @@ class PromptTargets:
     """Prompt tokens of a request that a step can score.
 
     Attributes:
-        rows: Rows of the flat batch, whose logits predict ``token_ids``.
-        count: Number of most likely tokens to report for each.
+        rows: Rows of the flat batch whose logits predict ``token_ids``.
+        count: Number of most likely tokens to report for each of ``token_ids``.
     """
 
     request_id: str
@@ -79,12 +81,13 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens that were chosen and are not on the host yet.
+    """Tokens that a step has chosen, but that are not on the host yet.
 
     Attributes:
         rows: Rows of the batch, int64 ``[n]``.
         places: Positions of the tokens in these rows.
-        tenants: Number of requests that each row had had. It shows whether the row has changed its owner.
+        tenants: Number of requests that each row had had when the step was launched. A different number later shows
+            that the row now belongs to another request.
     """
 
     rows: IntArray

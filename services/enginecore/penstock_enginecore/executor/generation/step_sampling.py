@@ -1,5 +1,6 @@
-"""Sampling of a step on the host: one token of each request, or its accepted drafts and one more, with
-log-probabilities.
+"""Sampling of a step on the host, with log-probabilities.
+
+Each request gets one token, or its accepted drafts and one more token.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from penstock_enginecore.worker.device_thread import Arrival
 # Log-probabilities of a step's output.
 
 _MAX_LOGITS_BYTES = 64 * 2**20
-"""Maximum bytes of float32 logits of prompt tokens at a time, unless a single row needs more."""
+"""Maximum bytes of float32 logits of prompt tokens that are computed together. A single row may need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class OutputScores:
 
     Attributes:
         logits: Raw logits ``[len(wanted), vocab]``.
-        wanted: Row among the sampled rows, and number of most likely tokens, for each row of ``logits``.
+        wanted: For each row of ``logits``, the index of the sampled row and the number of most likely tokens.
     """
 
     logits: torch.Tensor
@@ -50,8 +51,8 @@ class OutputScores:
     def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
         """Return the log-probabilities of the sampled ``token_ids``, by request ID.
 
-        ``request_ids`` and ``token_ids`` are parallel to the sampled rows. A request with several rows gets all of
-        them, in order.
+        ``request_ids`` and ``token_ids`` have one entry per sampled row. If a request has several rows, its result
+        contains all these rows in order.
         """
         if not self.wanted:
             return {}
@@ -68,11 +69,13 @@ class OutputScores:
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
 ) -> tuple[ForwardOutput, dict[str, Logprobs]]:
-    """Run a step. Returns its output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets``
-    by request ID.
+    """Run a step, and score the prompt tokens of ``targets``.
 
-    The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt needs no
-    more memory than a short one. If the head cannot run separately, the forward pass computes them.
+    Returns the step's output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by
+    request
+    ID. The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt needs
+    no
+    more memory than a short one. If the head cannot run separately, the forward pass computes all these logits.
     """
     separate = forward.separate_head
     rows = sampled_rows if separate else np.concatenate([sampled_rows, *(target.rows for target in targets)])
@@ -106,7 +109,7 @@ def _score(
 
 
 def _count(count: int, vocab: int) -> int:
-    """Return the number of most likely tokens. -1 means all."""
+    """Return the number of most likely tokens to report. A ``count`` of -1 means all tokens."""
     return vocab if count < 0 else min(count, vocab)
 
 
@@ -116,7 +119,7 @@ class PendingStep:
 
     Attributes:
         logits: ``[rows, vocab]``, or this rank's part of the vocabulary.
-        draws: How to draw the rows, if no row needs more than a device supports.
+        draws: Settings for drawing the rows on the device, or None if a row needs features that a device lacks.
         launched: Tokens that the pass has already chosen.
         num_drafts_wanted: See ``SchedulerOutput``.
         seconds: Duration of the pass.
@@ -192,10 +195,10 @@ class StepSampling:
     def _choose_as_alone(
         self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
     ) -> tuple[list[int], LaunchedTokens | None]:
-        """Let the device of a batch-invariant engine choose tokens for the rows for which it would also choose them in
-        a batch of one.
+        """Let the device of a batch-invariant engine choose the tokens of some rows, and return the rows and tokens.
 
-        Near the boundary of a distribution, the device's draw differs from the sampler's.
+        The device chooses for rows whose tokens it would also choose in a batch of one. Near the boundary of a
+        distribution, the device's draw differs from the sampler's draw.
         """
         if not self._batch_invariant or self._launcher is None:
             return [], None
@@ -208,8 +211,8 @@ class StepSampling:
 
 
 def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: GrammarBitmask | None) -> list[int]:
-    """Return how many rows of each sampling request can be used. For a constrained request, only rows with a mask
-    count.
+    """Return the number of usable rows of each sampling request. For a constrained request, only rows with a mask are
+    usable.
     """
     named = {} if grammar is None else Counter(grammar.request_ids)
     return [
@@ -219,8 +222,9 @@ def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: Gra
 
 
 def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
-    """Return the number of NaN logits from which a request's tokens were chosen, by request ID. Zero counts are
-    omitted.
+    """Return the number of NaN logits in the rows that chose a request's tokens, by request ID.
+
+    Requests without NaN logits are omitted.
     """
     found, start = {}, 0
     for place, i in enumerate(inputs.sampling_requests):

@@ -1,4 +1,4 @@
-"""Calls to workers that are not yet answered by all, and detection of calls that take too long."""
+"""Calls that not all workers have answered yet, and detection of calls that take too long."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class Oldest(NamedTuple):
     """The oldest unanswered call.
 
     Attributes:
-        waited: Seconds since workers could start on it.
+        waited: Seconds since the workers could start this call.
         timed: See ``Calls.begin``.
         limit: See ``Calls.begin``.
         computes: See ``Calls.begin``.
@@ -62,14 +62,16 @@ class Calls:
     def begin(
         self, *, timed: bool, limit: float | None = None, computes: bool = False
     ) -> "tuple[int, Future[list[Any]]]":
-        """Register a call. Returns its number, and a future with the answers by worker or the first error. Raises the
-        error of ``fail``.
+        """Register a call. Returns its number, and a future with the answers by worker or with the first error.
+
+        Raises the error of ``fail`` if ``fail`` was called.
 
         Args:
-            timed: True for a step, which ends when all workers have answered. Other calls end with their first error,
-                because other workers may wait for the one that failed.
+            timed: True for a step, which ends when all workers have answered. Any other call ends with its first error,
+                because other workers may wait for the worker that failed.
             limit: Timeout in seconds for a call that is not a step, or None for no timeout.
-            computes: For a call without a timeout: whether some worker uses its processor all the time until the call ends.
+            computes: For a call without a timeout: whether at least one worker computes at any time until the call
+            ends.
         """
         with self._lock:
             if self._failed is not None:
@@ -81,7 +83,9 @@ class Calls:
             return self._last, call.future
 
     def answered(self, worker: int, number: int, answer: Any) -> None:
-        """Record a worker's answer. An Exception means that the call failed there. Unknown numbers are ignored."""
+        """Record a worker's answer. An Exception means that the call failed on this worker. Unknown numbers are
+        ignored.
+        """
         with self._lock:
             call = self._calls.get(number)
             if call is None:
@@ -104,7 +108,9 @@ class Calls:
             call.future.set_result(call.answers)
 
     def fail(self, error: Exception) -> None:
-        """End every call, including future ones, with ``error``. The error of the first ``fail`` is used."""
+        """Fail all pending and future calls with ``error``. If ``fail`` was called before, future calls keep that
+        error.
+        """
         with self._lock:
             self._failed = self._failed or error
             self._failing.notify_all()
@@ -114,7 +120,7 @@ class Calls:
             call.future.set_exception(error)
 
     def check(self) -> None:
-        """Raise the error of ``fail`` if that was called."""
+        """Raise the error of ``fail`` if ``fail`` was called."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -126,7 +132,7 @@ class Calls:
             return self._failed is not None
 
     def failed(self) -> Exception:
-        """Return the error of ``fail``. Waits if ``fail`` is about to be called."""
+        """Return the error of ``fail``. Waits until ``fail`` is called."""
         with self._lock:
             while self._failed is None:
                 self._failing.wait()
@@ -142,7 +148,7 @@ class Calls:
 
     @property
     def parted(self) -> bool:
-        """Whether a worker has not answered a call that failed on another worker. It may be waiting for the others."""
+        """Whether a worker has not answered a call that failed on another worker. It may be waiting for other workers."""
         with self._lock:
             return bool(self._left_alone)
 
@@ -172,12 +178,12 @@ def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
 
 
 def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
-    """Return the name of the first difference between two values, and both values there."""
+    """Return the name of the first field in which two values differ, and both values of the field."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             if one.get(key) != other.get(key):
                 return _difference(one.get(key), other.get(key), f"{name}.{key}" if name else str(key))
-    return name or "it", one, other
+    return name or "the value", one, other
 
 
 # Timeouts of calls, and stack traces of workers.
@@ -185,17 +191,20 @@ def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
 _LOOK = 0.25
 """Seconds between two checks of workers whose call has no timeout."""
 _IDLE_AT_LEAST = 60.0
-"""Minimum seconds without any worker computing before they are given up. The machine may be busy with other work."""
+"""Minimum number of seconds without any worker computing before the workers are considered hung.
+
+The machine may be busy with other work for a shorter time.
+"""
 _COMPUTED = 0.05
-"""Seconds of processor time that show that workers compute."""
+"""Processor time of all workers, in seconds, that counts as computing."""
 
 
 class Overdue:
     """Detects workers that hang.
 
     A step has ``timeout`` seconds, and a call with a limit has that limit. Other calls, such as loading a model, have
-    no timeout. During such calls, a worker that is stopped by a signal is detected. If the call should use a processor
-    all the time, it is also detected when no worker does: then the workers wait for each other.
+    no timeout. During such a call, a worker that is stopped by a signal is detected. If the call should compute all the
+    time, a period in which no worker computes is also detected, because the workers then wait for each other.
     """
 
     def __init__(self, timeout: float, oldest: Callable[[], Oldest | None], clock: Clock = time.monotonic) -> None:
@@ -207,7 +216,7 @@ class Overdue:
         self._computed = self._computed_at = 0.0
 
     def look_in(self) -> float:
-        """Return the seconds until ``reason`` may have a result; 0 or less means now."""
+        """Return the number of seconds until ``reason`` may return a reason. A value of 0 or less means now."""
         call = self._oldest()
         if call is None:
             return self._timeout
@@ -215,7 +224,10 @@ class Overdue:
         return _LOOK if limit is None else limit - call.waited
 
     def reason(self, pids: Sequence[int], first_rank: int = 0) -> str | None:
-        """Return why the workers, processes from ``first_rank`` on, are given up, or None if they are not."""
+        """Return the reason why the workers are considered hung, or None if they are not.
+
+        ``pids`` are the process IDs of the workers, from rank ``first_rank`` on.
+        """
         call = self._oldest()
         limit = None if call is None else self._limit(call)
         if call is None or limit is not None:
@@ -243,8 +255,8 @@ class Overdue:
         if min(now - self._computed_at, call.waited) < limit:
             return None
         return (
-            f"no worker has computed anything for {limit:g} s, while the model was loaded or prepared: they wait for each other, "
-            "or for files that do not come (executor.step_timeout, at least 60 s)"
+            f"no worker has computed anything for {limit:g} s, while the model was loaded or prepared; the workers wait for each "
+            "other or for files that cannot be read (the limit is executor.step_timeout, at least 60 s)"
         )
 
     def _stopped_for_long(self, pids: Sequence[int], first_rank: int) -> str | None:
@@ -253,17 +265,20 @@ class Overdue:
             if not is_stopped(pid):
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) >= self._timeout:
-                return f"worker {rank} (pid {pid}) is stopped, longer than executor.step_timeout ({self._timeout:g} s)"
+                return (
+                    f"worker {rank} (pid {pid}) was stopped by a signal for longer than executor.step_timeout "
+                    f"({self._timeout:g} s)"
+                )
         return None
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal. False for one that has ended."""
+    """Return whether a process is stopped by a signal. Returns False for a process that has ended."""
     return _state(pid) == "T"
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
+    """Return whether a process has ended, even if its parent has not reaped it."""
     return _state(pid) in ("", "Z", "X")
 
 
@@ -279,14 +294,17 @@ def _state(pid: int) -> str:
 DUMP_STACKS = signal.SIGUSR1
 """Signal on which a worker writes its stack traces."""
 _PATIENT, _QUIET = 1.0, 0.25
-"""Seconds without output before reading ends: until every running worker has written something, and after that."""
+"""Seconds without output after which reading ends.
+
+The first value applies until every running worker has written something. The second value applies after that.
+"""
 _MOST = 64 * 1024
 
 
 def read_stacks(pipes: Sequence[int], pids: Sequence[int]) -> list[str]:
     """Ask all workers for stack traces, and return the text of each. ``pipes`` has one descriptor for each worker.
 
-    If a worker writes nothing, its text says so.
+    If a worker writes nothing, its text gives the reason.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -308,4 +326,4 @@ def read_stacks(pipes: Sequence[int], pids: Sequence[int]) -> list[str]:
 
 
 def _silence(pid: int) -> str:
-    return "it has ended" if has_ended(pid) else "it does not answer: it is stopped"
+    return "the process has ended" if has_ended(pid) else "the process does not answer because it is stopped"

@@ -48,23 +48,24 @@ from penstock_enginecore.worker.messages import Progress as ProgressLine
 logger = logging.getLogger(__name__)
 
 _WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
-"""Methods in which workers may wait for something other than each other."""
+"""Methods during which a worker may wait for something other than another worker."""
 _CONSEQUENCE = 0.1
-"""Seconds to wait for the end of a worker, after another worker reported an error that may result from it."""
+"""Seconds to wait for the exit of a worker after an error of another worker. The exit may have caused the error."""
 
 
 class MultiprocExecutor:
-    """An ``Executor`` that starts its workers as processes, so that no forward pass shares an interpreter with the
-    scheduler.
+    """An ``Executor`` that starts its workers as processes.
 
-    Calls go to all workers over one ring, and answers return over one ring per worker. If a worker ends, hangs in a
-    step, or samples other tokens than the first, all workers are ended. Pending and later calls then raise WorkersGone.
+    Forward passes and the scheduler then use different Python interpreters. The executor sends calls to all workers
+    over
+    one ring, and receives answers over one ring per worker. If a worker exits, hangs in a step, or samples different
+    tokens than the first worker, the executor ends all workers. Pending and later calls then raise WorkersGone.
     """
 
     def __init__(
         self, config: EngineCoreConfig, *, module: str = MODULE, size_adapter: SizeAdapter = peft_size
     ) -> None:
-        """Start the processes, without waiting for their imports. ``module`` is the program that they run."""
+        """Start the processes, without waiting for their imports. ``module`` is the program of the worker processes."""
         self._timeout = config.executor.step_timeout
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
@@ -97,7 +98,7 @@ class MultiprocExecutor:
 
     @property
     def experts(self) -> None:
-        """Always None: workers share the layers of a model, and ranks that share experts have only one worker."""
+        """Always None, because only ranks with a single worker can share experts."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         self._on_failure = failed
@@ -109,7 +110,8 @@ class MultiprocExecutor:
     def load_model(self, progress: Progress) -> ModelInfo:
         """Wait for the workers to load the weights.
 
-        Raises the first worker's ModelLoadError or ConfigError, and WorkersGone if workers loaded different models.
+        Raises the first ModelLoadError or ConfigError of a worker. Raises WorkersGone if workers loaded different
+        models.
         """
         self._progress = progress
         self._workers.wait(progress)
@@ -117,9 +119,9 @@ class MultiprocExecutor:
         return agreed("the model", models)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the KV cache needs of each attention layer, by layer name in execution order.
+        """Return the KV cache spec of each attention layer, by layer name in execution order.
 
-        For a model in pipeline stages, return those of a stage with the most layers of each kind.
+        For a model in pipeline stages, return the specs of a stage with the most layers of each kind.
         """
         specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
         size = self._num_of_stage
@@ -129,7 +131,7 @@ class MultiprocExecutor:
         return largest_stage(stages) if len(stages) > 1 else stages[0]
 
     def available_kv_cache_memory(self) -> int:
-        """Return the bytes available for the KV cache in the worker that has the least. Waits for the profiling step."""
+        """Return the minimum over all workers of the bytes available for the KV cache. Waits for the profiling step."""
         available: list[int] = self._invoke("available_kv_cache_memory", int)
         return min(available)
 
@@ -138,14 +140,17 @@ class MultiprocExecutor:
         self._invoke("initialize_kv_cache", None, encode(config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Send the step to the workers, which run it after the steps before."""
+        """Send the step to the workers, which run it behind all earlier steps."""
         self._send(execute(scheduler_output))
         self._executing = True
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Sample after the forward pass. Raises RuntimeError without one. The future raises the errors of both."""
+        """Queue the sampling of the step that ``execute_model`` has sent.
+
+        The future raises the errors of the forward pass and of the sampling. Raises RuntimeError if no step was sent.
+        """
         if not self._executing:
-            raise RuntimeError("execute_model must come before sample_tokens")
+            raise RuntimeError("execute_model must be called before sample_tokens")
         self._executing = False
         number, answers = self._calls.begin(timed=True)
         step: Future[ModelRunnerOutput] = Future()
@@ -154,8 +159,9 @@ class MultiprocExecutor:
         return step
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Draft in every worker after the sampling, and return the drafts of the first. If the workers have ended,
-        there are no drafts.
+        """Draft in every worker behind the sampling of the step. Returns the drafts of the first worker.
+
+        If the workers have exited, there are no drafts.
         """
         number, answers = self._calls.begin(timed=True)
         drafts: Future[DraftTokenIds] = Future()
@@ -178,11 +184,13 @@ class MultiprocExecutor:
         return max(timed)
 
     def execute_dummy_batch(self) -> None:
-        """Wait for the workers to compute a token for no request."""
+        """Wait for the workers to compute a dummy token."""
         self._invoke("execute_dummy_batch", None)
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Load an adapter in every worker once there is room, on a thread beside its steps."""
+        """Load an adapter in every worker, after ``make_room`` has freed memory. Steps continue while the adapter
+        loads.
+        """
         number, loaded = self._loads.begin()
         self._sizes.submit(partial(self._load_lora, number, lora, make_room))
         return loaded
@@ -199,7 +207,7 @@ class MultiprocExecutor:
         make_room(size, made)
 
     def _read_lora(self, number: int, lora: LoraRequest, made: "Future[None]") -> None:
-        """Send the load command, after commands that free memory for it."""
+        """Send the command to load an adapter, after the commands that free memory for this adapter."""
         try:
             made.result()
             self._send(LoadLora(number, lora))
@@ -207,8 +215,9 @@ class MultiprocExecutor:
             self._loads.refused(number, e)
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier that runs in every worker beside its steps. A block consists of the parts of all workers,
-        concatenated.
+        """Return a copier of KV blocks. Every worker copies its part of a block while its steps run.
+
+        A copied block is the concatenation of the parts of all workers.
         """
         facts: list[BlockFacts] = self._invoke("block_facts", BlockFacts)
         order = ", ".join(dict.fromkeys(each.order for each in facts))
@@ -218,28 +227,31 @@ class MultiprocExecutor:
         return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))
 
     def unload_lora(self, digest: bytes) -> None:
-        """Remove an adapter from every worker, after the steps before."""
+        """Remove an adapter from every worker, behind all earlier steps."""
         self._send(UnloadLora(digest))
 
     def roll_back(self) -> None:
-        """Do nothing: workers belong to no data-parallel group, so no step loses its peers."""
+        """Do nothing. The workers are in no data-parallel group, so no step can fail because another rank is lost."""
 
     def recover(self) -> None:
-        """Wait for the workers to forget every request and compute a token. Raises the error if that fails."""
+        """Wait for the workers to forget every request and compute a token. Raises the error if the computation fails."""
         self._executing = False
         self._invoke("recover", None)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of every worker, after the steps that were started, and wait for the results."""
+        """Call a method of every worker behind all earlier steps, and wait for the results."""
         return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Return the last report of each worker, about a second old while steps run. All are down once one has failed."""
+        """Return the last report of each worker, which is about one second old while steps run.
+
+        After one worker has failed, all workers are reported as down.
+        """
         up = not self._calls.has_failed
         return [msgspec.structs.replace(stats, up=up) for stats in self._stats]
 
     def shutdown(self) -> None:
-        """Wait for running steps, and end the processes. Idempotent."""
+        """Wait for running steps, and end the worker processes. Idempotent."""
         if self._shut_down:
             return
         self._shut_down = True
@@ -251,7 +263,7 @@ class MultiprocExecutor:
                 self._invoke("shutdown", None, limit=LAST_MOMENT)
                 told = True
         except WorkersGone as e:
-            logger.debug("no worker hears that it should stop: %s", e)
+            logger.debug("workers did not receive the shutdown call reason=%s", e)
         finally:
             self._workers.end(told=told)
             self._calls.fail(WorkersGone("the executor is shut down"))
@@ -259,8 +271,10 @@ class MultiprocExecutor:
             self._copies.fail(WorkersGone("the executor is shut down"))
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
-        """Return the results by worker, decoded as ``kind``. ``limit`` is a timeout in seconds; None waits as long as
-        all workers run.
+        """Return the results by worker, decoded as ``kind``.
+
+        ``limit`` is a timeout in seconds. If it is None, there is no timeout, and the call fails only if a worker
+        fails.
         """
         computes = self._one_node and method not in _WAITING
         number, answers = self._calls.begin(timed=False, limit=limit, computes=computes)
@@ -270,7 +284,7 @@ class MultiprocExecutor:
         return [] if kind is None else [msgspec.msgpack.decode(value, type=kind) for value in values]
 
     def _send(self, call: Call) -> None:
-        """Send a call. Raises WorkersGone if no worker reads any more."""
+        """Send a call. Raises WorkersGone if the workers no longer read calls."""
         self._calls.check()
         try:
             with self._sending:
@@ -301,7 +315,7 @@ class MultiprocExecutor:
                 self._calls.answered(rank, number, answer)
             case Raised(number, failure):
                 if failure.kind == "other" and self._workers.has_ended(_CONSEQUENCE):
-                    return  # a result of another worker's end, which is reported separately
+                    return  # caused by the exit of another worker, which is reported separately
                 worker = f"worker {rank}" if self._num_workers > 1 else ""
                 self._calls.answered(rank, number, failure.error(worker))
 

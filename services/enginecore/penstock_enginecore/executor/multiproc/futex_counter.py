@@ -1,7 +1,7 @@
 """Counters in shared memory: one process advances a counter, and others wait for it.
 
-A counter is a 32-bit word. Its lowest bit means that it is closed; the other bits count modulo 2**31. A waiter spins
-for 50 microseconds, then sleeps on a futex. ``csrc/words.cpp`` implements this if the package was built with a
+A counter is a 32-bit word. The lowest bit is set if the counter is closed. The other bits count modulo 2**31. A waiter
+spins for 50 microseconds, then sleeps on a futex. ``csrc/words.cpp`` implements this if the package was built with a
 compiler. Otherwise this module makes the same system calls.
 """
 
@@ -41,17 +41,20 @@ class Sleepers(NamedTuple):
 
 
 class Words(Protocol):
-    """Operations on words. Each address is that of a word in shared memory that stays mapped during the call."""
+    """Operations on words. Each ``address`` points to a word in shared memory. The memory must stay mapped during the
+    call.
+    """
 
     def load(self, address: int) -> int:
-        """Return the word. A process that sees a value also sees all that its writer wrote before it."""
+        """Return the word. The caller then also sees everything that the writer wrote before this value."""
 
     def add(self, address: int, count: int, sleepers: Sleepers) -> None:
         """Advance the counter by ``count``, and wake sleeping waiters. Only one process at a time may do this."""
 
     def close(self, address: int, sleepers: Sleepers) -> None:
-        """Close the counter, and wake sleeping waiters. Called by its process, or by another one after that process has
-        ended.
+        """Close the counter, and wake sleeping waiters.
+
+        Called by the process that advances the counter, or by another process after that process has ended.
         """
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
@@ -62,11 +65,12 @@ class Words(Protocol):
 
 
 class NativeWords:
-    """Implementation by the C++ library. Calls that can wait release the interpreter lock."""
+    """Implementation with the C++ library. Calls that can wait release the interpreter lock."""
 
     def __init__(self, path: Path | None = None, spin: float = SPIN) -> None:
-        """Load the library, or another one at ``path``. Raises OSError if it does not exist, AttributeError if it has
-        another version.
+        """Load the package's library, or the library at ``path``.
+
+        Raises OSError if the library does not exist, and AttributeError if the library has another version.
         """
         self.path = path = path or _LIBRARY
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -100,19 +104,19 @@ class NativeWords:
             if code == errno.ETIMEDOUT:
                 return False
             if code != errno.EINTR:
-                raise OSError(code, f"a futex cannot be waited for: {os.strerror(code)}")
+                raise OSError(code, f"cannot wait on a futex: {os.strerror(code)}")
             spin = 0  # Python runs the signal's handler between two calls.
         return True
 
 
 class PlainWords:
-    """Implementation by libc's ``syscall``. Waiters sleep at once, and each advance makes a system call."""
+    """Implementation with libc's ``syscall``. Waiters sleep without spinning, and each advance makes a system call."""
 
     class _Time(ctypes.Structure):
         _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
     def __init__(self) -> None:
-        """Raises ConfigError if the system has no futexes."""
+        """Load libc. Raises ConfigError if the system has no futexes."""
         machine = platform.machine().lower()
         if sys.platform != "linux" or machine not in _FUTEX:
             raise ConfigError(
@@ -162,7 +166,7 @@ class PlainWords:
                 if code == errno.ETIMEDOUT:
                     return self.load(address) != seen
                 if code not in (errno.EAGAIN, errno.EINTR):
-                    raise OSError(code, f"a futex cannot be waited for: {os.strerror(code)}")
+                    raise OSError(code, f"cannot wait on a futex: {os.strerror(code)}")
         return True
 
     def _wake(self, address: int) -> None:
@@ -176,8 +180,9 @@ class PlainWords:
 
 @functools.cache
 def shared_words() -> Words:
-    """Return the library's implementation if available, otherwise the plain one. Raises ConfigError if the system has
-    no futexes.
+    """Return ``NativeWords`` if the library is available, otherwise ``PlainWords``.
+
+    Raises ConfigError if the system has no futexes.
     """
     plain = PlainWords()
     with contextlib.suppress(OSError, AttributeError):

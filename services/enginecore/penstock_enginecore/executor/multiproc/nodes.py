@@ -1,4 +1,4 @@
-"""Workers on several nodes: the engine's side, the other nodes' side, and their addresses."""
+"""Workers of one engine on several nodes: the engine's side, the other nodes' side, and the addresses of nodes."""
 
 import asyncio
 import logging
@@ -30,16 +30,16 @@ from penstock_enginecore.rpc.node_listener import NodeListener
 from penstock_enginecore.worker.failures import WorkersGone
 from penstock_enginecore.worker.messages import Node
 
-# Meeting points and addresses of the workers of several nodes.
+# Rendezvous stores and addresses for workers on several nodes.
 
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
 def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
-    """Start a store on a free port of an IP address. Processes of other hosts that know the secret can reach it until
-    it is closed.
+    """Start a rendezvous store on a free port of ``address``.
 
-    Raises ConfigError if this host does not have the address.
+    Processes on other hosts that know the secret can use the store until it is closed. Raises ConfigError if this host
+    does not have the address.
     """
     try:
         return MeetingServer(address, secret)
@@ -50,8 +50,8 @@ def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
 def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
     """Return the secret with which the stages of all nodes authenticate each other, or None.
 
-    Raises ConfigError if there is no secret although other hosts can reach ``address``, on which this node's stages
-    listen. Also raises ConfigError if the secret's file is invalid.
+    This node's stages listen on ``address``. Raises ConfigError if other hosts can reach ``address`` and there is no
+    secret. Also raises ConfigError if the secret's file is invalid.
     """
     secret = load_secret(config.parallel.secret_file)
     check_internal_port(address, field="executor.nodes.address", has_secret=secret is not None)
@@ -59,8 +59,9 @@ def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
 
 
 def own_address(configured: str, host: str) -> str:
-    """Return the IP address at which other nodes reach the engine's. ``host`` is its server's listen address. Raises
-    ConfigError.
+    """Return the IP address at which other nodes reach the engine's node.
+
+    ``host`` is the listen address of the engine's server. Raises ConfigError.
     """
     if configured or host not in _ANYWHERE:
         return configured or host
@@ -69,13 +70,13 @@ def own_address(configured: str, host: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as e:
         raise ConfigError(
-            f"executor.nodes.address is empty, and this host's name, {name}, stands for no address: {e}; set it to the IP "
-            "address at which the other nodes reach this one"
+            f"executor.nodes.address is empty, and this host's name {name} cannot be resolved: {e}; set executor.nodes.address "
+            "to the IP address at which the other nodes reach this node"
         ) from None
 
 
 def address_towards(leader: str, port: int) -> str:
-    """Return the IP address from which this host reaches the engine's. Raises ConfigError."""
+    """Return this host's IP address for connections to the engine's node. Raises ConfigError."""
     host, number = addresses.split(addresses.with_default_port(leader, port))
     try:
         family, _, _, _, there = socket.getaddrinfo(host, number, type=socket.SOCK_DGRAM)[0]
@@ -86,7 +87,7 @@ def address_towards(leader: str, port: int) -> str:
         raise ConfigError(f"executor.nodes.leader is {leader!r}, which cannot be reached: {e}") from None
 
 
-# A node from start to end: it hosts workers of an engine on another host.
+# Program of a node, which runs workers of an engine on another host.
 
 log = get_logger()
 
@@ -96,23 +97,23 @@ def check(config: EngineCoreConfig) -> None:
     nodes = config.executor.nodes
     if nodes.size == 1:
         raise ConfigError(
-            "executor.nodes.size is 1: the engine is the only node; give it and its nodes the same number of them"
+            "executor.nodes.size is 1, so the engine has no other nodes; set it to the number of nodes, the same on all nodes"
         )
     if nodes.index == 0:
         raise ConfigError(
-            f"executor.nodes.index is 0, which is the engine; give each other node one from 1 to {nodes.size - 1}"
+            f"executor.nodes.index is 0, the index of the engine's node; give each other node an index from 1 to {nodes.size - 1}"
         )
     if not nodes.leader:
-        raise ConfigError("executor.nodes.leader is required: where the engine is, as host or host:port")
+        raise ConfigError("executor.nodes.leader is empty; set it to the address of the engine, as host or host:port")
 
 
 def run(config: EngineCoreConfig, module: str = MODULE) -> None:
     """Serve until the engine ends. ``module`` is the program of the worker processes.
 
     Raises:
-        ConfigError: The settings do not fit.
+        ConfigError: The settings are not valid for a node.
         RequestFailed: The engine refused this node, or ended with an error.
-        WorkersGone: The workers of this node have ended.
+        WorkersGone: The workers of this node have exited.
     """
     check(config)
     configure(config.log, service="enginecore-node")
@@ -147,17 +148,19 @@ async def _serve(config: EngineCoreConfig, module: str) -> None:
 
 
 def _leave_it_to_the_engine() -> None:
-    log.info("asked to stop: the engine decides when")
+    log.info("ignored a signal to stop: only the engine stops its nodes")
 
 
 class NodeWorkers:
-    """The workers of this node, controlled by the engine's session. ``error`` is the reason why they have ended."""
+    """The workers of this node, controlled by the engine's session. ``error`` is the reason why the workers have
+    exited.
+    """
 
     def __init__(self, config: EngineCoreConfig, node: Node, client: NodeClient, module: str) -> None:
         self._client = client
         self._timeout = config.executor.step_timeout
         self.error: WorkersGone | None = None
-        # Only the engine knows which calls run. Here, only stopped workers are detected.
+        # Only the engine knows which calls run. This node detects only workers that are stopped by a signal.
         overdue = Overdue(self._timeout, lambda: Oldest(0.0, timed=False, limit=None))
         self._workers = Workers(config, client.answer, self._fail, overdue, module, node=node)
 
@@ -194,9 +197,10 @@ _STACKS_WITHIN = 3.0
 
 
 class SpreadWorkers:
-    """``Workers`` of this node and of other nodes, which attach to it. If one worker ends, all are ended.
+    """``Workers`` of this node and of other nodes, which attach to this node. If one worker exits, all workers are
+    ended.
 
-    Each node's answers are handled on a separate thread, so that a slow one delays neither other nodes nor the network.
+    A separate thread handles the answers of each node, so that a slow node delays neither other nodes nor the network.
     """
 
     def __init__(
@@ -209,7 +213,8 @@ class SpreadWorkers:
     ) -> None:
         """Start to listen for nodes, and start the workers of this node. See ``Workers``.
 
-        Raises ConfigError if the port for nodes is in use, if no node could reach this one, or if any host could.
+        Raises ConfigError if the port for nodes is in use, or if other nodes cannot reach this node. Also raises
+        ConfigError if every host can reach this node without a secret.
         """
         self._nodes = nodes = config.executor.nodes
         self._hear, self._failed = hear, failed
@@ -250,7 +255,9 @@ class SpreadWorkers:
         return self._local.pids
 
     def wait(self, progress: Progress) -> None:
-        """Wait until all nodes have attached. Raises WorkersGone if one has not after ``executor.nodes.timeout``."""
+        """Wait until all nodes have attached. Raises WorkersGone if a node has not attached within
+        ``executor.nodes.timeout``.
+        """
         if self._missing():
             progress(f"waiting for {self._missing()} of {self._nodes.size}")
         with self._changed:
@@ -280,11 +287,11 @@ class SpreadWorkers:
         self._local.look_again()
 
     def has_ended(self, within: float) -> bool:
-        """Return whether a worker has ended, or ends ``within`` so many seconds."""
+        """Return whether a worker has exited, or exits in the next ``within`` seconds."""
         return self._local.has_ended(within, self._gone)
 
     def end(self, *, told: bool) -> None:
-        self._listener.end("" if told else str(self._error or "the engine has given its workers up"))
+        self._listener.end("" if told else str(self._error or "the engine has ended its workers"))
         self._local.end(told=told)
         self._listener.stop()
         self._meeting.close()
@@ -294,7 +301,7 @@ class SpreadWorkers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # Messages from nodes, on the listener's thread.
+    # Handlers of messages from nodes. They run on the listener's thread.
 
     def attached(self, index: int) -> None:
         with self._changed:
@@ -314,7 +321,7 @@ class SpreadWorkers:
         os.eventfd_write(self._gone, 1)
         self._said[index].put(WorkersGone(f"node {index}: {reason}"))
 
-    # On threads of the workers and of the nodes.
+    # Methods that run on the threads of workers and nodes.
 
     def _listen(self, index: int) -> None:
         while (said := self._said[index].get()) is not None:
@@ -325,7 +332,7 @@ class SpreadWorkers:
             try:
                 self._hear(*said)
             except Exception as e:  # Callers that wait for answers must not wait forever.
-                logger.exception("node %d cannot be heard", index)
+                logger.exception("cannot handle an answer node=%d", index)
                 self._fail_here(WorkersGone(f"answers of node {index} cannot be read: {e}"))
                 self._local.end(told=False)
 

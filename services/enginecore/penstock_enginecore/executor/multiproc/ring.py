@@ -1,8 +1,8 @@
 """Ring buffer for messages from one process to several others, in shared memory. Each reader gets every message, in
 order.
 
-The idea is that of vLLM's message queue in shared memory and of LMAX's Disruptor: one writer, and counters instead of
-locks. In this ring, a waiting process sleeps after a short spin. A message may take any number of slots, even more than
+The design follows vLLM's message queue in shared memory and LMAX's Disruptor: one writer, and counters instead of
+locks. In this ring, a waiting process sleeps after a short spin. A message may use any number of slots, even more than
 the ring has.
 """
 
@@ -29,10 +29,12 @@ from penstock_enginecore.executor.multiproc.futex_counter import (
     shared_words,
 )
 
-# Messages of one slot, by the C++ library (``csrc/ring.cpp``): one call to write one, one to wait and one to read.
+# Messages that fit into one slot are handled by the C++ library (``csrc/ring.cpp``). One call writes a message, one
+# call
+# waits for a message, and one call reads it.
 #
-# A worker sleeps for most of a step, and its code is in no CPU cache when a message arrives. So fewer instructions mean
-# less latency.
+# A worker sleeps during most of a step, so its code is in no CPU cache when a message arrives. Fewer instructions then
+# mean less latency.
 
 _SOON = -1
 _INTERVALS = 16
@@ -64,7 +66,7 @@ class _Rhythm(ctypes.Structure):
 
 
 class _Calls:
-    """Functions of the library. Waiting releases the interpreter lock."""
+    """Functions of the library. The function that waits releases the interpreter lock."""
 
     def __init__(self, path: Path) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -84,7 +86,7 @@ _calls = functools.cache(_Calls)
 
 
 class NativeRing:
-    """A ring in memory that must stay mapped while this object lives."""
+    """Ring that the library handles. Its memory must stay mapped while this object exists."""
 
     def __init__(self, path: Path, shape: RingShape) -> None:
         """Use the library at ``path``."""
@@ -117,14 +119,14 @@ class NativeInbox:
         self._spin = int(SPIN * 1e9)
 
     def take(self, number: int) -> bytes | None:
-        """Return message ``number``, or None if it has not arrived or takes several slots."""
+        """Return message ``number``, or None if it has not arrived or uses several slots."""
         length = self._take(self._ring, self._reader, number, self._beat, self._to)
         if length < 0:
             return None
         return self._view[:length].tobytes()
 
     def wait(self, seen: int, deadline: float | None, *, is_soon: bool = False) -> bool | None:
-        """Wait for more than ``seen`` slots or the writer's end. Returns False at the deadline.
+        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at the deadline.
 
         An early reader gets None shortly before the next message is due, unless ``is_soon``. The caller then prepares
         for the message and waits again.
@@ -136,7 +138,7 @@ class NativeInbox:
             if code == errno.ETIMEDOUT:
                 return False
             if code != errno.EINTR:
-                raise OSError(code, f"a futex cannot be waited for: {os.strerror(code)}")
+                raise OSError(code, f"cannot wait on a futex: {os.strerror(code)}")
             spin = 0  # Python runs the signal's handler between two calls.
         return True
 
@@ -156,15 +158,19 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingMemory:
-    """Mapped anonymous shared memory. It does not depend on ``/dev/shm``, and disappears with its last process.
+    """Mapped anonymous shared memory. It does not depend on ``/dev/shm``. It is freed when its last process ends.
 
-    Layout: the first line has the ring's shape, the second the writer's counter (slots written). Then follows one line
-    per reader with its counter (slots read). Next to each counter is a word that says whether its owner sleeps. Next to
-    the writer's word is the time when it wrote the last message of one slot. Then follows a label for each slot: the
-    number of its message, and the bytes of that message from here on. Then follow the slots' bytes, contiguously, so
-    that a message is in one piece unless it wraps around.
+    Layout, in lines of ``_LINE`` bytes:
 
-    ``close_writer`` and ``close_reader`` may be called by any process, on behalf of one that has ended.
+    - The first line has the ring's shape.
+    - The second line has the writer's counter (slots written), and the time of the last message that used one slot.
+    - Each reader has one line with its counter (slots read).
+    - Each slot has a label: the number of its message, and the bytes of the message in this and the following slots.
+    - The bytes of all slots are contiguous, so that a message is in one piece unless it wraps around.
+
+    Next to each counter is a word that says whether the counter's owner sleeps.
+
+    Any process may call ``close_writer`` and ``close_reader`` on behalf of a process that has ended.
     """
 
     def __init__(self, descriptor: int, words: Words | None = None) -> None:
@@ -172,14 +178,14 @@ class RingMemory:
         self._words = words or shared_words()
         size = os.fstat(descriptor).st_size
         if size < _LINE:
-            raise ValueError(f"descriptor {descriptor} is no ring: it has {size} bytes")
+            raise ValueError(f"descriptor {descriptor} is not a ring: its size is {size} bytes")
         self._map = mmap.mmap(descriptor, size)
         self.num_slots: int
         self.slot_bytes: int
         self.num_readers: int
         magic, self.num_slots, self.slot_bytes, self.num_readers = _SHAPE.unpack_from(self._map)
         if magic != _MAGIC or size != _size(self.num_slots, self.slot_bytes, self.num_readers):
-            raise ValueError(f"descriptor {descriptor} is no ring of this version")
+            raise ValueError(f"descriptor {descriptor} is not a ring of this version")
         self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive
         start = ctypes.addressof(self._pinned)
         self._head = start + _LINE
@@ -204,7 +210,7 @@ class RingMemory:
 
     @staticmethod
     def create(num_slots: int, slot_bytes: int, num_readers: int, *, first: int = 0) -> int:
-        """Return the descriptor of a new ring. It is not inherited unless it is passed explicitly.
+        """Return the descriptor of a new ring. Child processes inherit it only if it is passed explicitly.
 
         Args:
             num_slots: Number of slots, a power of two.
@@ -216,10 +222,11 @@ class RingMemory:
             ValueError: A size is invalid.
         """
         if num_slots < 1 or num_slots & (num_slots - 1):
-            raise ValueError(f"a ring has {num_slots} slots; it takes a power of two")
+            raise ValueError(f"num_slots is {num_slots}; it must be a power of two")
         if slot_bytes < 1 or not 1 <= num_readers <= MAX_READERS:
             raise ValueError(
-                f"a ring has slots of {slot_bytes} bytes and {num_readers} readers; 1 to {MAX_READERS} read"
+                f"slot_bytes is {slot_bytes} and num_readers is {num_readers}; slot_bytes must be at least 1, and num_readers "
+                f"must be from 1 to {MAX_READERS}"
             )
         descriptor = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -248,23 +255,25 @@ class RingMemory:
         self._words.add(self._head, slots, self._readers_asleep)
 
     def put(self, number: int, message: bytes) -> bool:
-        """Write a message into one slot and publish it. Returns False if that is not possible at once, or without the
-        library.
+        """Write a message into one slot and publish it. Returns False if this is not possible immediately, or if there
+        is
+        no library.
         """
         return self._native is not None and self._native.put(number, message)
 
     def inbox(self, reader: int, *, is_early: bool) -> NativeInbox | None:
-        """Return a reader's inbox for messages of one slot, or None without the library. ``is_early`` wakes it before a
-        message is due.
+        """Return a reader's inbox for messages of one slot, or None without the library.
+
+        If ``is_early``, the reader wakes up shortly before a message is due.
         """
         return None if self._native is None else self._native.inbox(reader, is_early=is_early)
 
     def add_read(self, reader: int, slots: int) -> None:
-        """Return the slots that a reader has consumed to the writer."""
+        """Mark the next slots as consumed by a reader, so that the writer can reuse them."""
         self._words.add(self._tails[reader], slots, self._writer_asleep)
 
     def wait_written(self, seen: int, reader: int, deadline: float | None) -> bool:
-        """Wait for more than ``seen`` slots or the writer's end. Returns False at the deadline."""
+        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at the deadline."""
         return self._words.wait(self._head, seen * STEP, self._tails[reader] + 4, deadline)
 
     def wait_read(self, seen: int, reader: int, deadline: float | None) -> bool:
@@ -318,12 +327,15 @@ class RingWriter:
         self._number = 0
 
     def write(self, message: bytes, timeout: float | None = None) -> None:
-        """Write a message. Waits up to ``timeout`` seconds for the slowest reader, or forever if it is None.
+        """Write a message. Waits up to ``timeout`` seconds for the slowest reader, or without a limit if ``timeout`` is
+        None.
 
-        If a message is longer than the ring and times out, the ring is closed, because readers have read a part of it.
+        If a message that is longer than the ring times out, the ring is closed, because readers may have read a part of
+        the
+        message.
 
         Raises:
-            RingTimeout: A reader is too slow. Nothing was written.
+            RingTimeout: A reader did not consume slots in time. A message that fits into the ring was not written.
             RingClosed: A reader has ended.
         """
         memory = self._memory
@@ -347,7 +359,7 @@ class RingWriter:
         self._number += 1
 
     def close(self) -> None:
-        """End writing: readers get the remaining messages, then RingClosed. Idempotent."""
+        """End writing. Readers get the remaining messages, and then RingClosed. Idempotent."""
         self._memory.close_writer()
 
     def _wait_for_room(self, slots: int, deadline: float | None) -> int:
@@ -391,11 +403,12 @@ class RingReader:
     def __init__(self, memory: RingMemory, index: int = 0, rehearse: Rehearse | None = None) -> None:
         """Read the ring as reader ``index``. Raises ValueError if the ring has fewer readers.
 
-        ``rehearse`` is called with the last message that was waited for, shortly before the next one is due. It loads
-        the code for that message into the processor's caches.
+        Shortly before the next message is due, ``rehearse`` is called with the last message for which this reader had
+        to
+        wait. The call loads the code for such a message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
-            raise ValueError(f"reader {index} of a ring of {memory.num_readers}")
+            raise ValueError(f"reader index {index} is invalid: the ring has {memory.num_readers} readers")
         self._memory = memory
         self._index = index
         self._number = 0
@@ -407,7 +420,7 @@ class RingReader:
         self._rehearse = rehearse
 
     def read(self, timeout: float | None = None) -> bytes | bytearray:
-        """Return the next message. Waits up to ``timeout`` seconds, or forever if it is None.
+        """Return the next message. Waits up to ``timeout`` seconds, or without a limit if ``timeout`` is None.
 
         Raises:
             RingTimeout: No message arrived in time.
@@ -433,11 +446,11 @@ class RingReader:
                 return message
 
     def close(self) -> None:
-        """End reading: the writer gets RingClosed. Idempotent."""
+        """End reading. The writer then gets RingClosed. Idempotent."""
         self._memory.close_reader(self._index)
 
     def _available(self) -> int:
-        """Return the number of readable slots. Raises RingClosed if no more slots will come."""
+        """Return the number of readable slots. Raises RingClosed if no more slots will be written."""
         memory = self._memory
         read, closed = memory.read(self._index)
         if closed:
@@ -450,7 +463,9 @@ class RingReader:
         return available
 
     def _wait(self, deadline: float | None) -> None:
-        """Wait for a slot, for the writer's end, or until a message is due soon. Raises RingTimeout at the deadline."""
+        """Wait until a slot is written, the writer has ended, or a message is due soon. Raises RingTimeout at the
+        deadline.
+        """
         memory, inbox = self._memory, self._inbox
         seen, _ = memory.read(self._index)
         if inbox is None:
@@ -460,13 +475,13 @@ class RingReader:
         if here is None and self._rehearse is not None:
             self._is_soon = True
             self._rehearse(self._awaited)
-            return  # the next call takes the same path as when the message arrives
+            return  # The caller calls this method again, as it does when the message arrives.
         self._is_soon = False
         if not here:
             raise RingTimeout("nothing was written to the ring")
 
     def _take(self, available: int) -> bytes | bytearray | None:
-        """Read slots of one message. Returns None unless they complete it."""
+        """Read the available slots of one message. Returns None if the message needs more slots."""
         memory, size = self._memory, self._memory.slot_bytes
         read, _ = memory.read(self._index)
         first = read % memory.num_slots
@@ -476,7 +491,7 @@ class RingReader:
             label = memory.label_of((first + index) % memory.num_slots)
             if label != (self._number, left - index * size):
                 raise RingError(
-                    f"message {label[0]} with {label[1]} bytes left where message {self._number} should continue"
+                    f"found message {label[0]} with {label[1]} bytes left, but expected a part of message {self._number}"
                 )
         before_end = min(count, memory.num_slots - first)
         taken, straight = min(left, count * size), min(left, before_end * size)
@@ -504,8 +519,8 @@ def _copy(to: memoryview, start: int, content: memoryview) -> None:
 
 
 class Shape(NamedTuple):
-    """Number and size of a ring's slots. A message that fits into the ring is read in one piece; a longer one is read
-    in parts.
+    """Number and size of a ring's slots. A message that fits into the ring is read in one piece. A longer message is
+    read in parts.
     """
 
     num_slots: int
@@ -517,6 +532,6 @@ class Shape(NamedTuple):
 
 
 CALLS = Shape(64, 16 * 1024)
-"""Slots from the engine to its workers: a step of 64 requests takes one slot."""
+"""Shape of the ring from the engine to its workers. The message for a step of 64 requests uses one slot."""
 ANSWERS = Shape(64, 4 * 1024)
-"""Slots from one worker to the engine."""
+"""Shape of the ring from one worker to the engine."""

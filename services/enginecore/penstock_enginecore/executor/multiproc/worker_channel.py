@@ -1,4 +1,4 @@
-"""A worker process's channel to the engine, and the timing of its reports."""
+"""Channel of a worker process to the engine, and timing of the worker's reports."""
 
 import faulthandler
 import os
@@ -19,10 +19,10 @@ from penstock_enginecore.worker.messages import Start, decode_call
 
 
 def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
-    """Read the worker's ``Start`` message from a file, and open its channels: the messages from and to the engine.
+    """Read the worker's ``Start`` message from a file, and open the rings for messages from and to the engine.
 
     After this call, the process ends with the engine, ignores signals that the engine handles, and dumps stack traces
-    on request. ``descriptor`` is that of the file.
+    on request. ``descriptor`` is the descriptor of the file.
     """
     with os.fdopen(descriptor, "rb") as file:
         start = msgspec.msgpack.decode(file.read(), type=Start)
@@ -39,12 +39,12 @@ def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
 
 
 def _end_with(engine: int) -> None:
-    """Wait until the process at the other end of the pipe has ended, and exit at once."""
+    """Wait until the process at the other end of the pipe has ended, and exit immediately."""
     os.read(engine, 1)
     os._exit(1)
 
 
-# Reports of a worker, and the time that steps take to reach it.
+# Reports of a worker, with the time between sending and receiving a step.
 
 _INTERVAL = 1.0
 """Minimum seconds between two reports."""
@@ -52,7 +52,7 @@ _SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 
 
 
 class WorkerReports:
-    """Decides when reports are due. A report is due only if something has changed, so an idle worker is not woken."""
+    """Decides when reports are due. A report is due only if something has changed, so an idle worker keeps sleeping."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +71,9 @@ class WorkerReports:
     def received(self, sent: float) -> float:
         """Record that a step arrived that was sent at ``sent``. Returns the current time.
 
-        The measured latency starts when the worker was ready, so it excludes the worker's earlier work.
+        If the worker became ready after ``sent``, the measured latency starts when it was ready. So the latency
+        excludes
+        the worker's earlier work.
         """
         now = self._clock()
         self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
@@ -86,7 +88,7 @@ class WorkerReports:
         self._computed += self._last_ended - began
 
     def changed(self) -> None:
-        """Record that there is something to report."""
+        """Record that the worker's statistics have changed."""
         self._changed = True
 
     def due_in(self) -> float | None:
@@ -94,7 +96,9 @@ class WorkerReports:
         return max(self._next - self._clock(), 0.0) if self._changed else None
 
     def report(self, stats: WorkerStats) -> WorkerStats:
-        """Return ``stats`` with the values known here. The next report is due after the interval."""
+        """Return ``stats`` with latencies of steps and the idle fraction added. The next report is due after the
+        interval.
+        """
         self._next = self._clock() + _INTERVAL
         self._changed = False
         return msgspec.structs.replace(
@@ -102,7 +106,10 @@ class WorkerReports:
         )
 
     def _stage_idle(self, waited: float | None) -> float | None:
-        """Return the idle fraction since the last report, from the first step's begin to the last step's end."""
+        """Return the fraction of time that this stage was idle, from the start of the first step since the last report
+        to
+        the end of the last step.
+        """
         began, self._first_began = self._first_began, None
         computed, self._computed = self._computed, 0.0
         if waited is None:

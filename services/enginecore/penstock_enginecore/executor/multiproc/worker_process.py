@@ -1,4 +1,4 @@
-"""A worker as a process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited
+"""Program of a worker process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited
 descriptor.
 
 Its main thread executes the calls from the ring, one after the other. The process ends when the engine ends, for any
@@ -47,7 +47,7 @@ from penstock_enginecore.worker.messages import (
     encode,
 )
 
-_FAILED_BEFORE = RuntimeError("a step before this one failed")
+_FAILED_BEFORE = RuntimeError("an earlier step failed")
 
 
 class WorkerLoop:
@@ -107,7 +107,7 @@ class WorkerLoop:
                     self._made().loras.remove(digest)
 
     def _patience(self) -> float | None:
-        """Return the seconds until there is work without a call, or None."""
+        """Return the seconds after which there is work even if no call arrives, or None if there is no such work."""
         times = (
             self._reports.due_in(),
             self._loads.LOOK if self._loads else None,
@@ -127,8 +127,8 @@ class WorkerLoop:
     def _answer(self, answer: Answer) -> None:
         self._answers.write(encode(answer))
 
-    # Steps. After a failed step, later steps are refused: the requests' rows may be half written, and their blocks may
-    # belong to others.
+    # Steps. After a failed step, later steps are refused: the rows of their requests may be half written, and their KV
+    # blocks may belong to other requests.
 
     def _execute(self, step: SchedulerOutput) -> None:
         try:
@@ -189,8 +189,9 @@ class WorkerLoop:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
 
     def _block_facts(self, argument: bytes) -> BlockFacts:
-        """Describe this worker's part of a block. ``argument`` has the sizes of all workers' parts, once they are
-        known.
+        """Return the size and layout of this worker's part of a KV block.
+
+        ``argument`` has the sizes of all workers' parts, once these sizes are known.
         """
         if argument:
             self._part_starts = sum(msgspec.msgpack.decode(argument, type=list[int])[: self._config.rank])
@@ -233,7 +234,7 @@ def main(descriptor: int, make_reader: MakeReader | None = peft_reader) -> NoRet
     try:
         loop.run()
     except RingClosed:
-        code = 1  # the engine has ended, or has given up this worker
+        code = 1  # the engine has ended, or no longer uses this worker
     sys.stderr.flush()
     os._exit(code)  # Native libraries may have threads that do not end, so skip the interpreter's shutdown.
 

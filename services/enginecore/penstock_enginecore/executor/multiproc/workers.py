@@ -1,4 +1,4 @@
-"""The worker processes of an engine: starting, receiving answers, watching and ending."""
+"""The worker processes of an engine: starts them, receives their answers, watches them and ends them."""
 
 import logging
 import os
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 MODULE = "penstock_enginecore.executor.multiproc.worker_process"
 LAST_MOMENT = 10.0
-"""Seconds that workers have to stop by themselves."""
+"""Seconds that workers have to exit after they were told to stop. Then they are killed."""
 
 Hear = Callable[[int, bytes], None]
-"""Called with a worker's rank and its ``Answer``, encoded, on a thread of that worker."""
+"""Function that receives a worker's rank and encoded ``Answer``. Called on a thread of that worker."""
 Stacks = Callable[[], Mapping[int, str]]
-"""Returns stack traces of workers' threads, by rank."""
+"""Function that returns stack traces of workers' threads, by rank."""
 
 
 def _nobody() -> dict[int, str]:
@@ -39,7 +39,7 @@ def _nobody() -> dict[int, str]:
 
 
 class _Process:
-    """One worker: its process, a pidfd of the process, and the engine's ends of their channels."""
+    """One worker: its process, a pidfd of the process, and the engine's ends of the worker's channels."""
 
     def __init__(self, module: str, config: WorkerConfig, calls: int) -> None:
         answers = ANSWERS.create(1)
@@ -58,14 +58,14 @@ class _Process:
         self.pidfd = os.pidfd_open(self.popen.pid)
         self.answers = RingReader(self.memory)
         for descriptor in (self.engine, self.stacks, self.pidfd):
-            # Do not close at the interpreter's exit: the workers end with the engine whatever it closes.
+            # Closing at the interpreter's exit is unnecessary, because the workers end with the engine anyway.
             weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class Workers:
     """The worker processes of this node, which all read the same calls.
 
-    A thread of this class starts them. They die with that thread.
+    A thread of this class starts the processes. They are killed when this thread ends.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class Workers:
         Args:
             config: Config of the engine.
             hear: Receives the workers' answers.
-            failed: Called once, when a worker has ended unexpectedly or ``overdue`` reports a call. All workers were killed,
-                or are about to be.
+            failed: Called once, when a worker has exited unexpectedly or ``overdue`` reports a call. All workers were
+            killed
+                before, or are killed soon after.
             overdue: Detects calls that take too long.
             module: Program of the worker processes.
             node: This node, if there are several.
@@ -120,7 +121,7 @@ class Workers:
         return [each.popen.pid for each in self._processes]
 
     def wait(self, progress: Progress) -> None:
-        """Wait until the workers of all nodes accept calls."""
+        """Return immediately, because the workers of this node accept calls from their start."""
 
     def write(self, message: bytes, timeout: float) -> None:
         """Send a call to all workers.
@@ -132,8 +133,9 @@ class Workers:
         self._calls.write(message, timeout)
 
     def expect_ends(self) -> None:
-        """Expect workers to end, because they are about to be stopped. The first may end while others are still
-        stopping.
+        """Accept exits of workers from now on, because the workers are about to be stopped.
+
+        One worker may exit while other workers are still stopping.
         """
         self._told = True
 
@@ -142,8 +144,9 @@ class Workers:
         os.eventfd_write(self._wake, 1)
 
     def has_ended(self, within: float, *others: int) -> bool:
-        """Return whether a worker has ended, or ends ``within`` so many seconds. ``others`` are descriptors that signal
-        this on other nodes.
+        """Return whether a worker has exited, or exits in the next ``within`` seconds.
+
+        ``others`` are descriptors that become readable when a worker on another node has exited.
         """
         poll = select.poll()
         for other in others:
@@ -153,7 +156,9 @@ class Workers:
         return bool(poll.poll(1000 * within))
 
     def end(self, *, told: bool) -> None:
-        """End the workers. Workers that were told to stop get some time for it. Idempotent."""
+        """End the workers. If ``told``, the workers were told to stop, and get ``LAST_MOMENT`` seconds to exit.
+        Idempotent.
+        """
         self._told = told
         self._ending.set()
         os.eventfd_write(self._wake, 1)
@@ -206,11 +211,11 @@ class Workers:
         except RingClosed:
             return
         except Exception as e:  # Callers that wait for answers must not wait forever.
-            logger.exception("worker %d cannot be heard", rank)
+            logger.exception("cannot handle an answer worker=%d", rank)
             self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:
-        """Wait until the workers end. Returns the reason, or None if they were told to end."""
+        """Wait until a worker exits or hangs. Returns the reason, or None if the workers were told to stop."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for process in self._processes:
@@ -251,7 +256,7 @@ class Workers:
                 )
 
     def _kill(self) -> None:
-        """End all processes, and wake the threads that wait for them."""
+        """End all processes, and wake the threads that wait for their messages."""
         for process in self._processes:
             process.popen.kill()
         self._memory.close_writer()
@@ -262,7 +267,7 @@ class Workers:
 
 
 def _exchanges(config: EngineCoreConfig, num_stages: int) -> list[int]:
-    """Return descriptors of the shared memory in which the workers of a stage exchange results. Empty if they use gloo."""
+    """Return descriptors of shared memory in which the workers of a stage exchange results. Empty if they use gloo."""
     executor = config.executor
     if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
         return []

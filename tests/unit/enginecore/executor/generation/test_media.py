@@ -61,7 +61,7 @@ def test_what_is_freed_is_forgotten_before_anything_else(rows: EncoderRows, enco
     assert torch.equal(rows.of("a"), rows_of("a", 4, WIDTH))
     rows.update(work(freed=("a", "b")))
     assert len(rows) == 0
-    with pytest.raises(RuntimeError, match="the embeddings of a are not there"):
+    with pytest.raises(RuntimeError, match="the embeddings of a do not exist"):
         rows.of("a")
 
 
@@ -69,7 +69,7 @@ def test_what_is_freed_is_forgotten_before_anything_else(rows: EncoderRows, enco
     ("identifier", "data", "failure"),
     [
         ("bad", PIXELS, "it is bad"),
-        ("short", PIXELS, r"the model gave embeddings \[3, 6\] where the prompt has \[4, 6\]"),
+        ("short", PIXELS, r"the model returned shape \[3, 6\], the prompt needs \[4, 6\]"),
         ("empty", {}, "ValueError: there is no data"),
     ],
 )
@@ -94,7 +94,7 @@ def test_embeddings_that_a_request_brought_are_there_at_once(rows: EncoderRows, 
     assert encoder.num_slices == 0
     wrong = TensorData(dtype="float32", shape=(6, 4), data=given.numpy().tobytes())
     told = rows.update(work(start("b", data={EMBEDS: wrong})))
-    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4]; the prompt has place for [4, 6], floats"}
+    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4]; the prompt needs floats of shape [4, 6]"}
 
 
 def test_everything_is_forgotten_at_once(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:
@@ -212,7 +212,9 @@ def test_runs_side_by_side_are_one_and_items_side_by_side_are_not() -> None:
 
 def test_a_step_that_cuts_what_sees_each_other_is_an_error() -> None:
     made = prompts(FakeMediaEncoder(4, both_ways=True))
-    with pytest.raises(RuntimeError, match="ends at position 12 of a prompt, between embeddings .* up to 14"):
+    with pytest.raises(
+        RuntimeError, match="ends at position 12 of a prompt, but embeddings attend to each other up to 14"
+    ):
         made.key_ends(placed(x=(9, 12)))
 
 

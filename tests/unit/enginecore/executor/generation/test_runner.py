@@ -166,7 +166,7 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
         executor.execute_model(SchedulerOutput())
     executor.load_model(lambda line: None)
     executor.execute_model(SchedulerOutput())
-    with pytest.raises(RuntimeError, match="initialize_kv_cache must come before"):
+    with pytest.raises(RuntimeError, match="initialize_kv_cache must be called before"):
         executor.sample_tokens().result(timeout=PATIENCE)
     executor.shutdown()
     executor.shutdown()

@@ -174,7 +174,7 @@ def test_what_may_take_any_time_is_given_up_when_a_worker_is_stopped_so_long(
     assert workers.overdue.reason(pids) is None
     workers.now += 1
     assert workers.overdue.reason(pids) == (
-        f"worker 1 (pid {process.pid}) is stopped, longer than executor.step_timeout (30 s)"
+        f"worker 1 (pid {process.pid}) was stopped by a signal for longer than executor.step_timeout (30 s)"
     )
 
 

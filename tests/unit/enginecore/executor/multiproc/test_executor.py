@@ -161,7 +161,7 @@ def test_a_worker_that_ends_while_it_reads_an_adapter_ends_the_load() -> None:
 
 
 def test_sampling_without_a_forward_pass_is_an_error() -> None:
-    with executor_of(workers=1) as executor, pytest.raises(RuntimeError, match="execute_model must come before"):
+    with executor_of(workers=1) as executor, pytest.raises(RuntimeError, match="execute_model must be called before"):
         executor.sample_tokens()
 
 

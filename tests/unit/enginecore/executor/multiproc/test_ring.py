@@ -229,13 +229,17 @@ def test_what_nobody_wrote_is_found_out(words: Words) -> None:
     writer, (reader,) = make_ring(words)
     writer.write(b"x", timeout=0)
     writer._memory.label(0, 7, 1)
-    with pytest.raises(RingError, match="message 7 with 1 bytes left where message 0 should continue"):
+    with pytest.raises(RingError, match="message 7 with 1 bytes left, but expected a part of message 0"):
         reader.read(timeout=0)
 
 
 @pytest.mark.parametrize(
     ("shape", "words_of_error"),
-    [((3, 8, 1), "3 slots; it takes a power of two"), ((4, 8, 65), "65 readers"), ((4, 0, 1), "slots of 0 bytes")],
+    [
+        ((3, 8, 1), "num_slots is 3; it must be a power of two"),
+        ((4, 8, 65), "num_readers is 65"),
+        ((4, 0, 1), "slot_bytes is 0"),
+    ],
 )
 def test_a_ring_that_cannot_be_is_refused(shape: tuple[int, int, int], words_of_error: str) -> None:
     with pytest.raises(ValueError, match=words_of_error):
@@ -248,7 +252,7 @@ def test_other_memory_is_no_ring() -> None:
         with pytest.raises(ValueError, match="it has 0 bytes"):
             RingMemory(descriptor)
         os.ftruncate(descriptor, 4096)
-        with pytest.raises(ValueError, match="no ring of this version"):
+        with pytest.raises(ValueError, match="not a ring of this version"):
             RingMemory(descriptor)
     finally:
         os.close(descriptor)
@@ -256,7 +260,7 @@ def test_other_memory_is_no_ring() -> None:
 
 def test_a_reader_that_the_ring_does_not_have_is_refused(words: Words) -> None:
     descriptor = RingMemory.create(4, SLOT, 2)
-    with pytest.raises(ValueError, match="reader 2 of a ring of 2"):
+    with pytest.raises(ValueError, match="reader index 2 is invalid: the ring has 2 readers"):
         RingReader(RingMemory(descriptor, words), 2)
     os.close(descriptor)
 

@@ -143,6 +143,7 @@ def test_scales_of_a_layer_that_the_model_does_not_have_are_named(tmp_path: Path
 
 def test_the_kernels_for_cpus_do_not_keep_it(model: tuple[Path, PreTrainedModel]) -> None:
     with pytest.raises(
-        ConfigError, match=r"cache\.dtype is 'fp8', which the kernels for CPUs do not keep; use 'auto', or"
+        ConfigError,
+        match=r"cache\.dtype is 'fp8', which the kernels for CPUs do not support; set cache\.dtype to 'auto', or",
     ):
         build_engine(model[0], cache={"dtype": "fp8"})
