@@ -163,7 +163,7 @@ def test_an_attention_bias_is_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "cache", "reason"),
     [
-        ({"mlp_bias": True}, CACHE, "its gate has a bias"),
+        ({"mlp_bias": True}, CACHE, "a gate has a bias"),
         ({"hidden_act": "gelu"}, CACHE, "the activation of model.layers.0.mlp is gelu"),
         ({"head_dim": 10}, CACHE, "a head size of 10 is not a multiple of"),
         ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is not a multiple of"),

@@ -1,4 +1,4 @@
-"""Layers of models without a head. Pooling uses their hidden states."""
+"""Layers of a model, without its head. Pooling uses the hidden states of the last layer."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -38,15 +38,15 @@ _FIRST: IntArray = np.zeros(1, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class BackboneBatch:
-    """Tokens of a step, flat, on the host; prompts follow one another. Integers are int64 ``[tokens]``.
+    """Tokens of a step in a flat batch on the host, prompt after prompt. Integer arrays are int64 ``[tokens]``.
 
     Attributes:
         token_ids: Ids of the tokens.
         positions: Positions of the tokens in their prompts.
-        token_types: Tells encoder models which of two texts a token belongs to.
-        query_start_loc: ``[prompts + 1]``, where each prompt begins.
+        token_types: For encoder models, 1 for tokens of the second text of a pair, otherwise 0.
+        query_start_loc: int64 ``[prompts + 1]``: index of the first token of each prompt, and the number of tokens.
         attention: One entry per KV cache group.
-        segments: The tokens with LoRA adapters.
+        segments: Ranges of tokens with LoRA adapters.
         embedded: Media input of decoders, as in ``ForwardBatch``.
         rope_positions: Media input of decoders, as in ``ForwardBatch``.
         deepstack: Media input of decoders, as in ``ForwardBatch``.
@@ -79,14 +79,14 @@ class BackboneSpecs:
 
 
 class Backbone:
-    """Embedding and layers of a model on its device, computed by transformers' own modules.
+    """Embedding and layers of a model on its device. The modules of transformers compute them.
 
     Steps run one at a time, with gradients off. Decoder models need ``bind`` before the first step.
 
     Args:
         specs: Memory needs of the layers.
         backend: Computes attention.
-        packed_bytes: Bytes that modules hold in addition to their parameters.
+        packed_bytes: Bytes that modules use in addition to their parameters.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
         from_start: Compute recurrences token by token, for prompts that begin in the step.
@@ -224,7 +224,7 @@ def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
 def hidden_states(
     model: PoolingModel, batch: BackboneBatch, context: AttentionContext, device: torch.device
 ) -> torch.Tensor:
-    """Return the hidden states ``[tokens, hidden size]`` of ``batch``. Attention calls of the modules go to
+    """Return the hidden states ``[tokens, hidden size]`` of ``batch``. The modules send their attention calls to
     ``context``.
     """
     arguments: dict[str, Any] = {}

@@ -22,8 +22,9 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return ``array`` on ``device``. A copy to a GPU is queued after the work in progress there, and the host waits
-    for neither.
+    """Return ``array`` on ``device``. A copy to a GPU is queued behind the GPU's current work, and the host does not
+    wait
+    for the copy.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -52,7 +53,7 @@ class MediaDemands:
         return self.sections or self.num_deepstack > 0 or self.spans
 
     def __str__(self) -> str:
-        """Return the names of the inputs, for errors about unsupported ones."""
+        """Return the names of the inputs, for error messages about unsupported inputs."""
         named = {
             "rotary positions in sections": self.sections,
             "embeddings added after the first layers": self.num_deepstack > 0,
@@ -91,8 +92,8 @@ class FedTokens:
 
     Attributes:
         newest: int32, the newest token of each row, on the device.
-        places: int64 ``[n]``, positions in the flat batch where the tokens belong.
-        rows: int64 ``[n]``, rows of ``newest`` that hold these tokens.
+        places: int64 ``[n]``, indices of these tokens in the flat batch.
+        rows: int64 ``[n]``, rows of ``newest`` that contain these tokens.
     """
 
     newest: torch.Tensor
@@ -107,7 +108,7 @@ class FedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Sampling that the device does directly after it has computed a step's logits.
+    """Sampling on the device, directly after it has computed a step's logits.
 
     Attributes:
         draws: Sampling parameters of the rows that get logits.
@@ -128,11 +129,12 @@ class ForwardBatch:
         token_ids: int64 ``[tokens]``.
         positions: int64 ``[tokens]``.
         attention: One entry per KV cache group.
-        embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller makes it with
-            ``ForwardPass.embed`` and then changes it. The pass may overwrite it.
+        embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller creates
+        this
+            tensor with ``ForwardPass.embed`` and then changes rows. The pass may overwrite the tensor.
         fed: Tokens whose ids are not in ``token_ids`` yet. Never set together with ``embedded``.
         choice: Sampling for a pass that can sample itself. Other passes leave sampling to the caller.
-        segments: The tokens with LoRA adapters, for an ``AdaptedForward``.
+        segments: Ranges of tokens with LoRA adapters, for an ``AdaptedForward``.
         rope_positions: int64 ``[3, tokens]``, time, height and width positions for rotary embeddings with sections (M-RoPE).
             If None, all three are ``positions``.
         deepstack: ``[layers, tokens, hidden size]`` on the device, added to the hidden states after each of the first layers.
@@ -159,9 +161,9 @@ class ForwardOutput:
     Attributes:
         logits: ``[rows, vocab]``.
         states: Input for ``ForwardPass.head``, or None if ``keep_states`` was false.
-        launched: The sampled tokens, if the pass was asked to sample and did.
-        hidden: ``[tokens, layers * hidden size]``, the hidden states that ``ForwardPass.keep_hidden`` selected, side by side.
-            A new tensor.
+        launched: The sampled tokens, or None if the pass did not sample.
+        hidden: ``[tokens, layers * hidden size]``, the hidden states that ``ForwardPass.keep_hidden`` selected,
+            concatenated. Each pass returns a new tensor.
     """
 
     logits: torch.Tensor
@@ -172,8 +174,8 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChainedDraws:
-    """Sampling parameters for tokens that follow the first requests of a step (see ``ChainedForward``). There are no
-    filters.
+    """Sampling parameters for tokens after the first requests of a step (see ``ChainedForward``). Filters are not
+    supported.
 
     Attributes:
         counts: int64 ``[requests]``, tokens to sample per request: at least 1, and in descending order.
@@ -194,7 +196,7 @@ class ChainedForward(Protocol):
 
     @property
     def chains(self) -> bool:
-        """Whether the pass can do this for its model."""
+        """Whether the pass supports ``chain`` for its model."""
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
         """Compute a step's tokens, sample a token for each of its first requests, compute these tokens, and so on.
@@ -229,23 +231,25 @@ class KeptWeights(Protocol):
         """Return all tensors that depend on the checkpoint, in the model's order."""
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``, the same checkpoint on the host, into this pass's tensors. ``model`` cannot be
-        used afterwards.
+        """Copy the weights of ``model`` into this pass's tensors. ``model`` is the same checkpoint on the host, and
+        cannot
+        be used afterwards.
         """
 
 
 class ForwardPass(Protocol):
     """Embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
 
-    Call ``bind`` before the first step. ``build_forward`` makes each implementation from the loaded checkpoint and
-    compares it with the model's own modules before it serves.
+    Call ``bind`` before the first step. ``build_forward`` creates an implementation from the loaded checkpoint. It
+    compares the implementation's results with those of the model's own modules before the implementation serves
+    requests.
     """
 
     device: torch.device
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache requirements of each attention layer, by layer name in execution order."""
+        """KV cache spec of each attention layer, by layer name in execution order."""
 
     @property
     def memory(self) -> KVMemory:
@@ -253,14 +257,14 @@ class ForwardPass(Protocol):
 
     @property
     def separate_head(self) -> bool:
-        """Whether ``head`` can be called. If not, ``run`` needs all rows whose logits are wanted."""
+        """Whether ``head`` can be called. If false, the rows of ``run`` must include all rows whose logits are needed."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights, including packed weights."""
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use this KV cache from now on. An empty one releases the current cache."""
+        """Use this KV cache from now on. An empty ``caches`` releases the current KV cache."""
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return the first layer's input for int64 ``[tokens]``: a new tensor ``[tokens, hidden size]`` on the device."""
@@ -283,4 +287,4 @@ class ForwardPass(Protocol):
         """
 
     def to(self, device: torch.device) -> None:
-        """Move the weights off the device while the engine sleeps, and back."""
+        """Move the weights: off the device before the engine sleeps, and back when it wakes up."""

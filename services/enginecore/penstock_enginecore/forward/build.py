@@ -50,8 +50,8 @@ class ForwardConfig:
         block_size: Tokens per KV cache block.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         part: This rank's part of a model that ranks share.
-        int8: The weights of linear layers were rounded to integers.
-        rounded: CPUs may round matrix inputs to bfloat16.
+        int8: Whether the weights of linear layers were rounded to 8-bit integers.
+        rounded: Whether CPU kernels may round inputs of matrix products to bfloat16.
         lora: Limits for LoRA adapters in a step, or None for no adapters.
     """
 
@@ -68,7 +68,7 @@ class ForwardConfig:
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
-        """Split of the logits, if ranks may leave them in parts."""
+        """Split of the logits among ranks, or None if the logits are not split."""
         return None if self.part is None else self.part.vocabulary
 
     def agree(self, ok: bool) -> bool:
@@ -84,9 +84,9 @@ class BuiltForward:
         computing: Description of the implementation, for operators.
         launcher: Samples tokens on the device, or None if the device cannot.
         graphs: Returns statistics of replayed graphs, or None if no graphs are used. Thread-safe.
-        vocabulary: Split of the logits, if the pass can leave them in parts and the sampler accepts parts.
-        batch_invariant: Logits are batch invariant, so tokens must be too.
-        adapted_graphs: Steps with adapters also use graphs.
+        vocabulary: Split of the logits among ranks, if the pass can return one part and the sampler accepts it.
+        batch_invariant: Whether logits are batch invariant, so that sampling must be batch invariant too.
+        adapted_graphs: Whether steps with adapters also use graphs.
     """
 
     forward: ForwardPass
@@ -114,7 +114,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     Raises:
         ModelLoadError: The model cannot be served.
         ConfigError: A configured backend or kernel is not available.
-        SpentError: A candidate has used up the model's weights.
+        SpentError: A candidate was rejected after the model's weights were freed.
     """
     native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
@@ -151,13 +151,13 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     proven = first_proven(candidates, run, config.agree)
     _settle(model.module)
     _check_invariant(model, config, proven)
-    if not isinstance(proven.serves, FusedForward):  # the fused decoder needs the weights as they were loaded
+    if not isinstance(proven.serves, FusedForward):  # the fused decoder needs the weights in their loaded form
         _dequantize(model)
         pack_towers(model.encoder, native)
     sampling = native.sampling() if native is not None else None
     computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     launcher = _launcher(model, config, sampling, proven.serves)
-    vocabulary = config.vocabulary if launcher is None else None  # the device samples from whole logits only
+    vocabulary = config.vocabulary if launcher is None else None  # the device samples from complete logits only
     if launcher is not None:
         computing += ", Triton sampler"
     if config.kernels.batch_invariant:
@@ -262,7 +262,7 @@ def _replayed(
 def _launcher(
     model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None, serves: ForwardPass | None
 ) -> TokenLauncher | None:
-    """Return the device sampler, or None unless every rank has one. If ``serves`` can sample itself, it gets the same
+    """Return the device sampler, or None if any rank has none. If ``serves`` samples by itself, it uses the same
     kernels.
     """
     launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
@@ -296,22 +296,20 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
     on_cpu = config.device.type == "cpu"
     decoder, page = ("the CPU kernels' decoder", "reference/models") if on_cpu else ("the fused decoder", "guides/gpu")
     raise ModelLoadError(
-        f"kernels.batch_invariant is true, but only {decoder} is batch invariant, and it does not compute "
-        f"{type(model.module).__name__}{proven.reasons}; set it to false, or serve a model that docs/{page}.md "
-        "names for it"
+        f"kernels.batch_invariant is true, but only {decoder} is batch invariant, and it does not support "
+        f"{type(model.module).__name__}{proven.reasons}; set kernels.batch_invariant to false, or serve a model that "
+        f"docs/{page}.md lists for this decoder"
     )
 
 
 def _settle(*modules: torch.nn.Module) -> None:
-    """Convert weights that are stored in 16 bits and used by no kernel to the compute dtype."""
+    """Convert 16-bit weights that no kernel uses to the compute dtype."""
     if num_bytes := sum(map(settle, modules)):
-        logger.info(
-            "converted weights that no native kernel uses to the compute dtype: they take %s", in_units(num_bytes)
-        )
+        logger.info("converted weights that no native kernel uses to the compute dtype memory=%s", in_units(num_bytes))
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Dequantize linear layers and experts whose quantized weights only the fused decoder could use. Raises
+    """Dequantize linear layers and experts with quantized weights that only the fused decoder could use. Raises
     ModelLoadError.
     """
     try:
@@ -322,7 +320,7 @@ def _dequantize(model: LoadedModel) -> None:
             f"weights do not fit when dequantized to {str(model.dtype).removeprefix('torch.')}: {first_line(e)}"
         ) from e
     if num_bytes:
-        logger.warning("dequantized linear layers and experts: their weights take %s", in_units(num_bytes))
+        logger.warning("dequantized the weights of linear layers and experts memory=%s", in_units(num_bytes))
 
 
 def _log(computing: str, proven: Proven[object]) -> None:

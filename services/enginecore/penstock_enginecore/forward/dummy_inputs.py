@@ -29,12 +29,12 @@ Stateful = Any
 """A forward pass of a generating model, or the layers of a pooling model: both have a KV cache and may have states."""
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
-"""Positions that cut a prompt into a prompt, one token, a piece of a prompt, and two single tokens."""
+"""Positions at which a prompt is cut into parts of 13, 1, 8, 1 and 1 tokens."""
 _SPAN = slice(4, 11)
-"""Position of an image in a multimodal prompt, inside the first part."""
+"""Positions of an image in a multimodal prompt, inside the first part."""
 _SPAN_WIDTH = 3
 _BLOCK_SIZE = 16
-"""Tokens per block: a whole number of tiles in every backend's layout."""
+"""Tokens per block. The number is a multiple of the tile size in every backend's layout."""
 
 
 def block_size_of(specs: Mapping[str, KVCacheSpec]) -> int:
@@ -62,7 +62,8 @@ class Probe:
 
     @classmethod
     def prompt(cls, vocab_size: int, demands: MediaDemands = NO_DEMANDS) -> "Probe":
-        """Return a short prompt with tokens from the whole vocabulary. If there are ``demands``, part of it is an
+        """Return a short prompt with tokens from all over the vocabulary. If there are ``demands``, the prompt contains
+        an
         image.
         """
         probe = cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
@@ -74,7 +75,7 @@ class Probe:
         return [cls.prompt(vocab_size), *([cls.prompt(vocab_size, demands)] if demands else [])]
 
     def batch(self, forward: ForwardPass, start: int, end: int) -> ForwardBatch:
-        """Return a step for tokens ``start`` to ``end`` of the only sequence."""
+        """Return a step for tokens ``start`` to ``end`` of the probe's only sequence."""
         of, part = self.metadata, slice(start, end)
         starts, lengths = np.array([0, end - start]), np.array([end])
         metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
@@ -84,10 +85,10 @@ class Probe:
         return self._with_media(batch, forward) if start == 0 else batch
 
     def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
-        """Return the batch with an image in the span.
+        """Return the batch with an image at the positions ``_SPAN``.
 
-        The image's tokens have two-dimensional positions, attend to each other, and get deepstack rows as large as the
-        embeddings.
+        The image's tokens have two-dimensional positions, attend to each other, and get deepstack rows. The elements of
+        these rows have a root mean square of 1.
         """
         demands = self.demands
         if demands.spans:
@@ -171,7 +172,8 @@ def alone_states(forward: Stateful, metadata: AttentionMetadata) -> StateMetadat
 
 
 def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torch.Tensor:
-    """Return logits of all tokens of the probe's one sequence, computed in one step per part between ``cuts``.
+    """Return logits of all tokens of the probe's one sequence, computed in several steps. Each step computes one part
+    between ``cuts``.
 
     Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
     """
@@ -189,7 +191,7 @@ def blank_decodes(
     """Return a decode step of one token for each of ``size`` dummy requests, and the rows that get logits.
 
     The requests attend to the null block, write no keys and values, and store their next tokens in the last entry of
-    ``newest``. If ``adapted``, the step launches the kernels for adapters without any adapter.
+    ``newest``. If ``adapted``, the step launches the kernels for adapters, although no adapter is used.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)

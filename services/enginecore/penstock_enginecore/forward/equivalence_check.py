@@ -1,7 +1,8 @@
-"""Faster implementations of a model or of its parts, and the check that they compute the same as its own modules.
+"""Faster implementations of a model or of its parts, and the check that their results match the model's own modules.
 
-A short prompt runs through the modules and through each candidate, each with a separate cache. The first candidate with
-matching results serves the model. The log names the other candidates and why they were rejected.
+A short prompt runs through the modules and through each candidate, each with a separate cache. The first candidate
+whose
+results match serves the model. The log names the rejected candidates and the reasons.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest accepted difference, relative to the norm of the whole result, by the dtype in which the model's own modules
-compute. A different order of summation stays below it.
+compute. A different order of summation causes smaller differences.
 """
 
 _ELSEWHERE = "another worker cannot use it"
@@ -34,7 +35,7 @@ class SpentError(Exception):
 
 
 class Replacement(Protocol[T_co]):
-    """Faster replacement of model modules. Until ``take_over``, ``undo`` restores the model."""
+    """Faster replacement of model modules. Before ``take_over``, ``undo`` can restore the model."""
 
     def probe(self) -> torch.Tensor:
         """Return the result for the probe: float32, in the shape of the modules' result."""
@@ -43,7 +44,7 @@ class Replacement(Protocol[T_co]):
         """Return which part of the model differs, as text to append to the reported difference. Empty if unknown."""
 
     def take_over(self) -> T_co:
-        """Free the weights of the replaced modules and return the implementation that serves from now on.
+        """Free the weights of the replaced modules and return the implementation that serves requests from now on.
 
         The replaced linear layers stay in the model for adapters, under their names, with ``in_features`` and
         ``out_features``. Their weights are empty, so an adapter can add to a layer's output but cannot change its
@@ -61,8 +62,9 @@ class Candidate(Generic[T_co]):
     Attributes:
         name: Name for the log.
         build: Makes the replacement. Raises UnsuitableError if the model is not supported.
-        rounds_to: The dtype to which matrix inputs are rounded, or None if they are rounded no more than in the modules.
-        spends: Building frees the model's own weights, so ``undo`` is impossible.
+        rounds_to: The dtype to which matrix inputs are rounded, or None if the candidate rounds them no more than the
+        modules do.
+        spends: Whether ``build`` frees the model's own weights, so that ``undo`` is impossible.
     """
 
     name: str
@@ -77,8 +79,8 @@ class Candidate(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Proven(Generic[T_co]):
-    """Result of trying all candidates. ``name`` and ``serves`` are the accepted candidate, or None if none was
-    accepted.
+    """Result of trying all candidates. ``name`` and ``serves`` belong to the accepted candidate. Both are None if no
+    candidate was accepted.
     """
 
     name: str | None
@@ -90,7 +92,7 @@ class Proven(Generic[T_co]):
 
     @property
     def reasons(self) -> str:
-        """Text for the log: why the candidates before ``name`` are not used."""
+        """Text for the log: the reasons why the candidates before ``name`` are not used."""
         return "".join(f"; {name} not used: {reason}" for name, reason in {**self.unsuitable, **self.refuted}.items())
 
 
@@ -102,16 +104,15 @@ def alone(ok: bool) -> bool:
 def first_proven(
     candidates: Sequence[Candidate[T_co]], run: Callable[[], torch.Tensor], agree: Callable[[bool], bool] = alone
 ) -> Proven[T_co]:
-    """Try ``candidates`` in order, and let the first one take over whose result matches that of ``run``, the model's
-    own modules.
+    """Try ``candidates`` in order. The first candidate whose result matches the result of ``run`` takes over.
 
     Args:
         candidates: The candidates, fastest first.
-        run: Returns the modules' result for the probe.
+        run: Returns the result of the model's own modules for the probe.
         agree: Returns whether a condition holds on all ranks of the model, so that all ranks accept the same candidate.
 
     Raises:
-        SpentError: A rejected candidate has freed the weights. Raised on all ranks.
+        SpentError: A rejected candidate has freed the weights. All ranks raise this error.
     """
     unsuitable: dict[str, str] = {}
     refuted: dict[str, str] = {}

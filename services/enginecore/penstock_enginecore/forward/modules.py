@@ -1,5 +1,6 @@
-"""Forward pass by transformers' own modules, with attention over the paged KV cache. This pass works for every supported model
-family.
+"""Forward pass with transformers' own modules, and attention over the paged KV cache. Every supported model type can
+use
+this pass.
 """
 
 import dataclasses
@@ -33,8 +34,9 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
-# Models do more after the last layer than a matrix product: soft caps, scales and casts. Therefore the model's own ``forward``
-# runs, and a module that returns the given hidden states replaces its base model during the call.
+# After the last layer, models compute more than a matrix product: soft caps, scales and casts. Therefore the model's
+# own
+# ``forward`` runs. During the call, a module that returns the given hidden states replaces the base model.
 
 
 class _Replay(torch.nn.Module):
@@ -66,13 +68,13 @@ class Head:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        # Most base models have the name of the class's prefix. Llama 4's text model does not.
+        # Most models name the base model's attribute in ``base_model_prefix``. Llama 4's text model does not.
         models = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
         self._name = module.base_model_prefix if module.base_model_prefix in models or not models else models[0]
 
     @contextmanager
     def capture(self) -> Iterator[HiddenStates]:
-        """Return a context that keeps the hidden states of the forward pass inside it, for ``logits``."""
+        """Return a context that captures the hidden states of a forward pass, as input for ``logits``."""
         states = HiddenStates()
 
         def keep(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -87,8 +89,9 @@ class Head:
                 handle.remove()
 
     def reproduces(self, states: HiddenStates, logits: torch.Tensor) -> bool:
-        """Return whether the head can be called separately: it must compute the pass's ``logits`` ``[tokens, vocab]``
-        from ``states``.
+        """Return whether the head can be called separately, that is, whether it computes ``logits`` ``[tokens, vocab]``
+        from
+        ``states``.
         """
         if not dataclasses.is_dataclass(states.output) or not hasattr(states.output, "last_hidden_state"):
             return False
@@ -117,7 +120,7 @@ class ProbedModel:
     Attributes:
         calls: The model's attention calls, in order.
         specs: KV cache specs by layer name.
-        separate_head: The head can be called separately.
+        separate_head: Whether the head can be called separately.
         cache_dtype: The dtype of the KV caches.
         states: Specs of recurrent layers by module name.
     """
@@ -145,7 +148,7 @@ class ProbedModel:
 def probe_model(
     model: LoadedModel, device: torch.device, block_size: int, cache_dtype: torch.dtype | None = None
 ) -> ProbedModel:
-    """Run one token through ``model`` and return the KV cache requirements of its layers.
+    """Run one token through ``model`` and return the model with the KV cache specs of its layers.
 
     ``cache_dtype`` is the dtype of the KV cache, or None for the model's dtype. Raises ModelLoadError.
     """
@@ -163,14 +166,16 @@ def probe_model(
     if dtype == FLOAT8 and (unknown := sorted(model.kv_scales.keys() - specs.keys())):
         raise ModelLoadError(
             f"cache.dtype is 'fp8', but the checkpoint has scales for {unknown[0]}, which is not an attention "
-            f"layer of {type(model.module).__name__}; use 'auto'"
+            f"layer of {type(model.module).__name__}; set cache.dtype to 'auto'"
         )
     recurrent = state_specs(model.module, states)
     return ProbedModel(model, device, context.calls, specs, head, separate, dtype, recurrent)
 
 
 def _expect_no_padding(module: PreTrainedModel) -> None:
-    """Turn off transformers' warning about padding without a mask. The check reads from the device in every call."""
+    """Turn off transformers' warning about padding without a mask. The check for the warning would read from the device
+    in every call.
+    """
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             part.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *args: None  # noqa: ARG005
@@ -185,7 +190,7 @@ def in_cache_dtype(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype | None) 
 
 def unsupported(module: torch.nn.Module, error: Exception) -> str:
     """Return the error text for a model that raised ``error`` at its first token."""
-    return f"{type(module).__name__} is not supported: it fails on one token: {type(error).__name__}: {error}"
+    return f"{type(module).__name__} is not supported: a forward pass over one token fails with {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ class KeptStates:
 
     Attributes:
         hidden: Output of the base model.
-        segments: The tokens with LoRA adapters.
+        segments: Ranges of tokens with LoRA adapters.
     """
 
     hidden: HiddenStates
@@ -262,7 +267,7 @@ class ModulesForward:
         return cast("torch.Tensor", embedded[0])
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Make ``run`` return the hidden states of these layers, as the model itself outputs them."""
+        """Make ``run`` return the hidden states of these layers, in the form that the model outputs."""
         self._kept_layers = tuple(layers)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
@@ -321,7 +326,7 @@ class ModulesForward:
         copy_weights(module_tensors(model.module), self.weights())
 
     def _adding(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> AbstractContextManager[None]:
-        """Return a context in which modules add the adapters' outputs. If ``num_tokens`` is 0, only the head does."""
+        """Return a context in which modules add the adapters' outputs. If ``num_tokens`` is 0, only the head adds them."""
         if isinstance(self._adapted, SlotModules):
             return self._adapted.step(segments, rows, num_tokens)
         return self._adapted.step(segments, rows)
@@ -347,7 +352,7 @@ def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     of_sources, of_targets = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (sources, targets))
     if of_sources != of_targets:
         raise RuntimeError(
-            "the checkpoint differs from the one that the engine started with: its weights have other shapes or dtypes"
+            "the checkpoint has changed since the engine started: shapes or dtypes of its weights are different"
         )
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)

@@ -1,9 +1,10 @@
 """Forward pass of decoder models with the CPU kernels.
 
-A step is one kernel call, plus one for each mixture of experts that the model's own module computes. Norms,
+A step is one kernel call, plus one kernel call for each mixture of experts that the model's own module computes. Norms,
 projections, rotary embedding, attention, MLP and head of all layers run inside the kernels. q, k and v are merged into
-one product. Gate and up are merged into another, with the activation as its epilogue. Weights may be bfloat16. Sums and
-activations are float32. The KV cache is float32 too, unless matrix inputs are rounded. The layers are read from
+one matrix product. Gate and up are merged into another product, which also computes the activation. Weights may be
+bfloat16. Sums and activations are float32. The KV cache is float32 too, unless the kernels round inputs of matrix
+products. The layers are read from
 transformers' own modules.
 """
 
@@ -60,8 +61,8 @@ from penstock_enginecore.parallel.stages import Seams
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Linear layers by name that form one matrix product of the decoder. Empty for a product that the decoder leaves
-    out.
+    """Linear layers, by name, that form one matrix product of the decoder. Empty if the decoder does not compute the
+    product.
     """
 
     layers: dict[str, torch.nn.Linear]
@@ -69,7 +70,7 @@ class _Place:
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
         """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if an update
-        has other features.
+        does not have the features of its layer.
         """
         own = [updates.pop(name, None) for name in self.layers]
         features = []
@@ -85,8 +86,8 @@ class _Place:
 
 
 class DecoderAdapters:
-    """Adapters of ``module`` by digest: packed for the decoder's products, and added to the modules that compute
-    outside the decoder.
+    """LoRA adapters of ``module``, by digest. Updates for the decoder's matrix products are packed. Other updates are
+    added to modules that compute outside the decoder.
     """
 
     def __init__(self, library: NativeLibrary, module: PreTrainedModel, plan: ModelPlan) -> None:
@@ -124,12 +125,12 @@ class DecoderAdapters:
         )
 
     def beside(self, segments: Sequence[LoraSegment], rows: IntArray) -> Any:
-        """Return a context in which modules outside the decoder compute rows with ``segments``."""
+        """Return a context in which modules outside the decoder add the outputs of the adapters in ``segments``."""
         return self._beside.step(segments, rows)
 
 
 def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
-    """Yield the products in the decoder's order: per layer qkv, output, gate and up, and down, and then the head."""
+    """Yield the products in the decoder's order: for each layer qkv, output, gate and up, and down; then the head."""
     names = {id(each): name for name, each in module.named_modules()}
 
     def place(*layers: Any, interleaved: bool = False) -> _Place:
@@ -154,7 +155,7 @@ class HiddenTokens:
 
     Attributes:
         x: float32 ``[tokens, hidden size]``.
-        segments: The tokens with LoRA adapters.
+        segments: Ranges of tokens with LoRA adapters.
     """
 
     x: torch.Tensor
@@ -173,9 +174,9 @@ def decoder_candidate(
     Args:
         library: The kernels.
         probed: The model.
-        run: Returns a pass's result for a probe.
-        part: This rank's part of the model, if ranks share it.
-        seams: Where the model was cut into pipeline stages, if it was.
+        run: Runs a pass over a probe and returns the result.
+        part: This rank's part of the model, if several ranks share the model.
+        seams: Hidden states at the cuts between pipeline stages, or None without stages.
     """
     spends = has_mixtures(probed.model.module)
     return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
@@ -191,7 +192,7 @@ def linear_candidate(
         library: The kernels.
         module: The model.
         run: Returns the model's result for a probe.
-        serve: Makes the implementation that serves, given the number of packed bytes.
+        serve: Creates the implementation that serves requests. The argument is the number of packed bytes.
     """
 
     def build() -> _PackedModules[T]:
@@ -219,16 +220,20 @@ class NativeForward(KernelDecoder):
         module, plan = probed.model.module, plan_model(probed.model.module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)
         if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
-            reason = f"its weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
+            reason = f"the model's weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
         if seams is not None and probed.model.dtype != torch.float32:
-            reason = reason or f"its stages pass on {str(probed.model.dtype).removeprefix('torch.')}"
+            reason = (
+                reason
+                or f"the model's stages exchange hidden states in {str(probed.model.dtype).removeprefix('torch.')}"
+            )
         if reason:
             raise UnsuitableError(reason)
         embedding = EmbeddingLookup(module.get_input_embeddings())
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
-        # Ranks that share experts compute the MLPs of all tokens, because they have announced this token count to each
-        # other.
+        # Ranks that share experts have told each other the token count of this step, so each rank must compute the MLPs
+        # of
+        # all its tokens.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
@@ -245,8 +250,8 @@ class NativeForward(KernelDecoder):
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Compute layers and head. The states are the outputs of the layers.
 
-        If states are not kept, the last layer computes only the tokens whose logits are needed, after their keys and
-        values.
+        If states are not kept, the last layer computes keys and values of all tokens, and everything else only for the
+        tokens whose logits are needed.
         """
         x, embedding = self._entering(batch)
         rotaries = self._rotaries.of_step(batch, x)
@@ -274,8 +279,9 @@ class NativeForward(KernelDecoder):
 
     @property
     def chains(self) -> bool:
-        """Whether the kernels compute whole steps, from the embedding on, and share the model with no other rank or
-        stage.
+        """Whether the kernels can compute chained steps.
+
+        The kernels must compute the embedding and all layers, and no other rank or stage may compute a part of the model.
         """
         alone = self._part is None and self._seams is None
         known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
@@ -285,8 +291,8 @@ class NativeForward(KernelDecoder):
         """Compute all steps in one call.
 
         Raises:
-            IndexError: The kernels would read beyond a table.
-            ValueError: The batch has adapters or media. The later steps of a chain do not support them.
+            IndexError: The kernels would read beyond the end of a table.
+            ValueError: The batch has adapters or media. Later steps of a chain support neither.
         """
         if batch.segments:
             raise ValueError("chained steps do not support adapters")
@@ -340,7 +346,9 @@ class NativeForward(KernelDecoder):
         return step
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
-        """Compute the layers and the head. Modules compute the MLPs that the kernels do not, between kernel calls."""
+        """Compute the layers and the head. Between kernel calls, modules compute the MLPs that the kernels do not
+        support.
+        """
         structs = self._adapters.structs(segments)
         step.num_segments, step.segments = len(structs), ctypes.addressof(structs)
         for index, mlp in self._layers.outside.items():
@@ -359,8 +367,9 @@ class NativeForward(KernelDecoder):
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
 
     def _entering(self, batch: ForwardBatch) -> tuple[torch.Tensor, EmbeddingRows | None]:
-        """Return the first layer's input, which the kernels overwrite; or memory for it and the table in which the
-        kernels look it up.
+        """Return the input of the first layer, which the kernels overwrite, and None.
+
+        If the kernels look up the embeddings, return uninitialized memory for that input, and the embedding table.
         """
         if self._seams is not None and self._seams.entering is not None:
             return self._seams.entering.clone(), None
@@ -372,7 +381,7 @@ class NativeForward(KernelDecoder):
         return torch.empty(len(batch.token_ids), self._model.hidden), rows
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return whole logits, also if this rank has only some of the columns."""
+        """Return complete logits, even if this rank computes only some of the columns."""
         vocabulary = None if self._part is None else self._part.vocabulary
         if vocabulary is None or not self._model.head.n:
             return logits
@@ -385,7 +394,7 @@ class NativeForward(KernelDecoder):
 
 
 class _PackedModules(Generic[T]):
-    """Model whose linear layers are replaced by packed ones."""
+    """Model whose linear layers are replaced by packed layers."""
 
     def __init__(self, layers: PackedLayers, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
         self._layers = layers
@@ -397,11 +406,13 @@ class _PackedModules(Generic[T]):
         return self._run()
 
     def where(self) -> str:
-        """Return an empty text: differences cannot be assigned to layers."""
+        """Return an empty text, because a difference cannot be attributed to one layer."""
         return ""
 
     def take_over(self) -> T:
-        """Return the implementation that serves. The packed layers keep names and sizes of the replaced layers."""
+        """Return the implementation that serves requests. The packed layers keep names and sizes of the replaced
+        layers.
+        """
         return self._serve(self._layers.num_bytes)
 
     def undo(self) -> None:
@@ -419,8 +430,8 @@ _SEQUENCES = (2, 4, 37, 64)
 
 @torch.inference_mode()
 def pack_towers(encoder: MediaEncoder | None, native: NativeBackend | None) -> int:
-    """Let the kernels compute the linear layers and attention of ``encoder``. The rest of the encoder stays with
-    PyTorch.
+    """Let the kernels compute the linear layers and attention of ``encoder``. PyTorch computes everything else in the
+    encoder.
 
     Packed layers and the attention are first compared with PyTorch on the same numbers. Returns the number of
     packed layers.

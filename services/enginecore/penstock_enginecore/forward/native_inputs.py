@@ -18,7 +18,7 @@ from penstock_enginecore.native.weights import KINDS
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines float32 ``[positions, size]``."""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
-"""Cosines and sines are precomputed for all positions if they fit this many bytes."""
+"""Maximum bytes of precomputed cosines and sines for all positions. Larger tables are computed in each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class EmbeddingRows:
 
     Attributes:
         weight: The table. This object keeps it alive.
-        kind: The kernels' number for its dtype.
+        kind: Number of the table's dtype in the kernels' interface.
         scale: Factor that the kernels apply to the rows.
     """
 
@@ -47,7 +47,8 @@ class EmbeddingLookup:
 
     def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
         """Return the table in which the kernels look up ``token_ids``, or None if the module does more than a lookup.
-        Raises IndexError.
+
+        Raises IndexError if a token id is out of range.
         """
         weight = self._embedding.weight
         scales_floats = weight.dtype == torch.float32
@@ -90,8 +91,9 @@ class Rotaries:
     """Rotary embeddings of a model.
 
     Args:
-        makers: Functions that return cosines and sines for int64 positions, given a tensor like the hidden states.
-        size: Rotated elements of a head.
+        makers: Functions that return cosines and sines. Arguments are int64 positions and a tensor like the hidden
+        states.
+        size: Number of rotated elements of a head.
         max_len: Number of positions that the model allows.
     """
 
@@ -104,20 +106,21 @@ class Rotaries:
             self._kept = StepRotaries.of(self._make(torch.arange(max_len), torch.empty(0)), np.arange(max_len))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at ``positions`` ``[tokens]``. Raises IndexError."""
+        """Return the embeddings at ``positions`` ``[tokens]``. Raises IndexError if a position is out of range."""
         if self._kept is None:
             return StepRotaries.of(self._make(torch.from_numpy(positions), like), np.arange(len(positions)))
         _check(positions, len(self._kept.positions), "a position")
         return StepRotaries(self._kept.structs, positions, self._kept.turns)
 
     def of_step(self, batch: ForwardBatch, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError."""
+        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError if one is out of range."""
         if batch.rope_positions is None:
             return self.of(batch.positions, like)
         return self.of_sections(batch.rope_positions, like)
 
     def of_sections(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at ``positions`` ``[3, tokens]``. If all sections are equal, the precomputed embeddings
+        """Return the embeddings at ``positions`` ``[3, tokens]``. If the three sections are equal, precomputed
+        embeddings
         are used.
         """
         same = positions[0]
@@ -136,7 +139,7 @@ def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> In
 
     Args:
         batch: The step.
-        rows: ``[requests]``, the last rows of its first requests.
+        rows: ``[requests]``, the last rows of the step's first requests.
         counts: ``[requests]``, the number of tokens to sample, in descending order.
 
     Raises:
@@ -165,7 +168,9 @@ def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> In
 def _check(indices: IntArray, end: int, what: str) -> None:
     """Check indices, because the kernels read memory without bounds checks."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < end:
-        raise IndexError(f"{what} is {indices.min()} or {indices.max()}, which is not from 0 to {end - 1}")
+        raise IndexError(
+            f"{what} is out of range: found {indices.min()} to {indices.max()}, allowed are 0 to {end - 1}"
+        )
 
 
 class ChainedTokens:
@@ -173,7 +178,7 @@ class ChainedTokens:
 
     Attributes:
         tokens: int64 ``[counts[0], requests]``, 0 until the kernels write them.
-        positions: Positions of the step's tokens, followed by those of the sampled tokens.
+        positions: Positions of the step's tokens, followed by the positions of the sampled tokens.
     """
 
     def __init__(self, batch: ForwardBatch, draws: ChainedDraws) -> None:
@@ -187,12 +192,12 @@ class ChainedTokens:
         self.tokens: IntArray = np.zeros((len(later) + 1, len(self._counts)), dtype=np.int64)
 
     def struct(self, rotaries: StepRotaries, width: int, vocabulary: IntArray | None = None) -> Chain:
-        """Return the kernels' struct, which points into its arguments and into this object.
+        """Return the struct for the kernels. It points into the arguments and into this object.
 
         Args:
             rotaries: Rotary embeddings at ``positions``.
             width: Number of logits to sample from.
-            vocabulary: Token ids of the logits, or None if the ids are the columns.
+            vocabulary: Token id of each column of the logits, or None if each column's index is its token id.
         """
         return Chain(
             len(self.tokens),
@@ -215,11 +220,11 @@ def expect_embeddings(embedding: EmbeddingRows | None, vocab_size: int) -> Embed
 
 
 def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor | None:
-    """Set the media inputs of ``step``, the step of ``batch``: ends of keys, and embeddings that are added after the
-    first layers.
+    """Set the media inputs of ``step``: ends of keys, and embeddings that are added after the first layers.
 
-    Returns the embeddings' memory, which must outlive the step. Raises ValueError if the kernels would read beyond the
-    memory.
+    ``batch`` is the batch of ``step``. Returns the embeddings' memory, which must outlive the step. Raises ValueError
+    if
+    the kernels would read beyond the memory.
     """
     step.key_ends = key_ends_of(batch.attention[0])
     if batch.deepstack is None:
@@ -228,7 +233,7 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
     embedded = None if batch.embedded is None else batch.embedded.shape
     if len(rows) > num_layers or rows.shape[1:] != embedded:
         raise ValueError(
-            f"deepstack embeddings {list(rows.shape)} do not fit {num_layers} layers with inputs {embedded}"
+            f"deepstack embeddings have shape {list(rows.shape)}; the model has {num_layers} layers and inputs {embedded}"
         )
     step.num_deepstack, step.deepstack = len(rows), rows.data_ptr()
     return rows

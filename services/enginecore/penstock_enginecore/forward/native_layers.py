@@ -27,7 +27,7 @@ from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""The kernels' numbers for activations of a gate."""
+"""Numbers of gate activations in the kernels' interface."""
 _MAX_LAYERS = 800
 
 
@@ -36,18 +36,18 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
         return f"cache.block_size {odd[0]} is not a multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
-        return f"it has more than {_MAX_LAYERS} layers"
+        return f"the model has more than {_MAX_LAYERS} layers"
     attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
     if len(attentions) < len(plan.layers):
-        return "its layers use latent attention (MLA)"
+        return "the model's layers use latent attention (MLA)"
     if (head_size := attentions[0].head_size) % library.lanes:
         return f"a head size of {head_size} is not a multiple of {library.lanes}"
     if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
-        return "its layers have heads of different shapes"
+        return "the model's layers have heads of different shapes"
     if len({norm.eps for norm in plan.norms}) > 1:
-        return "its norms have different epsilons"
+        return "the model's norms have different epsilons"
     if {plan.input_scale, plan.logits_divisor, *(layer.residual_scale for layer in plan.layers)} != {1.0}:
-        return "it scales inputs, residual additions or logits"
+        return "the model scales inputs, residual additions or logits"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
 
 
@@ -58,18 +58,18 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
     if part.shared_memory is None:
         return "workers do not exchange data in shared memory"
     if any(getattr(model.module.config, name, False) for name in ("attention_bias", "mlp_bias")):
-        return "its layers have a bias"
+        return "the model's layers have a bias"
     if part.vocabulary is None and plan.head is not None and plan.head.out_features != model.vocab_size:
-        return "its head is split between workers"
+        return "the model's head is split between workers"
     if not all(isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
-        return "its experts are split between workers"
+        return "the model's experts are split between workers"
     if _attention(plan.layers[0]).norms_all_heads:
-        return "the input of one of its norms is split between workers"
+        return "the input of a norm is split between workers"
     return None
 
 
 def linears(layer: LayerPlan) -> list[Any]:
-    """Return all linear layers that the decoder packs, without those of mixtures of experts."""
+    """Return all linear layers that the decoder packs, except the linear layers of mixtures of experts."""
     return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else [])
 
 
@@ -84,12 +84,12 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
         odd: torch.dtype | None = next(
             (weight.dtype for weight in module.parameters() if weight.dtype != torch.float32), None
         )
-        return None if odd is None else f"its mixtures compute in {str(odd).removeprefix('torch.')}"
+        return None if odd is None else f"the model's mixtures of experts compute in {str(odd).removeprefix('torch.')}"
     if mlp.activation not in _ACTIVATIONS:
         return f"the activation of {layer.name}.mlp is {mlp.activation}"
     if (width := mlp.down.in_features) % library.lanes:
         return f"intermediate_size {width} is not a multiple of {library.lanes}"
-    return "its gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
+    return "a gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
 
 
 def _attention(layer: LayerPlan) -> AttentionPlan:
@@ -108,9 +108,10 @@ class DecoderLayers:
     """Layers and head of ``plan``, packed for the kernels. See ``unsuitable`` for unsupported plans.
 
     ``struct`` points into the packed weights. The modules keep the weights of projections until ``free``. Mixtures of
-    experts are packed in place and their own weights are freed at once, because both copies would not fit in memory.
-    ``outside`` holds, by layer, the MLP modules that the kernels do not compute: those with parts other than experts
-    and router, and those whose experts are shared with other ranks.
+    experts are packed immediately and their original weights are freed, because both copies would not fit into memory.
+    ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules have other parts
+    than
+    experts and router, or they share experts with other ranks.
     """
 
     def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
@@ -131,8 +132,9 @@ class DecoderLayers:
     def free(self) -> None:
         """Free the weights of all projections in the modules.
 
-        The packed product of q, k and v has their rows one after the other. The product of gate and up has their rows
-        in alternating groups. The output of an adapter for a projection is added at the rows of that projection.
+        The packed weight of q, k and v has the rows of q, then of k, then of v. The packed weight of gate and up has
+        their
+        rows in alternating groups. The output of an adapter for one projection is added at the rows of that projection.
         """
         plan = self._plan
         for linear in (each for layer in plan.layers for each in linears(layer)):
@@ -200,7 +202,7 @@ class DecoderLayers:
         return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
 
     def pack(self, weight: Any, bias: Any) -> Linear:
-        """Pack the weights of a product outside the layers."""
+        """Pack the weight and bias of a matrix product. Returns the struct that points to them."""
         packed = PackedWeight(self._library, weight, bias)
         self._packed.append(packed)
         return packed.struct
@@ -225,7 +227,7 @@ def _exchange(part: Part | None) -> Exchange:
 
 
 class KernelDecoder:
-    """Layers of ``plan`` in the CPU kernels, with their own KV cache. Base class for models and for EAGLE heads.
+    """Layers of ``plan`` that the CPU kernels compute. Base class for models and for EAGLE heads.
 
     Raises UnsuitableError if the kernels do not support the plan.
 
@@ -233,8 +235,8 @@ class KernelDecoder:
         module: The module from which the plan was read.
         specs: KV cache specs of its attention layers.
         max_len: Number of positions that the model allows.
-        run: Returns a pass's result for a probe.
-        part: This rank's part of the model, if ranks share it.
+        run: Runs a pass over a probe and returns the result.
+        part: This rank's part of the model, if several ranks share the model.
         fusion: Returns the computation before the layers of an EAGLE head.
     """
 
@@ -275,7 +277,7 @@ class KernelDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embeddings and norms that the modules still hold, and of the packed weights."""
+        """Bytes of the embeddings and norms that the modules still contain, and of the packed weights."""
         return module_bytes(self._module) + self._layers.num_bytes
 
     def bind(self, caches: LayerCaches) -> None:
@@ -288,7 +290,7 @@ class KernelDecoder:
     def step(
         self, batch: ForwardBatch, x: torch.Tensor, embedding: EmbeddingRows | None, rotaries: StepRotaries
     ) -> Step:
-        """Return a step for all layers of ``batch``, without logits and kept states.
+        """Return a step that computes all layers for ``batch``. It has no memory for logits and kept states yet.
 
         The step points into its arguments and is valid until the next step.
         """
@@ -315,7 +317,7 @@ class KernelDecoder:
         return step
 
     def to(self, device: torch.device) -> None:
-        """Move the tensors that the modules still hold. Packed weights stay where the kernels read them."""
+        """Move the tensors that the modules still contain. Packed weights are not moved, because the kernels read them."""
         self._module.to(device)
 
     def probe(self) -> torch.Tensor:
@@ -323,7 +325,7 @@ class KernelDecoder:
         return self._probe(self)
 
     def where(self) -> str:
-        """Return an empty text: the kernels do not stop between layers."""
+        """Return an empty text, because the kernels report no results of single layers."""
         return ""
 
     def undo(self) -> None:

@@ -24,13 +24,13 @@ from penstock_enginecore.parallel.stages import Seams, cut_model, part_bytes, tr
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """Settings of the pipeline stage that ``links`` belong to.
+    """Settings of one pipeline stage.
 
     Attributes:
         links: Connections to the other stages.
         stage_layers: Number of layers of each stage. If empty, layers are distributed by bytes.
-        max_tokens: Most tokens that a step computes.
-        max_seqs: Most sequences that a step samples for.
+        max_tokens: Maximum number of tokens that a step computes.
+        max_seqs: Maximum number of sequences that a step samples for.
     """
 
     links: StageLinks
@@ -44,9 +44,9 @@ class CutModel:
     """Model that keeps only the layers of one stage.
 
     Attributes:
-        seams: The places where it was cut.
-        own: Numbers of the layers that are kept.
-        num_layers: Number of layers of the whole model.
+        seams: Hidden states at the cuts between this stage and the neighbouring stages.
+        own: Indices of the layers that are kept.
+        num_layers: Number of layers of the complete model.
         entering: Hidden states of the probe before the first kept layer, or None in the first stage.
         expected: The stage's result for the probe: hidden states, or logits in the last stage.
         width: Size of the hidden states.
@@ -72,8 +72,9 @@ class CutModel:
         return logits if self.seams.leaving is None else self.seams.leaving
 
     def placed(self, device: torch.device) -> "CutModel":
-        """Return the model on ``device``, to compare its results with the host's. Raises ModelLoadError if it does not
-        fit.
+        """Return the model on ``device``, with the host's results as expected results.
+
+        Raises ModelLoadError if the model does not fit.
         """
         module = self.probed.model.module
         place(module, str(module.name_or_path), device)
@@ -85,8 +86,9 @@ class CutModel:
 def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     """Remove the layers of other stages from the model.
 
-    Raises ModelLoadError, with the setting to change, if the model cannot be split this way or if its results change
-    when split.
+    Raises ModelLoadError, which names the setting to change, if the model cannot be split this way or if the split
+    changes
+    its results.
     """
     module, links, demands = probed.model.module, stage.links, probed.demands
     if demands.num_deepstack:
@@ -132,10 +134,10 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
 
 
 class StageForward:
-    """``ForwardPass`` that receives hidden states from the previous stage and sends them to the next one.
+    """``ForwardPass`` that receives hidden states from the previous stage and sends hidden states to the next stage.
 
-    Logits have no columns except in the last stage. ``adapted`` is the pass that takes LoRA adapters, or None if it
-    takes none.
+    In all stages except the last, logits have no columns. ``adapted`` is the inner pass if it supports LoRA adapters,
+    otherwise None.
     """
 
     def __init__(self, inner: ForwardPass, seams: Seams, links: StageLinks) -> None:
@@ -158,15 +160,16 @@ class StageForward:
         self._inner.bind(caches)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Return embeddings; zeros in every stage after the first. See ``ForwardPass``."""
+        """Return embeddings. In every stage after the first, they are zeros. See ``ForwardPass``."""
         return self._inner.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Raise RuntimeError: a stage has only its own layers."""
+        """Raise RuntimeError, because a stage has only its own layers."""
         raise RuntimeError(f"hidden states of layers {list(layers)} are not all in one stage")
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Wait for the previous stage and compute. When this returns, the result is being sent to the next stage.
+        """Wait for the previous stage and compute. When ``run`` returns, the result is still being sent to the next
+        stage.
 
         Raises StageFailedError if an earlier stage has failed.
         """

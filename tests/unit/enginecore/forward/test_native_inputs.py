@@ -22,7 +22,7 @@ def double(positions: torch.Tensor, like: torch.Tensor) -> Turns:
 
 @pytest.mark.parametrize("token_ids", [[-1], [7], [0, 3, 2**40], [-(2**40), 1]])
 def test_a_token_id_that_is_none_is_refused(token_ids: list[int]) -> None:
-    with pytest.raises(IndexError, match=r"a token id is .*, which is not from 0 to 6"):
+    with pytest.raises(IndexError, match=r"a token id is out of range: .*, allowed are 0 to 6"):
         EmbeddingLookup(embedding()).rows(np.array(token_ids))
 
 
@@ -89,5 +89,5 @@ def test_turns_of_positions_are_the_modules(kept: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("position", [-1, 16])
 def test_a_position_behind_the_last_one_is_refused(position: int) -> None:
-    with pytest.raises(IndexError, match=r"a position is .*, which is not from 0 to 15"):
+    with pytest.raises(IndexError, match=r"a position is out of range: .*, allowed are 0 to 15"):
         Rotaries([double], 2, 16).of(np.array([position]), torch.empty(0))

@@ -24,7 +24,7 @@ def test_weights_of_another_reading_are_copied_to_where_they_were() -> None:
 
 
 def test_a_checkpoint_that_has_become_another_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="the checkpoint differs from the one that the engine started with"):
+    with pytest.raises(RuntimeError, match="the checkpoint has changed since the engine started"):
         Towers(FakeMediaEncoder(4)).read(Towers(None))
 
 

@@ -1,9 +1,9 @@
-"""LoRA adapters of a model on a GPU. All adapters are in host memory; adapters of current steps are in slots of device
-memory.
+"""LoRA adapters of a model on a GPU. All adapters are in host memory. Adapters of current steps are also in slots of
+device memory.
 
-A step's rows are arranged in tiles of one adapter each. The tile tensors never move for steps of padded shapes. An
-adapter without a slot is copied on a separate stream. Its step waits for the copy on the device; other steps do not
-wait.
+A step's rows are arranged in tiles. Each tile has rows of one adapter. The tile tensors never move for steps of padded
+shapes. An adapter without a slot is copied on a separate stream. A step with this adapter waits for the copy on the
+device, and other steps do not wait.
 """
 
 import logging
@@ -52,8 +52,9 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 
 
 class StepTiles:
-    """Tiles of a step's tokens and of its rows that get logits, for steps up to ``max_shape``, and the kernels' scratch
-    memory.
+    """Tiles of a step's tokens, tiles of the rows that get logits, and scratch memory of the kernels.
+
+    The memory is large enough for steps up to ``max_shape``.
     """
 
     def __init__(self, max_shape: StepShape, memory: SlotMemory, max_loras: int, device: torch.device) -> None:
@@ -141,15 +142,16 @@ class DeviceAdapters:
         self._tiles_for(shape)
 
     def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
-        """Convert an adapter to the layout of the slots and return the function that adds it, to call between steps.
-        Thread-safe.
+        """Convert an adapter to the layout of the slots, and return a function that adds the adapter. Thread-safe.
 
-        Raises ValueError if an update does not match a layer of the places.
+        Call the returned function only between steps.
+
+        Raises ValueError if an update matches no layer of ``places``.
         """
         return partial(self._add, adapter.digest, self.memory.image(adapter))
 
     def _add(self, digest: bytes, image: Image) -> None:
-        """Add an adapter. If a slot is free, its copy starts before its first step."""
+        """Add an adapter. If a slot is free, the copy into the slot starts now."""
         self._images[digest] = image
         if self._captured is not None and (slot := self._slots.offer(digest)) is not None:
             self._begin_copy(digest, slot)
@@ -165,8 +167,8 @@ class DeviceAdapters:
         """Return a context in which ``add_to`` adds the adapters' outputs for a step of ``shape``.
 
         Args:
-            segments: Tokens with adapters.
-            of_rows: Rows that get logits, with adapters.
+            segments: Ranges of tokens with adapters.
+            of_rows: Ranges of rows that get logits and have adapters.
             shape: Shape of the step.
 
         Raises:
@@ -188,12 +190,13 @@ class DeviceAdapters:
             self._step = None
 
     def updates(self, place: int) -> bool:
-        """Return whether a loaded adapter updates the place of this number."""
+        """Return whether any loaded adapter updates the product with index ``place``."""
         return any(image.updates[place] for image in self._images.values())
 
     def add_to(self, place: int, x: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-        """Add the adapters' output for ``x`` to the output of a place's product. Does nothing in steps without
-        adapters.
+        """Add the adapters' output for ``x`` to ``out``, the output of the product with index ``place``.
+
+        Does nothing in steps without adapters.
         """
         if self._step is None:
             return
@@ -205,7 +208,7 @@ class DeviceAdapters:
         self._coming[digest] = self._copies.begin(partial(self.memory.copy, self._images[digest], slot))
 
     def _tiles_for(self, shape: StepShape) -> StepTiles:
-        """Return the tiles for a step. Tiles of padded shapes never move; larger ones are allocated when a step first
+        """Return the tiles for a step. Tiles of padded shapes never move. Larger tiles are allocated when a step first
         needs them.
         """
         if self._captured is None:
@@ -224,14 +227,15 @@ class DeviceAdapters:
 
 
 class SlotModules:
-    """Adds adapters to linear layers of ``module``, after their bias, from device slots.
+    """Adds outputs of adapters in device slots to linear layers of ``module``, after the bias.
 
-    Layers have hooks only in steps with adapters, so other steps compute as without this class. The interface is that
-    of ``AdaptedModules``, but ``allocate`` takes the memory, which never grows.
+    Layers have hooks only in steps with adapters, so this class does not change other steps. The interface is the same
+    as
+    in ``AdaptedModules``, except that ``allocate`` allocates the memory, which never grows.
 
     Args:
         layers: ``(out, in)`` features of the linear layers, by name.
-        head: Name of the layer that gets only rows whose logits are wanted, or empty if there is none.
+        head: Name of the layer that gets only rows whose logits are needed, or empty if there is none.
         limits: Limits on slots and ranks.
         dtype: The model's dtype.
     """
@@ -267,7 +271,7 @@ class SlotModules:
         return self._adapters.prepare(adapter)
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps. Raises ValueError if an update's layer does not exist or has
+        """Add an adapter. Call it only between steps. Raises ValueError if the layer of an update does not exist or has
         other features.
         """
         self.prepare(adapter)()
@@ -281,8 +285,8 @@ class SlotModules:
         """Return a context in which the model computes a step with adapters.
 
         Args:
-            segments: Tokens with adapters.
-            rows: int64, the rows whose logits are wanted.
+            segments: Ranges of tokens with adapters.
+            rows: int64, the rows whose logits are needed.
             num_tokens: Tokens of the step, or 0 to compute only the head.
 
         Raises:
@@ -299,8 +303,9 @@ class SlotModules:
 
     @contextmanager
     def tiles(self, segments: Sequence[LoraSegment], rows: IntArray, shape: StepShape) -> Iterator[None]:
-        """Return a context like ``step``, for running or replaying work that was launched inside ``hooked``, padded to
-        ``shape``.
+        """Return a context like ``step`` for work that was launched inside ``hooked`` and padded to ``shape``.
+
+        The work may be run or replayed in this context.
         """
         self._expected = shape.tokens, shape.requests
         of_tokens = segments if shape.tokens else ()
@@ -344,7 +349,7 @@ def unadapted(linears: Sequence[Linear], product: Product) -> Product:  # noqa: 
 class AdaptedProduct(Held):
     """``Product`` that adds adapters' outputs after the product with its bias and scale.
 
-    Rows without an adapter are bit-identical to those of the plain product.
+    Rows without an adapter are bit-identical to rows of the plain product.
     """
 
     def __init__(self, product: Product, add_to: Callable[[torch.Tensor, float, torch.Tensor], None]) -> None:
@@ -385,7 +390,10 @@ class AdaptedProduct(Held):
 
 
 class ProductAdapters:
-    """Collects the products of a decoder of ``module`` while it is built, so that adapters can be added to them."""
+    """Collects the products of a decoder while the decoder is built, so that adapters can be added to the products.
+
+    ``module`` is the model.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(part): name for name, part in module.named_modules()}
@@ -432,17 +440,17 @@ def why_not(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) 
     """Return why ``kernels`` cannot compute adapters of a model in ``dtype`` on ``device``, or an empty text if they
     can.
 
-    The check compares rows with adapters with PyTorch, and requires that other rows stay unchanged.
+    The check compares rows with adapters to results of PyTorch, and requires that other rows stay unchanged.
     """
     try:
         difference, untouched = _prove(kernels, dtype, device)
     except Exception as e:  # for example from a compiler or driver
-        return f"its adapter kernels fail: {type(e).__name__}: {e}"
+        return f"the adapter kernels fail: {type(e).__name__}: {e}"
     if not untouched:
-        return "its adapter kernels change rows without an adapter"
+        return "the adapter kernels change rows without an adapter"
     if difference <= TOLERANCES[dtype]:
         return ""
-    return f"the output of its adapter kernels differs by {difference:.3g}"
+    return f"the output of the adapter kernels differs by {difference:.3g}"
 
 
 @torch.inference_mode()
@@ -494,7 +502,7 @@ def slot_modules(
     else:
         if not (reason := why_not(kernels, dtype, device)):
             return adapted_modules(module, dtype, device, limits, kernels)
-    logger.warning("adapters are computed by PyTorch, which is slower: %s", reason)
+    logger.warning("PyTorch computes the adapters, which is slower reason=%s", reason)
     return None
 
 
@@ -503,7 +511,7 @@ def adapted_modules(
 ) -> SlotModules:
     """Return slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype.
 
-    Quantized layers count, because they will be dequantized to that dtype.
+    Quantized layers are included, because they will be dequantized to that dtype.
     """
     named = dict(module.named_modules())
     last = head_of(module) or pooling_layer(module)

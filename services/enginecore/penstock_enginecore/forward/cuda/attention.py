@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 _COLUMNS = 16
-"""Block tables are padded to a multiple of this many blocks, because kernels are compiled again for other widths."""
+"""Block tables are padded to a multiple of this number of blocks. Each new table width would compile the kernels
+again.
+"""
 
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNKNOWN = AttentionMetadata(_NONE, _NONE, np.zeros((0, 0), dtype=np.int32), _NONE, 0)
@@ -40,8 +42,9 @@ class PagedPlan(StepPlan):
 
 
 class TritonAttention(AttentionBackend):
-    """Attention backend with Triton kernels. Layers are in a ``KVArena``. ``why_not`` gives the unsupported sizes and
-    dtypes.
+    """Attention backend with Triton kernels. The KV caches of all layers are in a ``KVArena``.
+
+    ``why_not`` reports unsupported sizes and dtypes.
     """
 
     keeps_float8 = True
@@ -64,7 +67,7 @@ class TritonAttention(AttentionBackend):
         return KVArena(specs, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> PagedPlan:
-        """Copy the metadata to the device at once, without waiting for the copy."""
+        """Copy the metadata to the device in one copy, without waiting for the copy."""
         requests, blocks = metadata.block_table.shape
         width = -(-blocks // _COLUMNS) * _COLUMNS
         table = np.zeros((requests, width), dtype=np.int32)
@@ -106,7 +109,8 @@ class TritonAttention(AttentionBackend):
 
 def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
     """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text. ``dtype``
-    is the queries'.
+    is
+    the dtype of queries.
     """
     return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
 
@@ -114,7 +118,7 @@ def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
 def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
     block_size, largest = spec.block_size, max(spec.head_size, spec.head_size_v)
     if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
-        return f"its numbers are {dtype}"
+        return f"its dtype is {dtype}"
     if block_size < MIN_BLOCK_SIZE:
         return f"its blocks have {block_size} tokens, but at least {MIN_BLOCK_SIZE} are needed"
     for width in (spec.key_width, spec.value_width):
@@ -129,7 +133,7 @@ def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
 
 def _group(plan: StepPlan) -> GroupInputs:
     if not isinstance(plan, PagedPlan):
-        raise TypeError(f"a {type(plan).__name__} was not made by this backend")
+        raise TypeError(f"a {type(plan).__name__} is not a plan of this backend")
     return plan.group
 
 
@@ -147,7 +151,7 @@ class Attended(Generic[T]):
 
     Attributes:
         serves: The pass or backbone.
-        run: Returns its result for the probe.
+        run: Returns the result of ``serves`` for the probe.
         failure: Returns why the last run did not use graphs, or an empty text.
     """
 
@@ -163,7 +167,7 @@ class Attended(Generic[T]):
         return result
 
     def where(self) -> str:
-        """Return an empty text: all layers use the same attention."""
+        """Return an empty text, because all layers use the same attention."""
         return ""
 
     def take_over(self) -> T:
@@ -179,11 +183,11 @@ class Attending(Generic[T]):
     """Model for which attention candidates are built.
 
     Attributes:
-        specs: KV cache specs of its attention layers.
+        specs: KV cache specs of the model's attention layers.
         dtype: The dtype of queries.
-        serve: Makes a pass with an attention backend.
+        serve: Creates a pass with an attention backend.
         run: Returns a pass's result for the probe.
-        replay: Makes a pass that replays whole steps, or None if steps cannot be replayed.
+        replay: Creates a pass that replays whole steps, or None if steps cannot be replayed.
     """
 
     device: torch.device
@@ -195,7 +199,8 @@ class Attending(Generic[T]):
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
-    """Return candidates with ``TritonAttention`` for the model's modules, first replayed, then launched.
+    """Return candidates with ``TritonAttention`` for the model's modules: first one with replayed steps, then one with
+    launched steps.
 
     Returns none for a model without a KV cache, or if neither the device nor ``attention_backend`` selects this
     backend.
@@ -237,5 +242,5 @@ def _kernels() -> "TritonKernels":
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:
-        raise UnsuitableError(f"its kernels cannot be compiled: {e}") from e
+        raise UnsuitableError(f"the attention kernels cannot be compiled: {e}") from e
     return TritonKernels()

@@ -1,7 +1,8 @@
 """Device tensors of the fused decoder that keep their addresses, and the copy of a step's inputs into them.
 
-A step's inputs are arranged in page-locked host memory and copied to the device at once. There they are distributed to
-the tensors that kernels read. There are two host slots, so one can be written while the other is still being copied.
+A step's inputs are arranged in page-locked host memory and reach the device in one copy. On the device, they are
+distributed to the tensors that kernels read. There are two host slots, so one can be written while the other is still
+being copied.
 """
 
 import math
@@ -30,7 +31,7 @@ _NUM_DRAWS = len(DRAW_DTYPES)
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNDRAWN = (_NONE,) * _NUM_DRAWS
 ALIGNMENT = 256
-"""Alignment of each tensor in bytes. CUDA's own allocations have it, and vector loads need it."""
+"""Alignment of each tensor in bytes. CUDA's own allocations have this alignment, and vector loads need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class FedInputs:
 
     Attributes:
         known: bool, whether the device has the token.
-        rows: int64, the request row whose newest token it is.
+        rows: int64, the request row that has the token as its newest.
         ids: int32, memory for the token ids.
     """
 
@@ -126,7 +127,7 @@ class InputBuffers:
     Args:
         max_shape: Largest step.
         num_groups: Number of KV cache groups.
-        max_blocks: Most blocks of a sequence in each group.
+        max_blocks: Maximum number of blocks of a sequence in each group.
         slots: Host memory for the copies.
     """
 
@@ -166,7 +167,7 @@ class InputBuffers:
     def load(self, batch: ForwardBatch, rows: IntArray, shape: StepShape, nobody: int = 0) -> None:
         """Start copying a step to the device, padded to ``shape``. Does not wait for the copies.
 
-        ``nobody`` is the request row for tokens of padding rows, which belongs to no request.
+        ``nobody`` is the request row that receives the tokens of padding rows. It belongs to no request.
         """
         attention, first = batch.attention, batch.attention[0]
         tables = [np.ascontiguousarray(metadata.block_table, dtype=np.int32) for metadata in attention]
@@ -222,7 +223,8 @@ class HostSlot:
     """Host memory for one copy, and its device memory.
 
     Args:
-        make_event: Makes an event that marks the end of a copy, or None if copies are synchronous. With events the memory is
+        make_event: Creates an event that marks the end of a copy, or None if copies are synchronous. With events the
+        memory is
             page-locked, because copies from pageable memory are synchronous.
     """
 
@@ -267,7 +269,7 @@ class VectorLayout:
 
 
 def to_device(vectors: Sequence[tuple[npt.NDArray[Any], torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Return vectors in these dtypes on ``device``, through one copy that is not waited for."""
+    """Return vectors in these dtypes on ``device``, through one copy. Does not wait for the copy."""
     layout = VectorLayout([(len(vector), dtype) for vector, dtype in vectors])
     host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, (vector, _) in zip(layout.views(host), vectors, strict=True):
@@ -314,7 +316,7 @@ class Widths:
     Attributes:
         hidden: Hidden states.
         qkv: Query heads with keys and values.
-        attended: All query heads.
+        attended: Attention output of all query heads.
         intermediate: The MLP's activations.
         vocab: Logits.
     """
@@ -346,8 +348,9 @@ class Activations:
 
 
 class ActivationBuffers:
-    """Activation memory of steps up to ``max_shape``. The memory starts as zeros. Padding rows later hold old values that are
-    never used.
+    """Activation memory of steps up to ``max_shape``. The memory starts as zeros. Later, padding rows contain old
+    values,
+    which are never used.
     """
 
     def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
@@ -403,11 +406,11 @@ def _parts(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Properties of a KV cache that the inputs depend on.
+    """Properties of a KV cache that determine the sizes of inputs.
 
     Attributes:
         num_groups: Number of KV cache groups.
-        max_blocks: Most blocks of a sequence in one group.
+        max_blocks: Maximum number of blocks of a sequence in one group.
     """
 
     num_groups: int
@@ -429,7 +432,8 @@ class Step:
 class StepMemory:
     """Tensors of steps.
 
-    Tensors of padded shapes are allocated once and never move. Larger ones are allocated when a step first needs them.
+    Tensors of padded shapes are allocated once and never move. Tensors of larger shapes are allocated when a step needs
+    them.
     """
 
     def __init__(self, cache: CacheShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
@@ -451,8 +455,9 @@ class StepMemory:
         return self._steps[shape]
 
     def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
-        """Return the memory for a large step, reused if large enough. Memory that is too small is freed before the new
-        allocation.
+        """Return the memory for a large step. Existing memory is reused if it is large enough. Otherwise it is freed
+        before
+        the new allocation.
         """
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
@@ -503,7 +508,7 @@ class KeptHidden:
                 self._rows[:, place * self._width : (place + 1) * self._width].copy_(states)
 
     def put_all(self, states: torch.Tensor) -> None:
-        """Store the hidden states of all layers, side by side."""
+        """Store the hidden states of all layers, concatenated in the last dimension."""
         self._rows.copy_(states)
 
     def of(self, num_tokens: int) -> torch.Tensor:

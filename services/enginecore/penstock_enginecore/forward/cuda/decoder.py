@@ -1,7 +1,7 @@
 """Forward pass of a model on a GPU with the project's own kernels and matrix products, in buffers that never move.
 
-A step's inputs reach the device in one copy and are padded to one of a few shapes. From there, every step of a shape
-launches the same work, without reading from the device or allocating memory. The layers are read from transformers' own
+A step's inputs reach the device in one copy and are padded to one of a few shapes. After this copy, every step of a
+shape launches the same work, without reading from the device or allocating memory. The layers are read from
 modules.
 """
 
@@ -59,7 +59,7 @@ Trace = list[torch.Tensor]
 
 @contextmanager
 def traced(layers: Sequence[torch.nn.Module]) -> Iterator[Trace]:
-    """Return a context that records the trace of a forward pass of transformers' modules inside it."""
+    """Return a context that records the trace of one forward pass of transformers' modules."""
     trace: Trace = []
 
     def before(module: torch.nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -87,7 +87,7 @@ def first_difference(found: Trace, expected: Trace, names: Sequence[str]) -> str
     for name, (before, after) in zip(names, itertools.pairwise(differences), strict=True):
         if not after <= limit:
             return f": the output of {name} differs by {after:.3g}, and its input by {before:.3g}"
-    return f": its layers differ by at most {max(differences):.3g}, so its last norm or head differs"
+    return f": the layers differ by at most {max(differences):.3g}, so the last norm or the head differs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class FusedStates:
 
     Attributes:
         hidden: Output of the last norm, ``[tokens, hidden size]``.
-        segments: The tokens with LoRA adapters.
+        segments: Ranges of tokens with LoRA adapters.
     """
 
     hidden: torch.Tensor
@@ -107,7 +107,7 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     """Return the plan of a loaded model. Raises UnsuitableError for unsupported models; ``Layers`` checks more."""
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
-        raise UnsuitableError("its rotary positions have sections, or some layers have no positions")
+        raise UnsuitableError("the model's rotary positions have sections, or some layers have no positions")
     for layer in plan.layers:
         attention = layer.attention
         if not isinstance(attention, AttentionPlan):
@@ -145,7 +145,7 @@ class FusedForward:
         head = self._plan.own_head
         self.specs = latent_specs(self._plan, probed.specs)
         if self.specs != probed.specs and probed.cache_dtype == FLOAT8:
-            raise UnsuitableError("its latent attention does not support an fp8 cache")
+            raise UnsuitableError("the model's latent attention does not support an fp8 cache")
         self.memory = KVArena(self.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._kernels = kernels
@@ -167,7 +167,7 @@ class FusedForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embeddings and norms that the modules still hold, and of the products."""
+        """Bytes of the embeddings and norms that the modules still contain, and of the products."""
         held = self._layers.held
         if not (isinstance(self._head, Dense) and self._head.weight is self._plan.embedding):
             held.append(self._head)
@@ -227,7 +227,7 @@ class FusedForward:
         Raises RuntimeError without a KV cache, and LookupError for an adapter that is not loaded.
         """
         if self._memory is None or not self._caches:
-            raise RuntimeError("bind must come before the first step")
+            raise RuntimeError("bind must be called before the first step")
         num_tokens, first = len(batch.token_ids), batch.attention[0]
         step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
         if self._feedback.moves(batch):
@@ -252,8 +252,9 @@ class FusedForward:
     def prepare_adapter(self, adapter: LoraAdapter) -> Callable[[], None]:
         """Convert an adapter, in host memory, to the layout of the device slots. Thread-safe.
 
-        Returns the function that adds the adapter, to call between steps. Raises ValueError if the adapter does not fit
-        the model.
+        Returns a function that adds the adapter. Call that function between steps. Raises ValueError if the adapter
+        does
+        not fit the model.
         """
         return self._own_adapters().prepare(adapter)
 
@@ -276,7 +277,7 @@ class FusedForward:
         self._head.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the tensors that the modules still hold, and those of the products."""
+        """Return the tensors that the modules still contain, and the tensors of the products."""
         held = [*self._layers.held, self._head]
         return [*module_tensors(self._module), *(tensor for each in held for tensor in each.tensors)]
 
@@ -300,10 +301,11 @@ class FusedForward:
         return first_difference(found, expected, [layer.name for layer in self._plan.layers])
 
     def take_over(self) -> "FusedForward":
-        """Free the modules' weights of products.
+        """Free the weights of modules that products replace.
 
-        The product of q, k and v has their rows one after the other, and so has the product of gate and up. The output
-        of an adapter for a projection is added at the rows of that projection.
+        The product of q, k and v has the rows of q, then of k, then of v. The product of gate and up has the rows of
+        gate,
+        then of up. The output of an adapter for a projection is added at the rows of that projection.
         """
         for module in (*self._plan.linears, *self._plan.stacks, self._plan.own_head):
             empty(module)
@@ -311,7 +313,7 @@ class FusedForward:
 
     def undo(self) -> None:
         """Free the buffers. The modules still compute correct results, although some weights are now views of merged
-        ones.
+        weights.
         """
         self._forget_graphs()
         self._memory = None
@@ -340,8 +342,9 @@ class FusedForward:
     def _compute(
         self, step: Step, embedded: torch.Tensor | None, padded: Padded, *, adapted: bool = False
     ) -> torch.Tensor:
-        """Compute the logits in their buffer and return the output of the last norm in another. Replays a graph if
-        possible.
+        """Compute the logits in one buffer, and return the output of the last norm, which is in another buffer. Replays
+        a
+        graph if possible.
 
         Steps with and without adapters have separate graphs.
         """
@@ -413,7 +416,8 @@ def fused_candidates(
 ) -> list[Candidate[ForwardPass]]:
     """Return the candidate that computes the whole model with the project's own kernels and replays its steps.
 
-    Returns no candidate if the device is not a GPU, if the settings disable it, or if ``attention_backend`` is not
+    Returns no candidate if the device is not a GPU, if the settings disable the decoder, or if ``attention_backend`` is
+    not
     "auto". With ``lora``, steps may have adapters.
     """
     if not _is_offered(probed.device, uses, attention_backend):
@@ -422,8 +426,9 @@ def fused_candidates(
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
-    """Return a function that tells which quantized weights the fused decoder needs unchanged. If the decoder is not tried,
-    no weight is.
+    """Return a function that says which quantized weights the fused decoder needs unchanged.
+
+    If the decoder is not tried, the function returns False for all weights.
     """
     return keeps if _is_offered(device, uses, attention_backend) else lambda scheme: False  # noqa: ARG005
 
@@ -437,7 +442,7 @@ def device_launcher(
 ) -> DeviceLauncher | None:
     """Return the GPU's sampler, if its results match those of ``sampler``.
 
-    Returns None if the device is not a GPU, if the settings disable it, or if the comparison fails.
+    Returns None if the device is not a GPU, if the settings disable device sampling, or if the comparison fails.
     """
     if device.type != "cuda" or not uses.sampler:
         return None
@@ -459,7 +464,7 @@ def proved_launcher(
         reason = f"{type(e).__name__}: {e}"
     if not reason:
         return launcher
-    logger.warning("tokens are sampled on the host, which is slower: device sampling failed its check: %s", reason)
+    logger.warning("device sampling failed its check, so the host samples tokens, which is slower reason=%s", reason)
     return None
 
 
@@ -471,12 +476,12 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "Token
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
     if demands := probed.demands:
-        raise UnsuitableError(f"its media have {demands}")
+        raise UnsuitableError(f"the model's media have {demands}")
     # Triton is imported only if there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
     except ModuleNotFoundError as e:
-        raise UnsuitableError(f"its kernels cannot be compiled: {e}") from e
+        raise UnsuitableError(f"the decoder's kernels cannot be compiled: {e}") from e
     graphs = cuda_graphs() if uses.graphs else None
     kernels = TritonKernels(batch_invariant=uses.batch_invariant)
     if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):

@@ -65,7 +65,7 @@ class StepGraphs:
         self._renew = renew
         self._captured: dict[Hashable, _Captured] = {}
         self.failure = ""
-        """Why steps are no longer captured, or empty while they are."""
+        """Reason why steps are no longer captured, empty while they are captured."""
         self._counts = GraphStats()
 
     @property
@@ -112,13 +112,14 @@ class StepGraphs:
         except RuntimeError as e:
             self.failure = str(e)
             logger.warning(
-                "steps are launched without graphs from now on, which is slower: capturing %s failed: %s", shape, e
+                "a step cannot be captured, so steps run without graphs, which is slower shape=%s reason=%s", shape, e
             )
 
 
 class CudaGraph:
-    """CUDA graph, captured on ``stream``. Graphs of one ``pool`` share their internal memory, so they must not run at
-    once.
+    """CUDA graph, captured on ``stream``. Graphs of one ``pool`` share their internal memory, so only one of them may
+    run
+    at a time.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
@@ -127,7 +128,7 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, launch: Launch) -> torch.Tensor:
-        """Capture the work. Other threads may call CUDA meanwhile."""
+        """Capture the work. Other threads may call CUDA during the capture."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -152,7 +153,7 @@ class _SharedPool:
         self.renew()
 
     def renew(self) -> None:
-        """Take a new pool."""
+        """Create a new pool."""
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 

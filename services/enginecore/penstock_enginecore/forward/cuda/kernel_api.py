@@ -15,7 +15,7 @@ from penstock_enginecore.models.decoder_plan import Norm as Norm
 # Weights that stay quantized, in the kernels' layout. Experts' weights have an additional first dimension.
 
 Kind = Literal["float8", "int4", "mxfp4"]
-"""Weight format, by which tiles are chosen."""
+"""Weight format. Kernels choose their tile sizes by format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,13 @@ class Int4Weight:
     """Weight in 4-bit levels. An element is its level minus its zero, times its scale.
 
     Attributes:
-        numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. Of each ``2 * half`` columns, the first half is
-            in the lower bits.
+        numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. In each group of ``2 * half`` columns,
+        the
+            first ``half`` columns are in the lower bits.
         zeros: uint8 ``[blocks, out_features]``, for each row and block of ``width`` columns.
         scales: ``[blocks, out_features]``, for each row and block of ``width`` columns.
         width: Columns of a block.
-        half: Distance of the two columns in a byte.
+        half: Distance between the two columns that share a byte.
     """
 
     numbers: torch.Tensor
@@ -91,7 +92,7 @@ class Mxfp4Weight:
     Attributes:
         numbers: uint8 ``[experts, out_features, in_features / 2]``, two elements per byte, arranged as in ``Int4Weight``.
         exponents: uint8 ``[experts, in_features / 32, out_features]``. The factor is 2 to the power of the exponent minus 127.
-        half: Distance of the two columns in a byte.
+        half: Distance between the two columns that share a byte.
     """
 
     numbers: torch.Tensor

@@ -1,8 +1,9 @@
-"""Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and products are
+"""Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and matrix products
+are
 launched.
 
-A norm kernel includes the addition before the norm. The prologue kernel adds the biases of queries, keys and values. A
-layer has four products and five to seven launches.
+A norm kernel also computes the addition before the norm. The prologue kernel adds the biases of queries, keys and
+values. A layer has four matrix products and five to seven kernel launches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str,
     """Return cosines and sines of positions up to ``max_len``, in float32 for every model dtype.
 
     Args:
-        module: The rotary embedding. It may return complex numbers, which hold a cosine and a sine.
+        module: The rotary embedding. It may return complex numbers of a cosine and a sine.
         max_len: Number of positions.
         device: The device of the tables.
         variant: Further arguments of ``module``, for example the kind of layer for Gemma 3.
@@ -63,7 +64,7 @@ class Attention(Protocol):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that hold the model's weights."""
+        """Objects that own the weights of the attention."""
 
     @property
     def first(self) -> Product:
@@ -83,14 +84,15 @@ class Attention(Protocol):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """Compute ``out`` from ``x``, both ``[tokens, hidden size]``, multiplied by ``scale``. Writes new tokens into
-        ``cache``.
+        """Compute attention for ``x`` ``[tokens, hidden size]``, and write the result times ``scale`` to ``out``.
+
+        Also writes the keys and values of new tokens into ``cache``.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
-    """Attention with one product for queries, keys and values. The cache holds keys and values of each head."""
+    """Attention with one product for queries, keys and values. The cache has keys and values of each head."""
 
     plan: AttentionPlan
     first: Product
@@ -105,7 +107,7 @@ class HeadsAttention:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Run both products."""
+        """The two products."""
         return self.first, self.output
 
     def run(
@@ -140,11 +142,12 @@ class HeadsAttention:
         self.output.affine(activations.attended, out, scale)
 
 
-# Attention of a layer over a latent (MLA) by absorbed projections.
+# Latent attention (MLA) of a layer, with absorbed projections.
 #
-# Queries are projected to the latent's space and attend there. The result is then projected to the heads' values. Therefore
-# the cache holds one vector per token for all heads. Intermediate tensors are allocated, with sizes that depend only on
-# the step's shape.
+# Queries are projected to the latent space, and attention runs there. The result is then projected to the heads'
+# values.
+# So the cache needs only one vector per token for all heads. Each step allocates the intermediate tensors, whose sizes
+# depend only on the step's shape.
 
 
 def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
@@ -179,7 +182,7 @@ class HeadWeights(Held):
         self._weight = self._weight.to(device)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by its matrix.
+        """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by the head's matrix.
 
         The result goes into ``out`` ``[tokens, heads, out_features]``. The two tensors may be strided in tokens and heads.
         """
@@ -200,10 +203,10 @@ class LatentAttention:
     """Latent attention (MLA).
 
     Attributes:
-        first: Product of the queries' input, the latent and the rotated part.
+        first: Product whose output has the queries' input, the latent and the rotated part.
         up: Product of the queries from their low-rank input, or None.
-        absorb: Projects queries to the latent's space.
-        expand: Projects from the latent's space to values.
+        absorb: Projects queries to the latent space.
+        expand: Projects from the latent space to values.
     """
 
     plan: LatentPlan
@@ -220,7 +223,7 @@ class LatentAttention:
     ) -> "LatentAttention":
         """Return the attention, with the weights of ``plan`` merged.
 
-        The weights between latent and heads are copied in ``dtype``. Adapters cannot update them.
+        The weights between latent and heads are copied in ``dtype``. Adapters cannot update these copies.
         """
         absorb, expand = _by_head(plan, dtype)
         return cls(
@@ -282,7 +285,7 @@ class LatentAttention:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the expansion's weights into the rows for keys and those for values, ``[heads, rows, latent]`` each."""
+    """Split the expansion's weights into rows for keys and rows for values, ``[heads, rows, latent]`` each."""
     linear: Linear = plan.expansion
     weight = linear.dense(dtype).weight if isinstance(linear, QuantizedLinear) else linear.weight
     by_head = weight.detach().view(plan.num_heads, plan.plain_size + plan.value_size, plan.latent)
@@ -291,7 +294,9 @@ def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 AfterLayer = Callable[[int, torch.Tensor], None]
-"""Function that gets a layer's number and its output ``[tokens, hidden size]``, or -1 and the first layer's input."""
+"""Function that is called with a layer's index and output ``[tokens, hidden size]``. The index -1 stands for the input
+of the first layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +328,7 @@ class Layers:
 
     Args:
         max_len: Number of positions.
-        adapt: Makes products to which adapters can be added.
+        adapt: Replaces a product by a product to which adapters can be added.
     """
 
     def __init__(
@@ -344,7 +349,7 @@ class Layers:
 
     @property
     def held(self) -> list[Held]:
-        """Products that hold the model's weights."""
+        """Objects that own the weights of the layers."""
         return [held for layer in self._layers for held in layer.held]
 
     def to(self, device: torch.device) -> None:
@@ -360,7 +365,7 @@ class Layers:
             out.mul_(self._embedding_scale)
 
     def scale_input(self, x: torch.Tensor) -> None:
-        """Scale the first layer's input ``[tokens, hidden size]`` in place, for tokens and embeddings."""
+        """Scale the first layer's input ``[tokens, hidden size]`` in place, for token ids and for given embeddings."""
         if self._plan.input_scale != 1.0:
             x.mul_(self._plan.input_scale)
 
@@ -395,9 +400,10 @@ class Layers:
     def _add_norm(
         self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x`` to ``residual`` and norm the sum by ``before``. If ``after`` is given, ``x`` is normed by it first.
+        """Add ``x`` to ``residual``, and apply the norm ``before`` to the sum. If ``after`` is given, apply it to ``x``
+        before the addition.
 
-        Returns the normed sum, and a tensor that may be overwritten.
+        Returns the normalized sum, and a tensor that may be overwritten.
         """
         if after is not None:
             self._kernels.add_rms_norm(x, None, after, spare)
@@ -413,7 +419,7 @@ class Layers:
         }
         gated = {layer.mlp.down.in_features for layer in self._layers if isinstance(layer.mlp, GatedMLP)}
         if len(found) > 1 or len(gated) > 1:
-            raise UnsuitableError("its layers have different sizes")
+            raise UnsuitableError("the model's layers have different sizes")
         [(hidden, qkv, attended)] = found
         intermediate = gated.pop() if gated else 0
         return Widths(hidden, qkv, attended, intermediate, self._plan.own_head.out_features)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 
 
 class Held(Protocol):
-    """Weights that the decoder holds instead of a module."""
+    """Weights that belong to the decoder instead of a module."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ def keeps(scheme: Scheme) -> bool:
 
 
 class QuantizedProduct(Held):
-    """Product with quantized weights, by the project's kernels. The methods are those of ``Dense``."""
+    """Product with quantized weights, by the project's kernels. The methods do the same as in ``Dense``."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self.bias = bias
@@ -121,11 +121,12 @@ class QuantizedProduct(Held):
 def quantized_product(
     linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: "TritonKernels"
 ) -> QuantizedProduct:
-    """Return one product of ``linears``, with their rows one after the other.
+    """Return one product with the rows of all ``linears``, in order.
 
-    8-bit floats are held once: the layers' weights become views of the whole. 4-bit levels are repacked, so a second
-    copy exists until the layers' own tensors are freed. Raises UnsuitableError unless all layers have the same,
-    supported quantization.
+    8-bit floats are stored once: the layers' weights become views of the joined weight. 4-bit levels are repacked, so a
+    second copy exists until the layers' own tensors are freed. Raises UnsuitableError if the quantizations of the
+    layers
+    differ or are not supported.
     """
     schemes = {linear.scheme for linear in linears}
     scheme = next(iter(schemes))
@@ -151,8 +152,8 @@ def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
 
 
 def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
-    """Return the levels of a weight's ``tensors``, two per byte. Raises UnsuitableError if columns are not in order or
-    do not fit.
+    """Return a weight with two levels per byte. Raises UnsuitableError if the columns are reordered, or if their number
+    is not supported.
     """
     found = scheme.integers(tensors)
     rows, columns = found.levels.shape
@@ -177,7 +178,8 @@ def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
 
 
 def _half(width: int) -> int:
-    """Return the distance of the two columns in a byte: the largest power of two whose double divides ``width``, at
+    """Return the distance between the two columns that share a byte: the largest power of two whose double divides
+    ``width``, at
     most 64.
     """
     return min(_MAX_HALF, (width & -width) // 2)
@@ -234,10 +236,11 @@ class Dense(Held):
 
 
 def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
-    """Return one product of ``linears``, with their rows one after the other.
+    """Return one product with the rows of all ``linears``, in order.
 
-    Weights are held once: the layers' weights become views of the whole, so the layers still compute the same. Raises
-    UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not supported.
+    Weights are stored once: the layers' weights become views of the joined weight, so the layers still compute the
+    same.
+    Raises UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not supported.
     """
     biased = {linear._parameters["bias"] is not None for linear in linears}
     if len(biased) > 1:

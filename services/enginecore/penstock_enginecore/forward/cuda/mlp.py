@@ -1,8 +1,9 @@
 """Part of a layer after its second norm: a gated MLP, or a mixture of experts.
 
-Experts use grouped products. Tokens are sorted by expert, and each expert's end is kept on the device. Therefore a step with
-experts reads nothing on the host and can be captured. Intermediate tensors are allocated. Batch-invariant kernels
-compute the sums themselves, because the order of torch's sums depends on the number of tokens.
+Experts use grouped products. Tokens are sorted by expert, and the end of each expert's tokens is stored on the device.
+Therefore a step with experts reads nothing on the host and can be captured. Each step allocates its intermediate
+tensors. Batch-invariant kernels compute the sums themselves, because the order of torch's sums depends on the number of
+tokens.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# DeepSeek's routing: it takes the best experts of the best groups. DeepSeek-V3 adds a correction to the scores for load
+# DeepSeek's routing selects the best experts of the best groups. DeepSeek-V3 adds a correction to the scores for load
 # balance.
 
 _COUNTED = 2
@@ -70,24 +71,24 @@ def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> 
     return logits
 
 
-# Products of experts: each expert's rows times its part of a weight. The outputs are newly allocated.
+# Products of experts: the rows of each expert times the expert's part of a weight. The outputs are newly allocated.
 
 _MXFP4_HALF = 32
 
 
 class GroupedProduct(Protocol):
-    """Product with a weight of all experts."""
+    """Grouped matrix product with the weights of all experts."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that hold the weight, if no module of the model does."""
+        """Objects that own the weight, or empty if a module of the model owns it."""
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Return each expert's rows times its part of the weight, with its bias: ``[rows, out_features]``.
+        """Multiply the rows of each expert by the expert's weight, and add its bias. Returns ``[rows, out_features]``.
 
         Args:
             rows: ``[rows, in_features]``, sorted by expert.
-            ends: int32 ``[experts]``, where the rows of each expert end.
+            ends: int32 ``[experts]``, the end of each expert's rows.
             owners: ``[rows]``, the expert of each row. Rows after the last end belong to no expert and are not computed.
         """
 
@@ -98,7 +99,7 @@ class DenseGroups:
     Args:
         weight: ``[experts, out_features, in_features]``, as in the model's module.
         bias: ``[experts, out_features]``, or None.
-        transposed: The last two dimensions of ``weight`` are swapped.
+        transposed: Whether the last two dimensions of ``weight`` are swapped.
     """
 
     held: tuple[Held, ...] = ()
@@ -173,8 +174,8 @@ def grouped(
 def _stacked(stack: QuantizedStack) -> StackedWeight:
     """Return the weight of all experts in the kernels' layout.
 
-    8-bit floats are held once: the projections' weights become views of the whole. 4-bit elements are repacked, so a
-    second copy exists until the stack's own tensors are freed.
+    8-bit floats are stored once: the projections' weights become views of the joined weight. 4-bit elements are
+    repacked, so a second copy exists until the stack's own tensors are freed.
     """
     scheme = stack.scheme
     if keeps(scheme) and stack.merged == isinstance(scheme, Mxfp4):
@@ -228,7 +229,7 @@ class MLP(Protocol):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that hold the model's weights."""
+        """Objects that own the weights of the MLP."""
 
     def run(
         self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: "TritonKernels", out: torch.Tensor
@@ -238,7 +239,7 @@ class MLP(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """Gated MLP: the activation of one product, times another. The output is multiplied by ``scale``."""
+    """Gated MLP: the activation of the gate product times the up product. The output is multiplied by ``scale``."""
 
     plan: MLPPlan
     gate_up: Product
@@ -253,7 +254,7 @@ class GatedMLP:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Run both products."""
+        """The two products."""
         return self.gate_up, self.down
 
     def run(
@@ -303,7 +304,7 @@ class Experts:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that hold quantized weights and the weights of shared experts."""
+        """Objects that own quantized weights and the weights of shared experts."""
         shared = () if self.shared is None else self.shared.held
         return *self.gate_up.held, *self.down.held, *shared
 
@@ -380,7 +381,8 @@ def mlp_of(
 ) -> MLP:
     """Return the MLP that computes ``plan``. Raises UnsuitableError for unsupported plans.
 
-    ``scale`` multiplies the output before it is added to the residual. ``adapt`` makes products to which adapters can
+    ``scale`` multiplies the output before it is added to the residual. ``adapt`` replaces products by products to which
+    adapters can
     be added, except those of experts.
     """
     if isinstance(plan, OtherMixture):

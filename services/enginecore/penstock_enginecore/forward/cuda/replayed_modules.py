@@ -44,10 +44,12 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
-    Steps of padded shapes use tensors that never move, and ``graphs`` captures them at their first run.
-    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. After a failed
-    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters
-    have separate graphs. If it is None, ``ModulesForward`` runs these steps too.
+    Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
+    ``ModulesForward``
+    runs steps that are larger, have media or embeddings, or keep their states. After a failed capture,
+    ``ModulesForward``
+    runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters have separate graphs. If
+    ``adapted`` is None, ``ModulesForward`` runs these steps too.
     """
 
     replays = True
@@ -80,7 +82,7 @@ class ReplayedModules:
 
     @property
     def failure(self) -> str:
-        """Why steps are not replayed, or empty if they are."""
+        """Reason why steps are not replayed, or empty if they are replayed."""
         return self._graphs.failure
 
     @property
@@ -116,7 +118,7 @@ class ReplayedModules:
         return self._modules.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Make ``run`` return the hidden states of these layers, as the model itself outputs them."""
+        """Make ``run`` return the hidden states of these layers, in the form that the model outputs."""
         self._graphs.clear()
         self._modules.keep_hidden(layers)
         width, dtype = self._module.config.hidden_size, self._dtype
@@ -127,7 +129,7 @@ class ReplayedModules:
         cache.
         """
         if self._buffers is None or not self._caches:
-            raise RuntimeError("bind must come before the first step")
+            raise RuntimeError("bind must be called before the first step")
         num_tokens = len(batch.token_ids)
         shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
         adapted = len(batch.segments) > 0
@@ -198,7 +200,7 @@ class ReplayedModules:
         if self._kept is not None and hidden is not None:
             self._kept.begin(len(hidden))
             self._kept.put_all(hidden)
-        # Copy the logits to one shared buffer. Otherwise each graph would hold its own.
+        # Copy the logits to one shared buffer. Otherwise each graph would have a separate buffer.
         logits = self._logits_like(computed)[: shape.requests]
         logits.copy_(computed)
         self._feedback.choose(logits, inputs, shape)

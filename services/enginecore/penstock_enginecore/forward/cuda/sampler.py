@@ -22,14 +22,14 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
-"""Function that makes sampling kernels, given the maximum rows, the vocabulary size and the device."""
+"""Function that creates sampling kernels. Arguments: maximum number of rows, vocabulary size, device."""
 
 
 class DeviceLauncher:
     """``TokenLauncher`` for a device.
 
-    A call returns new tensors. The kernels' memory grows with the rows. ``for_steps`` are the kernels for captured
-    steps, whose memory never moves.
+    ``launch`` returns new tensors. The kernels' memory grows with the number of rows. ``for_steps`` are kernels for
+    captured steps. Their memory never moves.
     """
 
     def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
@@ -58,14 +58,14 @@ class DeviceLauncher:
 
 
 def aligned_rows(rows: int) -> int:
-    """Return the padded number of results, so that they begin at multiples of 16 bytes. Kernels are compiled for that
+    """Return the number of rows, padded so that results begin at multiples of 16 bytes. Kernels are compiled for this
     alignment.
     """
     return -(-rows // 4) * 4
 
 
 def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor) -> str:
-    """Return how tokens of ``launcher`` differ from those of ``sampler``, or an empty text if they do not.
+    """Return how the tokens of ``launcher`` and ``sampler`` differ, or an empty text if they are equal.
 
     The comparison uses ``logits`` ``[rows, vocab]`` and all kinds of sampling parameters.
     """
@@ -88,10 +88,11 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
 
 
 class TokenFeedback:
-    """Input and output of sampled tokens in every step of padded shape, captured with the step.
+    """Reads and writes tokens that stay on the device, in every step of a padded shape. The work is captured with the
+    step.
 
-    Nothing is read on the host. All rows are sampled, including padding; unused tokens are ignored. ``kernels`` do the
-    sampling, or None if another component samples.
+    The host reads nothing. All rows are sampled, including padding; unused tokens are ignored. ``kernels`` sample the
+    tokens. They are None if another component samples.
     """
 
     def __init__(self, device: torch.device, kernels: "TokenSampler | None" = None) -> None:
@@ -107,8 +108,9 @@ class TokenFeedback:
         return len(self._newest) - 1
 
     def moves(self, batch: ForwardBatch) -> bool:
-        """Use the tensor of newest tokens of ``batch`` from now on. Returns whether it changed; then captured graphs
-        are invalid.
+        """Use the tensor of newest tokens of ``batch`` from now on.
+
+        Returns whether the tensor changed. If so, captured graphs are invalid.
         """
         newest = (
             batch.choice.newest if batch.choice is not None else batch.fed.newest if batch.fed is not None else None
@@ -134,8 +136,8 @@ class TokenFeedback:
         self._newest.index_copy_(0, inputs.kept_rows, token_ids)
 
     def launched(self, batch: ForwardBatch, shape: StepShape) -> LaunchedTokens | None:
-        """Return the tokens sampled for ``batch``, or None if none were requested. The next step overwrites their
-        memory.
+        """Return the tokens sampled for ``batch``, or None if none were requested. The next step overwrites these
+        tokens.
         """
         if batch.choice is None or self._kernels is None or shape.is_large:
             return None

@@ -20,10 +20,11 @@ from penstock_enginecore.lora import triton as lora
 class TritonKernels:
     """Launches kernels of one device.
 
-    A call launches work for every given row, in order, and returns without waiting. A call reads nothing on the host,
-    and no shape depends on a value on the device. Therefore a sequence of calls can be captured and replayed.
+    A call launches work for every given row, in order, and returns without waiting. The host reads no results, and no
+    tensor shape depends on a value on the device. Therefore a sequence of calls can be captured and replayed.
 
-    With ``batch_invariant``, a row's results are bit-identical for every batch and step size. Attention uses shared
+    With ``batch_invariant``, a row's results are bit-identical for every batch and step size. All attention calls use
+    the same
     scratch memory, because layers and steps run one after the other.
     """
 
@@ -66,8 +67,9 @@ class TritonKernels:
         latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 
     def _scratch_for(self, requests: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
-        """Return scratch memory for attention into ``out``. Captured steps share one that never moves; larger steps
-        share one that grows.
+        """Return scratch memory for attention into ``out``.
+
+        All captured steps share scratch memory that never moves. All larger steps share scratch memory that grows.
         """
         shape = pieces, out.shape[1], out.shape[2]
         key = (*shape, requests > MAX_CAPTURED_TOKENS)

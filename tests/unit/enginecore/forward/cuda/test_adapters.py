@@ -478,9 +478,9 @@ class Faulty(TorchKernels):
     ("kernels", "said"),
     [
         (TorchKernels(), "^$"),
-        (Faulty("scale"), "the output of its adapter kernels differs by 0.5"),
-        (Faulty("rows"), "its adapter kernels change rows without an adapter"),
-        (Faulty("compiler"), "its adapter kernels fail: RuntimeError: no such instruction"),
+        (Faulty("scale"), "the output of the adapter kernels differs by 0.5"),
+        (Faulty("rows"), "the adapter kernels change rows without an adapter"),
+        (Faulty("compiler"), "the adapter kernels fail: RuntimeError: no such instruction"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -499,15 +499,15 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     assert not caplog.messages
     monkeypatch.setattr(adapter_kernels, "_kernels", lambda: Faulty("compiler"))
     assert slot_modules(*model, gpu, LIMITS) is None
-    assert "adapters are computed by PyTorch, which is slower: its adapter kernels fail" in caplog.text
+    assert "PyTorch computes the adapters, which is slower reason=the adapter kernels fail" in caplog.text
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")
 
     monkeypatch.setattr(adapter_kernels, "_kernels", missing)
     assert slot_modules(*model, gpu, LIMITS) is None
-    assert "which is slower: kernels cannot be compiled: No module named 'triton'" in caplog.text
-    monkeypatch.setattr(decoder, "why_not", lambda *_: "its adapter kernels fail")
-    with pytest.raises(UnsuitableError, match="its adapter kernels fail"):
+    assert "which is slower reason=kernels cannot be compiled: No module named 'triton'" in caplog.text
+    monkeypatch.setattr(decoder, "why_not", lambda *_: "the adapter kernels fail")
+    with pytest.raises(UnsuitableError, match="the adapter kernels fail"):
         decoder._build(probed, KernelsConfig(graphs=False), LIMITS)
     assert isinstance(decoder._build(probed, KernelsConfig(graphs=False), None), FusedForward)

@@ -158,7 +158,7 @@ def test_a_plan_has_what_kernels_read_in_one_piece() -> None:
 
 def test_a_plan_of_another_backend_is_refused() -> None:
     step, backend = make_step([1], [5], block_size=16), TritonAttention(TorchKernels())
-    with pytest.raises(TypeError, match="a StepPlan was not made by this backend"):
+    with pytest.raises(TypeError, match="a StepPlan is not a plan of this backend"):
         backend.write(arena(backend, step), StepPlan(step.metadata, CPU), step.key, step.value)
 
 
@@ -178,8 +178,8 @@ SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, head_size_v=64, 
             "its blocks have 17 times 24 elements, which is not a multiple of 16",
         ),
         ({"head_size_v": 260}, torch.bfloat16, "no attention tiles for heads of 512 elements of 2 bytes"),
-        ({}, torch.float64, "its numbers are torch.float64"),
-        ({}, torch.int32, "its numbers are torch.int32"),
+        ({}, torch.float64, "its dtype is torch.float64"),
+        ({}, torch.int32, "its dtype is torch.int32"),
     ],
     ids=lambda x: str(x),
 )

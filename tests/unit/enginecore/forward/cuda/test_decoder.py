@@ -186,7 +186,7 @@ def without_embedding_scale(plan: ModelPlan) -> ModelPlan:
         ("gemma3", with_rotary_of_the_other_kind, ": the output of model.layers.1 differs by "),
         ("gemma3", without_query_norms, ": the output of model.layers.1 differs by "),
         ("gemma2", without_norms_after, ": the output of model.layers.0 differs by "),
-        ("gemma2", without_soft_cap, ": its layers differ by at most "),
+        ("gemma2", without_soft_cap, ": the layers differ by at most "),
         ("gemma2", without_embedding_scale, ": the embedding differs by 0.856"),
         ("qwen3_moe", with_one_expert, ": the output of model.layers.1 differs by "),
         ("mixtral", with_weights_as_they_are, ": the output of model.layers.0 differs by "),
@@ -258,7 +258,7 @@ def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
         torch.nn.Linear(*size, bias=False) for size in [(48, 32)] * 2 + [(32, 48)]
     )
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
-    assert proven.unsuitable == {"fused decoder": "its layers have different sizes"}
+    assert proven.unsuitable == {"fused decoder": "the model's layers have different sizes"}
 
 
 def batch(tokens: int, forward: ForwardPass) -> ForwardBatch:
@@ -304,7 +304,7 @@ def test_without_a_cache_there_is_no_step(tmp_path: Path) -> None:
     forward = fused(tmp_path)
     step = batch(5, forward)
     forward.bind({})
-    with pytest.raises(RuntimeError, match="bind must come before the first step"):
+    with pytest.raises(RuntimeError, match="bind must be called before the first step"):
         forward.run(step, np.array([4]))
 
 

@@ -122,7 +122,7 @@ def test_what_is_not_padded_is_launched_by_the_modules(tmp_path: Path) -> None:
     vectors = dataclasses.replace(batch, fed=None, embedded=forward.embed(batch.token_ids))
     assert forward.run(vectors, rows).launched is None
     assert forward.graph_stats() == GraphStats(launched=2)
-    with pytest.raises(RuntimeError, match="bind must come before"):
+    with pytest.raises(RuntimeError, match="bind must be called before"):
         replayed(tmp_path, "olmo2").run(batch, rows)
 
 
