@@ -130,8 +130,7 @@ class ForwardBatch:
         positions: int64 ``[tokens]``.
         attention: One entry per KV cache group.
         embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller creates
-        this
-            tensor with ``ForwardPass.embed`` and then changes rows. The pass may overwrite the tensor.
+            this tensor with ``ForwardPass.embed`` and then changes rows. The pass may overwrite the tensor.
         fed: Tokens whose ids are not in ``token_ids`` yet. Never set together with ``embedded``.
         choice: Sampling for a pass that can sample itself. Other passes leave sampling to the caller.
         segments: Ranges of tokens with LoRA adapters, for an ``AdaptedForward``.

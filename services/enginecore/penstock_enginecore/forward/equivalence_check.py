@@ -63,7 +63,7 @@ class Candidate(Generic[T_co]):
         name: Name for the log.
         build: Makes the replacement. Raises UnsuitableError if the model is not supported.
         rounds_to: The dtype to which matrix inputs are rounded, or None if the candidate rounds them no more than the
-        modules do.
+            modules do.
         spends: Whether ``build`` frees the model's own weights, so that ``undo`` is impossible.
     """
 

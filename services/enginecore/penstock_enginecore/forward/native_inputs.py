@@ -92,7 +92,7 @@ class Rotaries:
 
     Args:
         makers: Functions that return cosines and sines. Arguments are int64 positions and a tensor like the hidden
-        states.
+            states.
         size: Number of rotated elements of a head.
         max_len: Number of positions that the model allows.
     """

@@ -114,8 +114,9 @@ def penstock_attention(
 
 
 def _attention_chunk(module: torch.nn.Module) -> int | None:
-    """Return the chunk size of the module's layer in tokens. transformers passes it only to its masks and in the
-    configuration.
+    """Return the chunk size of the module's layer in tokens, from the configuration.
+
+    transformers passes the chunk size only to its masks, not to the attention call.
     """
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)

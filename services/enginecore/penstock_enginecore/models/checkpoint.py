@@ -20,7 +20,7 @@ from penstock_enginecore.models.quantization.weights import open_tensors
 
 
 def weight_files(config: ModelConfig) -> Path:
-    """Return the directory of the weights. Those of a hub id are downloaded."""
+    """Return the directory of the weights. Weights of a hub ID are downloaded."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -33,7 +33,8 @@ def weight_files(config: ModelConfig) -> Path:
 def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: str) -> None:
     """Raise ModelLoadError for a tensor in the files whose shape differs from the model's parameter of the same name.
 
-    ``make`` makes the model on the meta device. Tensors that transformers renames or converts are checked after loading
+    ``make`` creates the model on the meta device. Tensors that transformers renames or converts are checked after
+    loading
     instead.
     """
     if not any(directory.glob("*.safetensors")):
@@ -57,7 +58,7 @@ def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int])
 
 
 def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
-    """Return a function that tells whether transformers may make a parameter from tensors of other shapes."""
+    """Return a function that tells whether transformers may create a parameter from tensors of other shapes."""
     ends = {
         pattern.rstrip("$").rsplit(".", 1)[-1].rstrip("\\")
         for transform in transforms
@@ -69,7 +70,7 @@ def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
 
 # Check after loading: the checkpoint and the model have the same weights.
 #
-# All ways of loading a model end with this check. A weight that is left over would change the output without a warning.
+# Every load of a model ends with this check. A weight that the model does not use would change the output unnoticed.
 # Examples are layers beyond the number in the configuration, and scales of quantized weights without a quantization in
 # the configuration.
 
@@ -99,20 +100,21 @@ _QUANTIZED = re.compile(
 def check_weights(
     info: Mapping[str, Any], model: PreTrainedModel, config: ModelConfig, *, optional: tuple[str, ...], pools: bool
 ) -> None:
-    """Raise ModelLoadError for weights that are missing, have another shape, or are left over.
+    """Raise ModelLoadError for weights that are missing, have another shape, or are unused.
 
     Args:
         info: Loading report of transformers: ``missing_keys``, ``mismatched_keys`` and ``unexpected_keys``. The latter excludes
             names that the model's class declares as unused.
         model: The loaded model.
-        config: The path of the checkpoint, and the tensors that may be left over.
+        config: The path of the checkpoint, and the tensors that may be unused.
         optional: Prefixes of the names of weights that may be missing.
         pools: Whether the model is used without its head, or with a head that is not the checkpoint's.
     """
     where = f"model.path {config.path!r}"
     if missing := [key for key in _names(info["missing_keys"]) if not key.startswith(optional)]:
         raise ModelLoadError(
-            f"{where}: {len(missing)} weights are missing, {missing[0]} among them; the files do not belong to this configuration"
+            f"{where}: {len(missing)} weights are missing, for example {missing[0]}; the files do not belong to this "
+            "configuration"
         )
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelLoadError(mismatch(where, name, found, wanted))
@@ -127,7 +129,7 @@ def check_weights(
 
 
 def left_over(keys: Iterable[str], config: PretrainedConfig, *, pools: bool) -> list[str]:
-    """Return the names of left-over tensors that are not parts that models are known to ignore.
+    """Return the names of unused tensors, except tensors that models are known to ignore.
 
     Models ignore old buffers, layers for multi-token prediction and, if ``pools``, heads.
     """
@@ -155,15 +157,15 @@ def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
     """Return the cause, as far as the names show it, and the fix."""
     if any(_QUANTIZED.search(key) for key in left):
         return (
-            "they are parts of quantized weights, which config.json does not describe: take its quantization_config from the "
+            "they are parts of quantized weights, which config.json does not describe: take the quantization_config from the "
             "checkpoint's author"
         )
     count = getattr(config, "num_hidden_layers", None)
     layers = {layer for key in left if (layer := _layer_of(key)) is not None}
     if count is not None and config.get_text_config() is config and layers and min(layers) >= count:
         return (
-            f"config.json says num_hidden_layers {count}, and they are of layers up to {max(layers)} (the first is 0): take "
-            "config.json from the checkpoint's author"
+            f"num_hidden_layers is {count} in config.json, but the tensors are of layers up to {max(layers)} (the first is "
+            "0): take config.json from the checkpoint's author"
         )
     return "the files do not belong to this configuration: take both from the same version of the checkpoint"
 

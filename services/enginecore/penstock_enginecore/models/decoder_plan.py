@@ -1,4 +1,4 @@
-"""Plan of a model's layers, read from transformers' loaded modules. All decoders compute by this plan.
+"""Plan of a model's layers, read from transformers' loaded modules. All decoders of this project use this plan.
 
 The reader inspects the parts and parameters of modules. ``families.py`` has the properties that modules do not show.
 Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader rejects unknown parts
@@ -43,7 +43,7 @@ UNROTATED = ("unrotated",)
 
 T = TypeVar("T")
 
-# Model plan: the layers that a decoder computes, and the modules that hold their weights.
+# Model plan: the layers that a decoder computes, and the modules that have the layers' weights.
 
 Linear = torch.nn.Linear | QuantizedLinear
 ExpertsWeight = torch.nn.Parameter | QuantizedStack
@@ -51,7 +51,9 @@ ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm. The normed value is multiplied by ``weight + offset``. Gemma's weights are around 0, others around 1."""
+    """RMSNorm. The normalized value is multiplied by ``weight + offset``. Gemma's weights are around 0, weights of
+    other models around 1.
+    """
 
     weight: torch.nn.Parameter
     eps: float
@@ -60,7 +62,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention of a layer. ``qkv`` is one linear layer or three, ``rotary`` the index of a rotary variant."""
+    """Attention of a layer. ``qkv`` is one linear layer or three. ``rotary`` is the index of a rotary variant."""
 
     qkv: tuple[Linear, ...]
     output: Linear
@@ -84,12 +86,14 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """Attention of a layer over a latent (MLA). ``norms``: of the low-rank queries (or None) and of the latent.
+    """Latent attention (MLA) of a layer. ``norms`` are the norm of the low-rank queries, or None, and the norm of the latent.
 
     Attributes:
-        down: From the hidden state to the queries or their low-rank input, and to the latent and the rotated elements.
-        up: From the low-rank input to the queries, or None.
-        expansion: From the latent to ``plain_size`` elements of each head's key and ``value_size`` elements of its value.
+        down: Projections of the hidden state to the queries or their low-rank input, and to the latent and rotated
+            elements.
+        up: Projection of the low-rank input to the queries, or None.
+        expansion: Projection of the latent to ``plain_size`` elements of each head's key and ``value_size`` elements of
+            each head's value.
     """
 
     down: tuple[Linear, Linear]
@@ -128,9 +132,10 @@ class MLPPlan:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """Activation of gpt-oss, with alternating gates and ups.
+    """Activation of gpt-oss, for alternating gate and up values.
 
-    The result is ``(up + 1) * gate * sigmoid(alpha * gate)``. Gates are clamped to ``limit``, ups to ``[-limit,
+    The result is ``(up + 1) * gate * sigmoid(alpha * gate)``. Gate values are clamped to ``limit``, up values to
+    ``[-limit,
     limit]``.
     """
 
@@ -145,7 +150,7 @@ class GroupedRouting:
     In DeepSeek-V3, an expert's score is the sigmoid of its logit. Selection adds the ``correction`` to the score and
     keeps the ``kept`` groups of consecutive experts with the largest sums of their two best scores. In DeepSeek-V2,
     scores are probabilities, and the groups with the largest score are kept. Weights are multiplied by ``scale``.
-    ``correction`` returns float32 ``[experts]`` and is called in each step, because it is a buffer that may move.
+    ``correction`` returns float32 ``[experts]`` and is called in each step, because it reads a buffer that may move.
     """
 
     correction: Callable[[], torch.Tensor] | None
@@ -158,10 +163,12 @@ class GroupedRouting:
 class ExpertsPlan:
     """Mixture of experts.
 
-    Probabilities of the ``top_k`` likeliest experts are their weights, scaled to sum to 1 if ``renormalize``.
-    ``shared`` computes every token. ``router`` is ``[experts, hidden size]``, ``gate_up`` ``[experts, 2 * intermediate
+    The weights of a token's experts are the probabilities of the ``top_k`` most likely experts, scaled to sum to 1 if
+    ``renormalize``. ``shared`` computes every token. ``router`` is ``[experts, hidden size]``, ``gate_up`` ``[experts,
+    2 *
+    intermediate
     size, hidden size]`` and ``down`` ``[experts, hidden size, intermediate size]``. With ``ClampedGate`` the last two
-    sizes are swapped. ``biases`` are those of router, gate_up and down.
+    sizes are swapped. ``biases`` are the biases of router, gate_up and down.
     """
 
     router: torch.nn.Parameter
@@ -187,7 +194,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class OtherMixture:
-    """Mixture of experts that only its own module can compute. ``reason`` names the unknown part."""
+    """Mixture of experts that only the model's own module can compute. ``reason`` names the unknown part."""
 
     reason: str
 
@@ -196,7 +203,8 @@ class OtherMixture:
 class LayerPlan:
     """Layer of a model: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave out some of the norms.
 
-    ``norms_before`` are those before attention and MLP, ``norms_after`` those before each add. ``residual_scale``
+    ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
+    ``residual_scale``
     multiplies the values that are added.
     """
 
@@ -235,7 +243,7 @@ class ModelPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of all layers that products replace."""
+        """Linear layers of the model that matrix products of the decoder replace."""
         found: list[Linear] = []
         for layer in self.layers:
             found += layer.attention.linears
@@ -245,7 +253,7 @@ class ModelPlan:
 
     @property
     def stacks(self) -> list[QuantizedStack]:
-        """Quantized weights of experts that products replace."""
+        """Quantized weights of experts that matrix products of the decoder replace."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsPlan)]
         weights = [weight for each in experts for weight in (each.gate_up, each.down)]
         return [weight for weight in weights if isinstance(weight, QuantizedStack)]
@@ -254,7 +262,7 @@ class ModelPlan:
     def own_head(self) -> Linear:
         """Head of a model that is not split into stages."""
         if self.head is None:
-            raise UnsuitableError("another stage has its head")
+            raise UnsuitableError("another pipeline stage has the model's head")
         return self.head
 
     @property
@@ -284,7 +292,7 @@ class ModelPlan:
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that are rotated."""
+        """Number of elements of a head that are rotated."""
         rotated = next((each for each in self.rotary_variants if each != UNROTATED), UNROTATED)
         device = self.embedding.device
         at, like = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(0, device=device)
@@ -297,7 +305,7 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
     """
     kind, base = type(module).__name__, module.model if is_known(module) else None
     if base is None:
-        raise UnsuitableError(f"{kind} is not one of {', '.join(sorted(FAMILIES))}")
+        raise UnsuitableError(f"{kind} is not one of the supported classes: {', '.join(sorted(FAMILIES))}")
     reader = _Reader(FAMILIES[kind], base)
     reader.expect(module, "ForCausalLM", ("model", "lm_head"))
     reader.expect(base, "Model", ("embed_tokens", "layers", "norm", "rotary_emb"))
@@ -310,7 +318,7 @@ def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCa
 
 
 def has_mixtures(module: Any) -> bool:
-    """Return whether the model is of a known family and some of its MLPs are mixtures of experts."""
+    """Return whether the model's class is known and some of the model's MLPs are mixtures of experts."""
     return is_known(module) and not all(map(_is_gated, (layer.mlp for layer in _own_layers(module.model))))
 
 
@@ -328,12 +336,12 @@ def embedding_scale(embedding: Any) -> float | None:
 def present(part: T | None, name: str) -> T:
     """Return ``part``. Raises UnsuitableError with the part's ``name`` if it is None."""
     if part is None:
-        raise UnsuitableError(f"it has no {name}")
+        raise UnsuitableError(f"the model has no {name}")
     return part
 
 
 class _Reader:
-    """Reads modules of one family from ``base``, a model without its head."""
+    """Reads the plan of a model from the modules of ``base``, the model without its head."""
 
     def __init__(self, family: Family, base: Any) -> None:
         self._family = family
@@ -344,7 +352,7 @@ class _Reader:
         """Return the plan of a model whose layers made these ``calls``."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
-            raise UnsuitableError("its layers are not called in order")
+            raise UnsuitableError("the model's layers are not called in order")
         self.expect(base.rotary_emb, "RotaryEmbedding", ())
         kinds = [_rotary_variant(base.rotary_emb, layer.self_attn) for layer in layers]
         variants = sorted(set(kinds))
@@ -391,7 +399,7 @@ class _Reader:
         sinks = () if call.params.sinks is None else ("sinks",)
         name = self._expect_attention(attention, (*projections, "o_proj", *norms), sinks)
         if getattr(attention.config, "clip_qkv", None) is not None:
-            raise UnsuitableError("its queries, keys and values are clipped")
+            raise UnsuitableError("the model clips queries, keys and values")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
         if call.value.shape[1:] != (num_kv_heads, head_size):
             raise UnsuitableError(f"in {name}, values differ in size from keys")
@@ -448,8 +456,9 @@ class _Reader:
         return self._names[attention]
 
     def _mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
-        """Return the plan of an MLP. It is a mixture if it has parts other than a gated MLP's. Some families have
-        layers of both kinds.
+        """Return the plan of an MLP. An MLP with other parts than a gated MLP is a mixture of experts.
+
+        Some models have layers of both kinds.
         """
         if _is_gated(mlp):
             return self._mlp(mlp)
@@ -471,7 +480,7 @@ class _Reader:
         self.expect(mlp, "", ("gate", "experts", "shared_experts") if grouped else ("gate", "experts"))
         gate, kind = mlp.gate, type(mlp.gate).__name__
         if not grouped and kind not in SOFTMAX_ROUTERS:
-            raise UnsuitableError(f"{self._names[gate]} is a {kind}, which is not known")
+            raise UnsuitableError(f"{self._names[gate]} is a {kind}, which is not a known router")
         self.expect(gate, "TopkRouter" if grouped else kind, (), ("weight",))
         experts, gate_up, down = self._stacks(mlp.experts, ("act_fn",), ())
         return ExpertsPlan(
@@ -569,12 +578,12 @@ class _Reader:
 
 
 def _own_layers(base: Any) -> list[Any]:
-    """Return the layers of a base model, without those of other stages."""
+    """Return the layers of a base model, except layers of other pipeline stages."""
     return [layer for layer in base.layers if hasattr(layer, "self_attn")]
 
 
 def _is_gated(mlp: torch.nn.Module) -> bool:
-    """Return whether ``mlp`` has only gate, up and down projections. Otherwise it is a mixture."""
+    """Return whether ``mlp`` has only gate, up and down projections. Any other MLP is a mixture of experts."""
     parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
     return any(parts == {*each, "down_proj"} for each in _GATED)
 

@@ -1,4 +1,6 @@
-"""Dtypes of a model's computation and of its stored weights. Weights may have 16 bits while float32 is computed."""
+"""Dtypes of a model's computation and of its stored weights. Weights may be stored in 16 bits while computations use
+float32.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +22,10 @@ class Dtypes:
 
     Attributes:
         computed: The dtype of the computation.
-        weights: The dtype of weights that are read, which may be narrower, or None for the dtype in the files.
-        dense: The dtype of weights whose files have none: quantized and random weights.
-        precision: The dtype to which inputs of products may be rounded.
+        weights: The dtype in which weights are read, which may be narrower than ``computed``. None means the dtype in
+            the files.
+        dense: The dtype of weights that have no dtype in the files: quantized and random weights.
+        precision: The dtype to which inputs of matrix products may be rounded.
     """
 
     computed: torch.dtype
@@ -50,8 +53,9 @@ def resolve_dtypes(wanted: str, hf_config: PretrainedConfig, device: torch.devic
     """Return the dtypes for the setting ``wanted``.
 
     "auto" is the checkpoint's dtype, but float32 instead of bfloat16 if the CPU only emulates bfloat16. CPUs compute
-    float16 as float32, which represents every float16 number. With ``widen``, CPUs compute in float32 with weights as
-    stored; the setting "bfloat16" then means that weights and inputs of products are rounded to bfloat16.
+    float16 as float32, which represents every float16 number. With ``widen``, CPUs compute in float32 with weights in
+    their stored dtype. The setting "bfloat16" then means that weights and inputs of matrix products are rounded to
+    bfloat16.
     """
     if device.type == "cpu" and widen:
         if wanted == "bfloat16":
@@ -107,8 +111,8 @@ _LOOK_UPS = frozenset({_aten.embedding, _aten.index, _aten.index_select})
 class NarrowWeight(torch.Tensor):
     """Weight that other code sees as float32, stored in ``kept`` as bfloat16 or float16.
 
-    An operation gets a float32 copy that lives as long as the operation. Lookups are done on the stored elements and
-    then converted. Views and copies are narrow too. Writing to the weight raises TypeError.
+    An operation gets a float32 copy that lives as long as the operation. Lookups select stored elements and
+    then convert them. Views and copies are narrow too. Writing to the weight raises TypeError.
     """
 
     kept: torch.Tensor
@@ -119,7 +123,7 @@ class NarrowWeight(torch.Tensor):
         """Return a weight that stores ``kept``, which is bfloat16 or float16."""
         make: Any = torch.Tensor._make_wrapper_subclass
         sizes, strides = kept.shape, kept.stride()
-        with torch.inference_mode(mode=False):  # Views of tensors made outside inference mode are made outside it too.
+        with torch.inference_mode(mode=False):  # Views must be created in the same mode as their tensors.
             made: NarrowWeight = make(cls, sizes, strides=strides, dtype=torch.float32, device=kept.device)
         made.kept = kept
         return made
@@ -179,7 +183,7 @@ def as_stored(dtype: torch.dtype | None) -> Iterator[None]:
 
 @torch.no_grad()
 def narrow(module: torch.nn.Module) -> None:
-    """Make ``module`` compute in float32. Matrices of 16 bits stay as stored; other parameters become float32."""
+    """Make ``module`` compute in float32. 16-bit matrices keep their stored dtype. Other parameters become float32."""
     # keeps both alive, because ids are only unique among live objects
     made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     for part in module.modules():
@@ -199,7 +203,8 @@ def narrow(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def settle(module: torch.nn.Module) -> int:
-    """Convert weights of ``module`` that are still narrow after kernels have packed theirs. Returns the bytes of the
+    """Convert weights of ``module`` that are still narrow after kernels have packed their weights. Returns the bytes of
+    the
     float32 weights.
 
     Embeddings stay narrow, because only rows are looked up. They are copied so that the files can be closed. All other

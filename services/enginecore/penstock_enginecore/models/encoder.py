@@ -1,4 +1,4 @@
-"""Encoder-only models: supported families, inputs that differ from decoders', and attention without a cache."""
+"""Encoder-only models: supported model types, inputs that decoders do not have, and attention without a cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """Input format of a family of encoders.
+    """Input format of an encoder's model type.
 
     Attributes:
-        offset_positions: Position ids begin after the padding index.
-        token_types: The model distinguishes two texts.
+        offset_positions: Whether position ids begin after the padding index.
+        token_types: Whether the model distinguishes two texts.
     """
 
     offset_positions: bool = False
@@ -39,8 +39,8 @@ FAMILIES: dict[str, EncoderFamily] = {
     "distilbert": EncoderFamily(),
     "modernbert": EncoderFamily(),
 }
-"""Supported families by model type. Others may number positions or mix texts differently, and the error would not be
-noticed.
+"""Input formats of supported encoders, by model type. Other models may number positions or mix texts differently, and
+wrong results would not be noticed.
 """
 
 _HARMLESS_EXTRAS = frozenset(
@@ -137,13 +137,13 @@ def check_encoder_calls(model: PreTrainedModel, calls: Sequence[AttentionCall]) 
 
 def _unsupported_call(call: AttentionCall) -> str | None:
     if call.mask is not None:
-        return "the model builds an attention mask of its own"
+        return "the model builds its own attention mask"
     if call.extra.get("is_causal", getattr(call.module, "is_causal", True)):
         return "attention is causal"
     if call.params.softcap is not None or call.params.sinks is not None:
         return "attention has a soft cap or sinks, which are not supported"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
-    return f"attention takes the argument '{unknown[0]}', which is not supported" if unknown else None
+    return f"attention is called with the argument '{unknown[0]}', which is not supported" if unknown else None
 
 
 # Bidirectional attention of a step's prompts, separately for each prompt.

@@ -1,4 +1,4 @@
-"""Errors for models that cannot be served, or not by one of the implementations. Importable without torch."""
+"""Errors for models that cannot be served, or that one implementation does not support. Importable without torch."""
 
 from penstock_common.errors import PenstockError
 

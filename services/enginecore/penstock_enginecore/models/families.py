@@ -1,7 +1,7 @@
-"""Known families of decoders, with the properties that their modules do not show. Add new families here.
+"""Known classes of decoder models, with the properties that their modules do not show. Add new classes here.
 
 ``decoder_plan.py`` reads all other properties from the modules. CPU and GPU decoders, draft heads, adapters and tensor
-parallelism use both.
+parallelism use both sources.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Properties of a family that its modules do not show.
+    """Properties of a model class that its modules do not show.
 
     Attributes:
-        norm_offset: Added to the weights of norms.
-        half_turns: The rotary embedding returns elements for half a head, used for both halves.
-        sections: Rotary positions have time, height and width.
-        deepseek_v2: Rotary embedding and routing are DeepSeek-V2's.
+        norm_offset: Number that is added to the weights of norms.
+        half_turns: Whether the rotary embedding returns elements for half a head, which are used for both halves.
+        sections: Whether rotary positions have time, height and width.
+        deepseek_v2: Whether rotary embedding and routing work as in DeepSeek-V2.
         splits: Tensor parallelism plan in transformers' format, for classes without one.
     """
 
@@ -91,7 +91,7 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM3ForCausalLM": _PLAIN,
     "VaultGemmaForCausalLM": _GEMMA,
 }
-"""Families by class name of the causal language model."""
+"""Properties by class name of the causal language model."""
 _ALWAYS_NORMALIZES = "MixtralTopKRouter"
 SOFTMAX_ROUTERS = frozenset(
     {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
@@ -100,7 +100,7 @@ SOFTMAX_ROUTERS = frozenset(
 
 
 def is_known(module: torch.nn.Module) -> bool:
-    """Return whether a model's family is known."""
+    """Return whether a model's class is known."""
     return type(module).__name__ in FAMILIES
 
 

@@ -38,20 +38,20 @@ from penstock_enginecore.models.support import check_positions, check_supported,
 
 
 class Share(Protocol):
-    """Share of one rank in a model."""
+    """Part of a model that one rank loads."""
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
         """Return this rank's tensors from ``stored``, by their names in the rank's model."""
 
     def made_small(self) -> AbstractContextManager[None]:
-        """Return a context in which a new model has room only for this rank's tensors."""
+        """Return a context in which a new model allocates only this rank's tensors."""
 
     def install(self, module: PreTrainedModel) -> object:
-        """Connect a model that was made in ``made_small`` with the other ranks."""
+        """Connect a model that was created inside ``made_small`` with the other ranks."""
 
 
 MakeShare = Callable[[type[PreTrainedModel], PretrainedConfig], Share]
-"""Function that makes a rank's share. Raises ModelLoadError for a model that cannot be shared."""
+"""Function that creates a rank's ``Share``. Raises ModelLoadError for a model that cannot be divided among ranks."""
 
 
 def load_share(
@@ -62,7 +62,7 @@ def load_share(
     dtype: torch.dtype,
     attention: str,
 ) -> Any:
-    """Return the model with its share of the weights, and transformers' loading report."""
+    """Return the model with this rank's part of the weights, and transformers' loading report."""
     with share.made_small():
         return model_class.from_pretrained(
             None,
@@ -135,11 +135,11 @@ def load_model(
         device: The device that computes.
         progress: Gets progress lines.
         keep: Returns whether linear layers keep weights of a quantization scheme.
-        split: Removes the parts of the model that are not needed. The weights are then read to the host first.
-        on_host: Leave the model on the host, in the dtype for ``device``.
-        make_share: Makes the share of the model that this rank reads.
-        widen: On a CPU, compute in float32 with weights as stored; see ``NarrowWeight``.
-        with_towers: Also load the encoders of images and audio, if the checkpoint has them.
+        split: Removes the parts of the model that this rank does not need. If set, weights are read to the host first.
+        on_host: Whether to leave the model on the host, in the dtype for ``device``.
+        make_share: Creates the part of the model that this rank reads.
+        widen: Whether a CPU computes in float32 with weights in their stored dtype; see ``NarrowWeight``.
+        with_towers: Whether to load the encoders of images and audio too, if the checkpoint has them.
     """
     hf_config = read_config(config)
     composite = Composite.of(hf_config, with_towers=with_towers)
@@ -156,7 +156,7 @@ def load_model(
         raise ModelLoadError(
             f"{hf_config.model_type} has media encoders; experts of such models cannot be shared between ranks yet"
         )
-    widen = widen and (scheme is None or not keep(scheme))  # kernels multiply weights that stay quantized as they are
+    widen = widen and (scheme is None or not keep(scheme))  # kernels use quantized weights directly
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     max_len = config_max_len(text_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
@@ -188,7 +188,9 @@ def load_model(
 
 
 def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
-    """Make a decoder's tokens independent of their place in the flat batch, and check it. Raises ModelLoadError."""
+    """Make a token's results independent of its index in the flat batch, and check that they are. Raises
+    ModelLoadError.
+    """
     install_query_scales(module)
     state_hook.install(module)
     freeze_rotary(module, max_model_len)
@@ -235,7 +237,7 @@ def _model_class(
 
 
 def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
-    """Return the longest sequence in tokens, by the configurations. Raises ModelLoadError."""
+    """Return the longest sequence in tokens, from the configurations of checkpoint and engine. Raises ModelLoadError."""
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
         raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
@@ -274,7 +276,7 @@ def load_weights(
     if config.load_format == "dummy" and share is not None:
         raise ModelLoadError(
             "model.load_format is 'dummy', but ranks that share experts would each have different random "
-            "weights; use 'auto'"
+            "weights; set model.load_format to 'auto'"
         )
     if config.load_format == "dummy":
         progress("the weights are random: model.load_format is 'dummy'")
@@ -387,8 +389,8 @@ def weights_size(path: str) -> str:
 
 @contextmanager
 def weights_progress(progress: Callable[[str], None], size: str) -> Iterator[None]:
-    """Return a context that reports the tensors that transformers loads inside it, through transformers' hook for
-    progress bars.
+    """Return a context that reports progress while transformers loads tensors, through transformers' hook for progress
+    bars.
     """
 
     def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

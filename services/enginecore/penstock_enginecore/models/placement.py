@@ -23,7 +23,8 @@ def place(module: torch.nn.Module, path: str, device: torch.device) -> None:
 
 @contextmanager
 def read_to(device: torch.device) -> Iterator[None]:
-    """Return a context in which ``from_pretrained`` reads weights to ``device``, each as it comes from its file.
+    """Return a context in which ``from_pretrained`` reads weights to ``device``, each weight as soon as it is read from
+    its file.
 
     transformers can do this if accelerate is installed. A single device needs nothing else of accelerate, and importing
     it would slow down every start.
@@ -47,7 +48,7 @@ def check_weights_fit(num_bytes: int, path: str, dtype: torch.dtype, device: tor
         raise ModelLoadError(
             f"model.path {path!r}: its weights take {in_units(num_bytes)} as {str(dtype).removeprefix('torch.')}; "
             f"{torch.cuda.get_device_name(device)} has {in_units(free)} of {in_units(total)} left; use a device with more "
-            "memory, a smaller or a quantized model, or model.dtype bfloat16 where it is float32"
+            "memory, a smaller or a quantized model, or set model.dtype to bfloat16 if it is float32"
         )
 
 

@@ -17,20 +17,20 @@ from penstock_enginecore.models.errors import ModelLoadError
 # batch. So a long request would change the results of other requests, and keys written with some frequencies would be
 # read with others. Here the served length chooses the frequencies once, see docs/adr/0011:
 #
-# - ``longrope``: the short factors if the length is within the original one, otherwise the long factors.
-# - ``dynamic``: the frequencies of that length. Up to ``max_position_embeddings`` they are the unscaled ones.
+# - ``longrope``: the short factors if the served length is within the original length, otherwise the long factors.
+# - ``dynamic``: the frequencies of the served length. Up to ``max_position_embeddings``, these are not scaled.
 
 _FROZEN = "frozen"
-"""Kind that is set on fixed modules. transformers updates only kinds that it knows."""
+"""Value of ``rope_type`` that is set on fixed modules. transformers updates only types that it knows."""
 _DYNAMIC = "dynamic"
 _BY_BATCH = frozenset({_DYNAMIC, "longrope"})
 
 
 def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | None:
-    """Return the tokens of the longest sequence that the model allows, or None if the configuration does not tell.
+    """Return the tokens of the longest sequence that the model allows, or None if the configuration does not define it.
 
     Dynamic scaling allows sequences ``factor`` times as long, but only if ``requested`` needs them, because the
-    frequencies for longer sequences reduce quality for all shorter ones.
+    frequencies for longer sequences reduce quality for all shorter sequences.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None)
     factors = [float(p["factor"]) for p in _parameters(config) if p.get("rope_type") == _DYNAMIC and "factor" in p]
@@ -40,7 +40,7 @@ def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | N
 
 
 def _parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the model's rotary parameters, and those of each layer type if they differ."""
+    """Yield the model's rotary parameters, and the parameters of each layer type if they differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     yield parameters
     yield from (p for p in parameters.values() if isinstance(p, Mapping))
@@ -72,7 +72,7 @@ def _freeze(name: str, module: torch.nn.Module, kind: str, layer_type: str | Non
     config = getattr(module, "config", None)
     if not isinstance(inv_freq, torch.Tensor) or not isinstance(config, PretrainedConfig):
         raise ModelLoadError(
-            f"rotary scaling '{kind}' is not supported in module '{name}': it keeps its frequencies in an unknown place"
+            f"rotary scaling '{kind}' is not supported in module '{name}': the module's frequencies were not found"
         )
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     initialize = ROPE_INIT_FUNCTIONS[kind]
@@ -100,7 +100,7 @@ def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: in
 # Scaling of queries by position, for models whose own code counts positions from the start of the batch.
 #
 # Llama 4 scales the queries of its layers without rotary positions by ``1 + attn_scale * log(1 + floor((p + 1) /
-# floor_scale))`` (https://arxiv.org/abs/2501.19399), with p counted along the tensor. In a flat batch that is not the
+# floor_scale))`` (https://arxiv.org/abs/2501.19399), with p counted along the tensor. In a flat batch, p is not the
 # position. So the module's own scaling is turned off, and the attention function scales by the positions of the step.
 
 _ATTRIBUTE = "penstock_query_scale"
@@ -108,7 +108,7 @@ _ATTRIBUTE = "penstock_query_scale"
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Parameters of the formula above. ``floor_scale`` is in tokens."""
+    """Parameters of Llama 4's formula for query scaling. ``floor_scale`` is in tokens."""
 
     attn_scale: float
     floor_scale: float
@@ -121,7 +121,8 @@ class QueryScale:
 
 
 def install_query_scales(model: torch.nn.Module) -> None:
-    """Take over query scaling from the attention modules of ``model`` that do it themselves.
+    """Turn off query scaling in the attention modules of ``model``, and store its parameters for the attention
+    function.
 
     Raises ModelLoadError for a module that does not use Llama 4's formula.
     """

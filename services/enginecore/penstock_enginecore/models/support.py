@@ -1,8 +1,8 @@
-"""Checks for supported architectures. All others are rejected by name, because wrong output would not be noticed.
+"""Checks for supported architectures. All other architectures are rejected, because wrong output would not be noticed.
 
 There are three stages. ``check_supported`` checks the configuration and the class before weights are read.
-``check_positions`` finds models whose results depend on the place of a token in the flat batch. ``layer_specs`` checks
-the attention calls of a probe. So it finds models whose layers bypass the attention interface or request unsupported
+``check_positions`` finds models whose results depend on the index of a token in the flat batch. ``layer_specs`` checks
+the attention calls of a probe. It finds models whose layers bypass the attention interface or request unsupported
 features, whatever their configuration declares.
 """
 
@@ -46,7 +46,7 @@ _HARMLESS_EXTRAS = frozenset(
 
 _PROBE_TOKENS = 8
 _TOLERANCE = 0.05
-"""Relative difference of two vectors that is larger than rounding in half precision."""
+"""Relative difference above which two vectors differ by more than rounding in half precision."""
 
 
 def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
@@ -89,7 +89,7 @@ def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
     if (dtype := getattr(config, "mamba_ssm_dtype", None)) not in _STATE_DTYPES:
         return f"mamba_ssm_dtype is {dtype!r}, and only float32 states are supported"
     if getattr(config, "num_kv_shared_layers", 0):
-        return "some of its layers share the keys and values of others"
+        return "some of its layers share the keys and values of other layers"
     return None
 
 
@@ -99,9 +99,10 @@ def is_recurrent(config: PretrainedConfig) -> bool:
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
-    """Return the KV cache requirements of every attention module, by module name in execution order.
+    """Return the KV cache spec of every attention module, by module name in execution order.
 
-    ``calls`` are those of a forward pass over one token. Raises ModelLoadError if they show that the model would be
+    ``calls`` are the attention calls of a forward pass over one token. Raises ModelLoadError if they show that the
+    model would be
     served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
@@ -122,7 +123,7 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
         name = names[call.module]
         reason = _unsupported_call(call, window, chunk)
         if name in specs:
-            reason = "it attends more than once"
+            reason = "the module attends more than once"
         if reason is not None:
             raise ModelLoadError(f"{class_name} is not supported: in layer '{name}', {reason}")
         specs[name] = KVCacheSpec(
@@ -149,7 +150,7 @@ def _check_mixers(model: PreTrainedModel) -> None:
 
 def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | EllipsisType | None]:
     """Return the sliding window that each attention module should request, or Ellipsis if the configuration does not
-    tell.
+    define it.
     """
     window = getattr(config, "sliding_window", None)
     if window is None or window >= (getattr(config, "max_position_embeddings", None) or math.inf):
@@ -173,7 +174,7 @@ def _expected_chunks(config: PretrainedConfig, num_calls: int) -> list[int | Non
 
 def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, chunk: int | None) -> str | None:
     if call.mask is not None:
-        return "the model builds an attention mask of its own"
+        return "the model builds its own attention mask"
     if call.extra.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
         return "attention is not causal"
     if window is not ... and call.params.sliding_window != window:
@@ -183,7 +184,7 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, ch
         return f"the attention chunk is {chunk} by the configuration but {call.params.attention_chunk} in the attention call"
     unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
     if unknown:
-        return f"attention takes the argument '{unknown[0]}', which is not supported"
+        return f"attention is called with the argument '{unknown[0]}', which is not supported"
     return None
 
 
@@ -204,7 +205,7 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
             name = next(name for name, module in model.named_modules() if module is of)
             raise ModelLoadError(
                 f"{type(model).__name__} is not supported: in layer '{name}', the query, key or value of a token depends "
-                "on its place in the batch"
+                "on its index in the batch"
             )
 
 
@@ -217,7 +218,7 @@ def _probe(
         with use_context(probe), use_states(states):
             model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
     except Exception as e:
-        reason = f"it fails on {len(tokens)} tokens: {type(e).__name__}: {e}"
+        reason = f"a forward pass over {len(tokens)} tokens fails with {type(e).__name__}: {e}"
         raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
     return [
         *((call.module, (call.query, call.key, call.value)) for call in probe.calls),

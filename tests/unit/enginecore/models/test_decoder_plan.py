@@ -93,7 +93,8 @@ def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
 
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsuitableError, match="CohereForCausalLM is not one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, "
+        UnsuitableError,
+        match="CohereForCausalLM is not one of the supported classes: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, ",
     ):
         plan("cohere", tmp_path)
 
@@ -144,7 +145,7 @@ def call_in_another_order(model: Any) -> None:
         (replace_a_linear, r"model\.layers\.0\.mlp\.up_proj is a .*\.Quantized, not a Linear of torch\.nn"),
         (replace_a_norm, r"model\.norm is a torch\.nn\..*\.RMSNorm, not a RMSNorm of transformers"),
         (scale_by_position, r"model\.layers\.1\.self_attn scales queries by position"),
-        (call_in_another_order, "its layers are not called in order"),
+        (call_in_another_order, "the model's layers are not called in order"),
     ],
 )
 def test_an_unknown_module_is_refused_by_name(change: Any, reason: str, tmp_path: Path) -> None:

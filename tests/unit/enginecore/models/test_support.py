@@ -120,7 +120,7 @@ def test_layers_that_bypass_the_attention_interface_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"mask": torch.zeros(1)}, "builds an attention mask of its own"),
+        ({"mask": torch.zeros(1)}, "builds its own attention mask"),
         ({"is_causal": False}, "attention is not causal"),
         ({"position_bias": torch.zeros(1)}, "the argument 'position_bias', which is not supported"),
     ],
@@ -200,14 +200,16 @@ def test_tokens_that_depend_on_themselves_and_their_position_pass() -> None:
 )
 def test_tokens_that_depend_on_their_place_in_the_batch_are_noticed(mix: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ModelLoadError, match="_Projecting is not supported: in layer 'layer', .*place in the batch"):
+    with pytest.raises(ModelLoadError, match="_Projecting is not supported: in layer 'layer', .*index in the batch"):
         check_positions(_Projecting(mix), torch.device("cpu"))
 
 
 def test_a_model_that_takes_no_positions_is_refused() -> None:
     model = _Projecting(lambda x, positions: x)
     model.forward = lambda input_ids, use_cache: None
-    with pytest.raises(ModelLoadError, match="_Projecting is not supported: it fails on 8 tokens: TypeError"):
+    with pytest.raises(
+        ModelLoadError, match="_Projecting is not supported: a forward pass over 8 tokens fails with TypeError"
+    ):
         check_positions(model, torch.device("cpu"))
 
 

@@ -63,7 +63,7 @@ def test_layers_behind_the_last_one_of_the_configuration(checkpoint: Path) -> No
     assert (
         "the files have 9 tensors that LlamaForCausalLM does not use: model.layers.1.input_layernorm.weight, " in said
     )
-    assert "config.json says num_hidden_layers 1, and they are of layers up to 1 (the first is 0)" in said
+    assert "num_hidden_layers is 1 in config.json, but the tensors are of layers up to 1 (the first is 0)" in said
     assert "take config.json from the checkpoint's author" in said
 
 

@@ -71,7 +71,7 @@ class Calls:
                 because other workers may wait for the worker that failed.
             limit: Timeout in seconds for a call that is not a step, or None for no timeout.
             computes: For a call without a timeout: whether at least one worker computes at any time until the call
-            ends.
+                ends.
         """
         with self._lock:
             if self._failed is not None:

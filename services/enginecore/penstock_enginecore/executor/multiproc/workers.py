@@ -85,8 +85,7 @@ class Workers:
             config: Config of the engine.
             hear: Receives the workers' answers.
             failed: Called once, when a worker has exited unexpectedly or ``overdue`` reports a call. All workers were
-            killed
-                before, or are killed soon after.
+                killed before, or are killed soon after.
             overdue: Detects calls that take too long.
             module: Program of the worker processes.
             node: This node, if there are several.

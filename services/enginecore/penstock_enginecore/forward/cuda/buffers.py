@@ -224,8 +224,7 @@ class HostSlot:
 
     Args:
         make_event: Creates an event that marks the end of a copy, or None if copies are synchronous. With events the
-        memory is
-            page-locked, because copies from pageable memory are synchronous.
+            memory is page-locked, because copies from pageable memory are synchronous.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Any] | None) -> None:

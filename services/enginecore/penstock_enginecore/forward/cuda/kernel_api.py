@@ -54,8 +54,7 @@ class Int4Weight:
 
     Attributes:
         numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. In each group of ``2 * half`` columns,
-        the
-            first ``half`` columns are in the lower bits.
+            the first ``half`` columns are in the lower bits.
         zeros: uint8 ``[blocks, out_features]``, for each row and block of ``width`` columns.
         scales: ``[blocks, out_features]``, for each row and block of ``width`` columns.
         width: Columns of a block.

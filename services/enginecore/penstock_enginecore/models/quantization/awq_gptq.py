@@ -43,7 +43,7 @@ class GroupedIntegers:
 def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return the levels of ``words`` int32 ``[..., n]`` as uint8 ``[..., n * (32 / bits)]``, lowest bits first.
 
-    ``order`` gives for each output place the index of the level in its word.
+    ``order`` has, for each output level, the index of the level in its word.
     """
     places = range(WORD // bits) if order is None else order
     mask = 2**bits - 1
@@ -67,7 +67,7 @@ def num_groups(in_features: int, group_size: int) -> int:
 # AWQ checkpoints, in the packing of AWQ's GEMM kernels.
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of each of eight neighbouring levels, lowest bits first."""
+"""Index of each of eight neighbouring levels in a word. Index 0 has the lowest bits."""
 _PER_WORD = 8
 
 
@@ -127,8 +127,8 @@ class Gptq:
     Attributes:
         bits: Bits of a level.
         group_size: Input features of a group, or -1 for one group.
-        zero_offset: Added to stored zeros: 1 in the first version of the format, 0 in the second.
-        act_order: Features were quantized in order of their activations, so groups are not consecutive.
+        zero_offset: Number that is added to stored zeros: 1 in the first version of the format, 0 in the second.
+        act_order: Whether features were quantized in order of their activations, so groups are not consecutive.
     """
 
     bits: int
@@ -191,7 +191,7 @@ def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
     ``count``.
     """
     if groups.min() < 0 or groups.max() >= count:
-        raise ValueError(f"{name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}")
+        raise ValueError(f"{name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count} groups")
     return groups.long()
 
 
@@ -209,8 +209,8 @@ class Packed:
     Attributes:
         bits: Bits of a level.
         group_size: Input features of a group, or -1 for one group.
-        symmetric: There are no zeros.
-        act_order: Groups of columns are not consecutive.
+        symmetric: Whether there are no zeros.
+        act_order: Whether groups of columns are not consecutive.
     """
 
     bits: int
@@ -261,7 +261,9 @@ class Packed:
         """Return the unpacked weight."""
         levels = unpack(tensors[_PACKED], self.bits)
         if _SHAPE in tensors and tensors[_SHAPE].tolist() != list(levels.shape):
-            raise ValueError(f"{_SHAPE} says {tensors[_SHAPE].tolist()}; {_PACKED} holds {list(levels.shape)}")
+            raise ValueError(
+                f"{_SHAPE} is {tensors[_SHAPE].tolist()}, but {_PACKED} has levels of shape {list(levels.shape)}"
+            )
         scales = tensors[_SCALE].reshape(len(levels), -1)
         zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int16, device=levels.device)
         if not self.symmetric:

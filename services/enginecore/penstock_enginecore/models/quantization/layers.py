@@ -53,7 +53,7 @@ class Scheme(Protocol):
         """Suffix of the weight's name if it is not quantized."""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if these do not fit together."""
+        """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if the shapes do not match."""
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return the exact weight, rounded once to ``dtype``. Raises ValueError for invalid elements."""
@@ -130,7 +130,7 @@ class QuantizedStack(torch.nn.Module):
 
     Args:
         projections: Matrices that are joined by rows. Each is given by its parts, by suffix, with the experts as first dimension.
-        merged: There is one projection, and ``scheme`` dequantizes all experts at once.
+        merged: Whether there is one projection, and ``scheme`` dequantizes all experts at once.
     """
 
     def __init__(self, scheme: Scheme, projections: Sequence[Tensors], *, merged: bool) -> None:

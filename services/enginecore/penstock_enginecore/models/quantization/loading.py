@@ -156,7 +156,9 @@ def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_kept(whole: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Replace all modules with quantized weights by dense ones, one at a time. Returns the bytes of the dense weights."""
+    """Replace all modules with quantized weights by dense modules, one at a time. Returns the bytes of the dense
+    weights.
+    """
     found = [
         (name, module)
         for name, module in whole.named_modules()
@@ -216,7 +218,7 @@ def _found(stored: Mapping[str, StoredTensor], suffixes: tuple[str, ...]) -> dic
 def _number(name: str, tensor: StoredTensor) -> float:
     shape, dtype = tensor.get_shape(), tensor.get_dtype()
     if math.prod(shape) != 1 or dtype not in _PLAIN:
-        raise ModelLoadError(f"{name} is {dtype} {shape}; served as a scale of the KV cache: one number of a layer")
+        raise ModelLoadError(f"{name} is {dtype} {shape}; a scale of the KV cache must be one number per layer")
     number = float(tensor[...].float().reshape(()))
     if not (number > 0 and math.isfinite(number)):
         raise ModelLoadError(f"{name} is {number}; a scale of the KV cache must be a number above 0")
@@ -226,8 +228,8 @@ def _number(name: str, tensor: StoredTensor) -> float:
 logger = logging.getLogger(__name__)
 
 _OF_ACTIVATIONS = (".input_scale", ".act_scale", ".activation_scale", ".output_scale", ".q_scale", ".prob_scale")
-"""Suffixes of activation scales, in the formats of compressed-tensors and vLLM, AutoFP8 and transformers. Also of
-scales for attention's inputs and outputs.
+"""Suffixes of the names of activation scales, in the formats of compressed-tensors and vLLM, AutoFP8 and transformers.
+Also contains the suffixes of scales for the inputs and outputs of attention.
 """
 
 
@@ -250,7 +252,8 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
     Args:
         found: The checkpoint.
         dense: The dtype of dequantized weights.
-        keep: Linear layers and experts keep quantized weights and become ``QuantizedLinear`` and ``QuantizedExperts``.
+        keep: Whether linear layers and experts keep quantized weights and become ``QuantizedLinear`` and
+            ``QuantizedExperts``.
         options: Arguments of ``from_pretrained``.
 
     Raises:

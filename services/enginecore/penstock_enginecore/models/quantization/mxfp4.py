@@ -51,7 +51,7 @@ class Mxfp4:
         """Return the elements times powers of two, computed in float32. Raises ValueError for a scale of NaN."""
         blocks, scales = tensors["_blocks"], tensors["_scales"]
         if bool((scales == _NAN).any()):
-            raise ValueError(f"_scales holds {_NAN}, which means NaN")
+            raise ValueError(f"_scales contains {_NAN}, which means NaN")
         experts, out_features, count, _ = blocks.shape
         numbers = torch.tensor(NUMBERS, device=blocks.device)
         out = torch.empty(experts, count * _BLOCK, out_features, dtype=dtype, device=blocks.device)

@@ -112,7 +112,7 @@ def _gptq(fields: _Fields) -> Scheme:
     form = fields.one_of(named, ("gptq", "gptq_v2", "", None))
     for pattern in fields.values.get("dynamic") or ():
         if not str(pattern).startswith("-:"):
-            fields.refuse("dynamic", "patterns that leave layers as they are ('-:')")
+            fields.refuse("dynamic", "patterns that exclude layers ('-:')")
     act_order = fields.one_of("desc_act", (True, False), False)
     return Gptq(bits, fields.group_size(default=128), 0 if form == "gptq_v2" else 1, act_order)
 

@@ -33,7 +33,7 @@ class StoredTensor(Protocol):
 
 
 class DequantizedTensor:
-    """Quantized weight that is read and dequantized in every access. An access takes a little more memory than the
+    """Quantized weight that is read and dequantized in every access. An access needs a little more memory than the
     dense weight.
     """
 
@@ -49,7 +49,7 @@ class DequantizedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its parts in the files."""
+        """Bytes of the weight's parts in the files."""
         return sum(stored_bytes(part) for part in self._parts.values())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -95,7 +95,8 @@ class DenseWeights:
 def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: torch.dtype) -> DenseWeights:
     """Return the weights in ``stored``, each in ``dtype``.
 
-    Raises ModelLoadError, with the tensor's name, if parts are missing or do not fit, and for 8-bit floats outside of
+    Raises ModelLoadError, with the tensor's name, if parts are missing or do not fit, and for 8-bit floats that do not
+    belong to
     ``scheme``.
     """
     found = dict(_quantized(stored, scheme, dtype))
@@ -151,7 +152,7 @@ def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the weight files, by the index if there is one. Other files may hold the same weights again."""
+    """Return the weight files, by the index if there is one. Other files may contain the same weights again."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -34,7 +34,7 @@ def test_each_tool_has_its_own_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (torch.ones(4), r"attn\.k_scale is F32 \[4\]; served as a scale of the KV cache: one number of a layer"),
+        (torch.ones(4), r"attn\.k_scale is F32 \[4\]; a scale of the KV cache must be one number per layer"),
         (torch.tensor(1), "attn.k_scale is I64"),
         (torch.tensor(0.0), r"attn\.k_scale is 0\.0; a scale of the KV cache must be a number above 0"),
         (torch.tensor(torch.nan), "attn.k_scale is nan"),

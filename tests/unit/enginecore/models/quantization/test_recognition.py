@@ -90,7 +90,7 @@ def test_a_configuration_that_is_served(config: dict[str, Any], scheme: Scheme) 
         ({**GPTQ, "bits": 3}, "bits is 3; served: 4, 8"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; served: gptq, gptq_v2"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is True; served: checkpoints without it"),
-        ({**GPTQ, "dynamic": {"+:.*down": {"bits": 8}}}, "dynamic is .* served: patterns that leave layers"),
+        ({**GPTQ, "dynamic": {"+:.*down": {"bits": 8}}}, "dynamic is .* served: patterns that exclude layers"),
         (compressed("nvfp4-pack-quantized", FLOAT8), "format is 'nvfp4-pack-quantized'; served: float-quant"),
         (compressed("int-quantized", INT4), "format is 'int-quantized'"),
         (compressed("pack-quantized", {**INT4, "num_bits": 3}), "weights.num_bits is 3; served: 4, 8"),

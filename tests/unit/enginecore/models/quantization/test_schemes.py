@@ -91,7 +91,7 @@ def test_mxfp4_is_packed_as_it_is_read() -> None:
 
 def test_an_mxfp4_scale_that_is_no_number_is_refused() -> None:
     parts = {"_blocks": torch.zeros(1, 1, 1, 16, dtype=torch.uint8), "_scales": torch.full((1, 1, 1), 255).byte()}
-    with pytest.raises(ValueError, match="_scales holds 255, which means NaN"):
+    with pytest.raises(ValueError, match="_scales contains 255, which means NaN"):
         Mxfp4().dequantize(parts, torch.float32)
 
 
@@ -117,7 +117,7 @@ def test_groups_of_minus_one_are_groups_in_order() -> None:
 
 def test_a_shape_other_than_that_of_the_numbers_is_refused() -> None:
     scheme, parts, _ = parts_of("compressed-int4", torch.randn(16, 32))
-    with pytest.raises(ValueError, match=r"_shape says \[16, 31\]; _packed holds \[16, 32\]"):
+    with pytest.raises(ValueError, match=r"_shape is \[16, 31\], but _packed has levels of shape \[16, 32\]"):
         scheme.dequantize({**parts, "_shape": torch.tensor([16, 31])}, torch.float32)
 
 

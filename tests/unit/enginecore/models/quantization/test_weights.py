@@ -154,7 +154,7 @@ def test_static_scales_of_activations_change_nothing(tmp_path: Path, caplog: pyt
 
 def test_missing_weights_are_told_as_ever(checkpoint: Path) -> None:
     change(checkpoint, num_hidden_layers=3)
-    with pytest.raises(ModelLoadError, match="9 weights are missing, model.layers.2"):
+    with pytest.raises(ModelLoadError, match="9 weights are missing, for example model.layers.2"):
         load_model(ModelConfig(path=str(checkpoint)), CPU, lambda line: None)
 
 

@@ -1,10 +1,12 @@
 """Paged attention in Triton.
 
-Requests with one new token and requests with several use different kernels, launched one after the other. The grids
+Requests with one new token and requests with several new tokens use different kernels. The grids
 depend only on padded sizes, and each program finds its work on the device. Therefore the kernels can be captured.
 
-The keys of a decode are split at positions that depend only on its length, as in FlashDecoding (Dao et al., 2023), and
-merged in order. Therefore its result is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the
+The keys of a request with one new token (decode) are split at positions that depend only on the request's length, as in
+FlashDecoding (Dao et al., 2023), and merged in order. Therefore a decode's result is bit-identical alone and in a
+batch.
+Elements of an fp8 cache are converted to the
 queries' dtype without loss before they are multiplied. Therefore sums are float32 throughout, and no second level of sums is
 needed.
 """
@@ -27,7 +29,9 @@ from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SI
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
-    """Return the first position that a query at ``position`` attends to. 0 means no window, or no chunk."""
+    """Return the first position that a query at ``position`` attends to. A ``WINDOW`` or ``ATTENTION_CHUNK`` of 0 means
+    none.
+    """
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(first, position - WINDOW + 1)
@@ -40,7 +44,7 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
 def find(counts, upto, indices, piece):
     """Return the owner of ``piece``, and the piece's index among the owner's pieces.
 
-    An owner has ``counts`` consecutive pieces. ``upto`` holds the running sums of ``counts``.
+    An owner has ``counts`` consecutive pieces. ``upto`` has the running sums of ``counts``.
     """
     owner = tl.sum((upto <= piece).to(tl.int32), 0)
     return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)
@@ -51,8 +55,9 @@ def load_pages(
     cache, table, stride, head, positions, there,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows ``[positions, PADDED]`` of one head. Rows that are not ``there`` are not read; they and columns beyond
-    ``SIZE`` are zeros.
+    """Load rows ``[positions, PADDED]`` of one head. Rows whose ``there`` is false are not read.
+
+    These rows, and columns beyond ``SIZE``, are zeros.
     """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     rows = blocks * stride + (head * BLOCK_SIZE + positions % BLOCK_SIZE) * SIZE
@@ -63,7 +68,7 @@ def load_pages(
 
 @triton.jit
 def scores(query, keys, scaling, visible, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores to base two: the softmax weights a key by ``2 ** score``. Keys that are not ``visible`` get -inf."""
+    """Return scores for base 2: the softmax weight of a key is ``2 ** score``. Keys that are not ``visible`` get -inf."""
     dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scaling
     if SOFTCAP > 0:
         small = tl.exp(tl.abs(dots) * (-2.0 / SOFTCAP))  # never overflows
@@ -92,8 +97,8 @@ def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def piece_size(length, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
-    """Return the keys per piece: ``PIECE``, or the multiple that splits ``length`` keys into at most ``MAX_PIECES``
-    pieces.
+    """Return the number of keys per piece: the smallest multiple of ``PIECE`` that splits ``length`` keys into at most
+    ``MAX_PIECES`` pieces.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(length, PIECE), MAX_PIECES), 1) * PIECE
 
@@ -281,7 +286,8 @@ def prefill_tiles(
 
 
 _ITEMS_PER_REQUEST = 256
-"""Approximate number of pieces, over all KV heads, of one long decode: slightly more than a device's multiprocessors.
+"""Approximate number of pieces, over all KV heads, of one long decode: slightly more than the number of a device's
+multiprocessors.
 """
 _PROGRAMS_PER_PROCESSOR = 2
 _INTERPRETED_PROGRAMS = 4
@@ -339,8 +345,9 @@ def attend(
         params: Scaling, window and other parameters.
         scratch: Memory for intermediate results.
         scales: Scales of an fp8 cache.
-        decodes_only: No request has more than one new token, which saves a launch.
-        invariant: Compute decodes as tiles of queries too, so that a row is bit-identical to the same row in a prompt.
+        decodes_only: Whether no request has more than one new token, which saves a launch.
+        invariant: Whether to compute decodes as tiles of queries too, so that a row is bit-identical to the same row in
+            a prompt.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -434,7 +441,7 @@ def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, param
 
 
 def programs(device: torch.device) -> int:
-    """Return the number of programs that share the work."""
+    """Return the number of programs among which the work is divided."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_PROCESSOR
@@ -455,7 +462,7 @@ def _check(
         raise ValueError(f"{query.shape[1]} heads are not a multiple of {keys.shape[1]} KV heads")
     if keys.shape[2] < MIN_BLOCK_SIZE:
         raise ValueError(
-            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but they have {keys.shape[2]}"
+            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but blocks have {keys.shape[2]}"
         )
     for name, cache in (("keys", keys), ("values", values)):
         if not cache[0].is_contiguous():
@@ -466,4 +473,4 @@ def _check(
             )
     requests, _, heads = scratch.largest.shape
     if requests < len(group.seq_lens) or heads != query.shape[1] or scratch.sums.shape[3] != out.shape[2]:
-        raise ValueError(f"the scratch memory is too small: it holds {requests} requests of {heads} heads")
+        raise ValueError(f"the scratch memory is too small: it has space for {requests} requests of {heads} heads")

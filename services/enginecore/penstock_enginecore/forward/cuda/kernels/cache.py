@@ -40,7 +40,8 @@ def write_cache(
         slots: int64 ``[tokens]``.
         key_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
         value_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
-        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond its range are clamped. Other caches have none.
+        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond the dtype's range are clamped. Caches
+            of other dtypes have no scales.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -49,14 +50,18 @@ def write_cache(
     size_v = values.shape[2]
     for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
         if (new.shape[1], new.shape[2]) != (cache.shape[1], cache.shape[3]) or len(new) != len(slots):
-            raise ValueError(f"{name} {list(new.shape)} for {len(slots)} slots of a cache of {list(cache.shape)}")
+            raise ValueError(
+                f"{name} have shape {list(new.shape)}; there are {len(slots)} slots of a cache of {list(cache.shape)}"
+            )
         if new.stride(2) != 1 or not cache[0].is_contiguous():
-            strides = f"{list(new.stride())}, those of the cache {list(cache.stride())}"
+            strides = f"{list(new.stride())}, the strides of the cache {list(cache.stride())}"
             raise ValueError(f"heads and blocks must be contiguous; the strides of {name} are {strides}")
     if key_cache.shape[2] != value_cache.shape[2]:
-        raise ValueError(f"blocks of {key_cache.shape[2]} keys and {value_cache.shape[2]} values")
+        raise ValueError(f"blocks have {key_cache.shape[2]} keys, but {value_cache.shape[2]} values")
     if scales != UNSCALED and not key_cache.dtype == value_cache.dtype == FLOAT8:
-        raise ValueError(f"{scales} for caches of {key_cache.dtype} and {value_cache.dtype}")
+        raise ValueError(
+            f"{scales} needs caches of float8_e4m3fn, but the caches are {key_cache.dtype} and {value_cache.dtype}"
+        )
     if not tokens:
         return
     _write[(tokens, triton.cdiv(kv_heads, _HEADS))](

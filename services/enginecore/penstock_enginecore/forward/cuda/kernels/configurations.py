@@ -24,13 +24,13 @@ _ANY = "nvidia_h200"
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Decode attention for heads of up to ``head_size`` elements.
+    """Configuration of decode attention for heads of up to ``head_size`` elements.
 
     Attributes:
         head_size: Largest head size.
         bytes: Bytes of an element of the cache.
         block_n: Keys per tile.
-        piece: A program computes this many keys, or a multiple.
+        piece: Number of keys per program. A program may also compute a multiple of it.
         warps: Warps of a program.
         stages: Tiles that are loaded ahead.
     """
@@ -44,8 +44,10 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Prefill attention, as in ``Decode``, for tiles of ``block_m`` rows and ``block_n`` keys. A row is one head of one
+    """Configuration of prefill attention for tiles of ``block_m`` rows and ``block_n`` keys. A row is one head of one
     query.
+
+    Other fields are as in ``Decode``.
     """
 
     head_size: int
@@ -57,9 +59,11 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention over a latent of up to 512 elements, of ``bytes`` bytes each, plus 64 rotated elements.
+    """Configuration of attention over a latent of up to 512 elements, of ``bytes`` bytes each, plus 64 rotated
+    elements.
 
-    A tile has ``rows`` rows, each one head of one query. Decodes take ``piece`` keys, or a multiple. Other fields are
+    A tile has ``rows`` rows. A row is one head of one query. In decodes, a program computes ``piece`` keys or a
+    multiple. Other fields are
     as in ``Decode``.
     """
 
@@ -72,7 +76,7 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Product of up to ``rows`` rows with weights of ``bits`` bits per element.
+    """Configuration of a matrix product of up to ``rows`` rows with weights of ``bits`` bits per element.
 
     A program computes ``block_m`` rows of ``block_n`` features, ``block_k`` columns at a time, in ``warps`` warps that
     load ``stages`` tiles ahead. For 4-bit weights the layout determines the number of columns.
@@ -88,7 +92,8 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Products of experts with up to ``rows`` rows each on average, with weights of a ``kind``; see ``Product``.
+    """Configuration of experts' products with up to ``rows`` rows each on average, with weights of a ``kind``; see
+    ``Product``.
 
     For 4-bit weights the layout determines the number of columns, and ``block_k`` is ignored.
     """
@@ -103,7 +108,7 @@ class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Batch-invariant products with weights of up to ``features`` output features.
+    """Configuration of batch-invariant products with weights of up to ``features`` output features.
 
     These fields determine the order of a row's sums, except ``stages``. The rows per program are not tuned, because no
     sum may depend on them.
@@ -116,7 +121,9 @@ class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a file. ``measured`` tells whether its numbers were measured on the ``device`` or are estimates."""
+    """Contents of a file. ``measured`` is true if the numbers were measured on ``device``, and false if they are
+    estimates.
+    """
 
     device: str
     measured: bool
@@ -156,7 +163,7 @@ class InvariantTiles:
 
 @cache
 def load_tuned(device: str = "") -> Tuned:
-    """Return the configurations of a ``device``, by CUDA's name of it."""
+    """Return the configurations of a ``device``, given by CUDA's device name."""
     path = _TUNED / f"{device.lower().replace(' ', '_')}.json"
     path = path if path.is_file() else _TUNED / f"{_ANY}.json"
     return msgspec.json.decode(path.read_bytes(), type=Tuned)
@@ -173,7 +180,8 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
 
 @cache
 def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool = False) -> Latent:
-    """Return the first tiles that hold ``rows`` rows of elements with ``itemsize`` bytes, or the largest tiles.
+    """Return the first tiles that are large enough for ``rows`` rows of elements with ``itemsize`` bytes, or the
+    largest tiles.
 
     With ``invariant``, the largest tiles are returned for any number of rows.
     """

@@ -1,4 +1,4 @@
-"""Batch-invariant products: sums have a fixed order, so a row is bit-identical alone and in a batch.
+"""Batch-invariant matrix products: sums have a fixed order, so a row is bit-identical alone and in a batch.
 
 A program adds up all columns of its tile, ``BLOCK_K`` at a time in order, into one sum per output. No output is split
 among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape of the weight. A program has 64 rows per four
@@ -14,7 +14,7 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernels.attention import find
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
 
-# Assignment of rows to experts. The rows of experts follow one another, and only the device knows where each expert's
+# Assignment of rows to experts. Rows are sorted by expert, and only the device knows where each expert's
 # rows end.
 
 
@@ -29,7 +29,8 @@ def grid_rows(rows: int, experts: int, block_m: int) -> int:
 def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Find the rows of a ``tile`` of ``BLOCK_M`` rows of one expert.
 
-    ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, its expert, its
+    ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, the tile's expert,
+    its
     first row and the end of the expert's rows.
     """
     indices = tl.arange(0, EXPERTS)
@@ -63,7 +64,9 @@ def invariant_product(
     """
     (rows, in_features), out_features = x.shape, weight.shape[0]
     if weight.shape[1] != in_features or out.shape != (rows, out_features):
-        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}: shapes do not fit")
+        raise ValueError(
+            f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
+        )
     _check_strides(x, weight, out)
     if not rows:
         return
@@ -84,7 +87,8 @@ def invariant_grouped_product(
     *,
     transposed: bool = False,
 ) -> None:
-    """Multiply each expert's rows of ``x`` by its weight and add its bias. Sums are float32. Rows after the last end
+    """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
+    after the last end
     are unchanged.
 
     Args:
@@ -93,7 +97,7 @@ def invariant_grouped_product(
         bias: ``[experts, out_features]``, or None.
         ends: int32 ``[experts]``, the end of each expert's rows.
         out: ``[rows, out_features]``.
-        transposed: The last two dimensions of ``weight`` are swapped.
+        transposed: Whether the last two dimensions of ``weight`` are swapped.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -101,9 +105,11 @@ def invariant_grouped_product(
     (rows, in_features), experts = x.shape, len(weight)
     out_features = weight.shape[2 if transposed else 1]
     if weight.shape[1 if transposed else 2] != in_features or out.shape != (rows, out_features):
-        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}: shapes do not fit")
+        raise ValueError(
+            f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
+        )
     if ends.shape != (experts,):
-        raise ValueError(f"{list(ends.shape)} ends for {experts} experts")
+        raise ValueError(f"ends have shape {list(ends.shape)}, but there are {experts} experts")
     _check_strides(x, weight, out, ends)
     if not rows:
         return
@@ -119,7 +125,7 @@ def invariant_grouped_product(
 def weighted_sum(
     x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor, *, renormalize: bool
 ) -> None:
-    """Sum each token's rows of ``x``, multiplied by their weights and ``scale``, in their order.
+    """Sum each token's rows of ``x`` in order, multiplied by the rows' weights and by ``scale``.
 
     Args:
         x: ``[rows, width]``. All tensors are contiguous.
@@ -127,7 +133,7 @@ def weighted_sum(
         weights: float32 ``[tokens, top_k]``.
         scale: Factor of the result.
         out: ``[tokens, width]``.
-        renormalize: Divide each token's weights by their sum.
+        renormalize: Whether to divide each token's weights by their sum.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -135,7 +141,9 @@ def weighted_sum(
     tokens, top_k = weights.shape
     width = x.shape[1]
     if places.shape != weights.shape or out.shape != (tokens, width):
-        raise ValueError(f"{list(places.shape)} places and {list(weights.shape)} weights for {list(out.shape)}")
+        raise ValueError(
+            f"shapes do not match: places {list(places.shape)}, weights {list(weights.shape)}, output {list(out.shape)}"
+        )
     _check_strides(x, places, weights, out)
     if not tokens:
         return
@@ -146,7 +154,7 @@ def weighted_sum(
 
 def _check_strides(*tensors: torch.Tensor) -> None:
     if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("tensors of products must be contiguous")
+        raise ValueError("all tensors of a matrix product must be contiguous")
 
 
 def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict[str, object]:
@@ -164,7 +172,7 @@ def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr,
     """Return the rows from ``begin`` on, the ``nth`` features, the features to read, and the addresses of the rows of
     ``x``.
 
-    Rows and features after the last one read the last one's elements, and their results are not stored.
+    Rows and features beyond the last one read the elements of the last one. Their results are not stored.
     """
     m = begin + tl.arange(0, BLOCK_M)
     n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -212,7 +220,7 @@ def product_tiles(
     x, weight, bias, out, rows, out_features, in_features, scale,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of ``out``. Consecutive programs share features, so these are read once."""
+    """Compute a tile of ``out``. Consecutive programs use the same features, so each feature is read once."""
     begin = tl.program_id(0) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features

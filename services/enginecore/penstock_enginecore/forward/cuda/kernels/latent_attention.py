@@ -1,6 +1,7 @@
 """Attention over a latent cache (MLA). One vector per token is key and value of all heads; its rotary part is only key.
 
-Queries are already in the latent's space, and outputs are projected from it afterwards. A program reads the latent once
+Queries are already in the latent space, and outputs are projected from this space afterwards. A program reads the
+latent once
 for all its heads, as in DeepSeek-V2 (2024). Keys of decodes are split into pieces and merged, as in ``attention.py``.
 """
 
@@ -24,7 +25,7 @@ from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SI
 # Operations around the products of latent attention (MLA), from a token's compressed elements to its queries and to the
 # cache.
 #
-# The cache holds one latent vector per token and a rotary part that all heads share.
+# The cache has one latent vector per token, and a rotary part that all heads use.
 
 _HEADS = 4
 """Heads per program."""
@@ -42,9 +43,11 @@ def latent_prologue(
     *,
     interleaved: bool,
 ) -> None:
-    """Norm low-rank queries and the latent, rotate the rotary part, and write latent and rotary part into the cache.
+    """Apply the norms of low-rank queries and of the latent, rotate the rotary part, and write latent and rotary part
+    into the cache.
 
-    Computed in float32. Nothing is written for a slot of -1. Blocks of the cache may be strided; other tensors are
+    The computation is float32. Nothing is written for a slot of -1. Blocks of the cache may be strided; other tensors
+    are
     contiguous.
 
     Args:
@@ -56,7 +59,7 @@ def latent_prologue(
         slots: int64 ``[tokens]``, slots of the cache.
         cache: ``[blocks, 1, block_size, latent + rotary size]``.
         low: ``[tokens, rank]``, receives low-rank queries, or None.
-        interleaved: Elements 2i and 2i + 1 are rotated together. The cache stores them at i and i + half.
+        interleaved: Whether elements 2i and 2i + 1 are rotated together. The cache stores them at i and i + half.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -66,10 +69,10 @@ def latent_prologue(
     first = width - size
     if size != latent + 2 * half or first < 0 or (low is not None and low.shape != (tokens, first)):
         shapes = f"a cache of {list(cache.shape)}, a latent of {latent}, {2 * half} rotated elements"
-        raise ValueError(f"a product of {list(product.shape)} for {shapes}")
+        raise ValueError(f"the product has shape {list(product.shape)}, which does not match {shapes}")
     if (low is None) != (norms[0] is None) or positions.shape != (tokens,) or slots.shape != (tokens,):
         raise ValueError(
-            f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens, or norms"
+            f"positions have shape {list(positions.shape)} and slots {list(slots.shape)} for {tokens} tokens, or norms differ"
         )
     _check_strides(product, positions, slots, rotary, low, cache[0])
     if not tokens:
@@ -103,10 +106,12 @@ def turn_queries(
     (tokens, heads, size), half = product.shape, rotary.cosines.shape[1]
     if query.shape[:2] != (tokens, heads) or min(size, query.shape[2]) < 2 * half:
         raise ValueError(
-            f"a product of {list(product.shape)} for queries {list(query.shape)}, {2 * half} of which are rotated"
+            f"the product has shape {list(product.shape)}, the queries {list(query.shape)}, with {2 * half} rotated elements"
         )
     if positions.shape != (tokens,) or slots.shape != (tokens,):
-        raise ValueError(f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens")
+        raise ValueError(
+            f"positions have shape {list(positions.shape)} and slots {list(slots.shape)} for {tokens} tokens"
+        )
     _check_strides(query, positions, slots, rotary, None, product[0] if tokens else product)
     if not tokens:
         return
@@ -204,7 +209,7 @@ def _turn_queries(
 
 
 MAX_LATENT, MAX_ROTARY = 512, 64
-"""Largest latent and rotary size that tiles hold."""
+"""Largest latent size and rotary size that tiles support."""
 _PIECES = 512
 """Maximum number of pieces of a decode, over all heads. This number limits the scratch memory."""
 _MERGED_AT_ONCE = 16
@@ -234,7 +239,7 @@ def attend_latent(
         scaling: Factor of the scores.
         out: ``[tokens, heads, latent]``.
         scratch: Memory for intermediate results of ``latent_pieces`` pieces.
-        invariant: Compute decodes as tiles of queries too.
+        invariant: Whether to compute decodes as tiles of queries too.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -295,7 +300,7 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
     tokens, heads, size = query.shape
     if cache.shape[1] != 1 or cache.shape[3] != size or out.shape[:2] != (tokens, heads) or out.shape[2] >= size:
         raise ValueError(
-            f"shapes do not fit: queries {list(query.shape)}, cache {list(cache.shape)}, output {list(out.shape)}"
+            f"shapes do not match: queries {list(query.shape)}, cache {list(cache.shape)}, output {list(out.shape)}"
         )
     if out.shape[2] > MAX_LATENT or size - out.shape[2] > MAX_ROTARY:
         raise ValueError(
@@ -306,7 +311,7 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
         raise ValueError("queries, outputs and blocks of the cache of attention must be contiguous")
     if cache.shape[2] < MIN_BLOCK_SIZE:
         raise ValueError(
-            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but they have {cache.shape[2]}"
+            f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but blocks have {cache.shape[2]}"
         )
     if cache.stride(0) % 16 or cache.data_ptr() % 16:
         raise ValueError(
@@ -314,7 +319,7 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
         )
     requests, pieces, of_heads = scratch.largest.shape
     if requests < len(group.seq_lens) or (pieces, of_heads) != (latent_pieces(heads), heads):
-        raise ValueError(f"the scratch memory is too small: it holds {requests} requests of {of_heads} heads")
+        raise ValueError(f"the scratch memory is too small: it has space for {requests} requests of {of_heads} heads")
 
 
 @triton.jit

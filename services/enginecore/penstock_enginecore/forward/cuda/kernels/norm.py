@@ -42,7 +42,7 @@ def _add_rms_norm(x, residual, weight, out, width, eps, offset, ADDS: tl.constex
     value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
-        # Norm the sum after rounding to the residual's dtype, because later layers read that value.
+        # Compute the norm of the sum after rounding to the residual's dtype, because later layers read that value.
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual + start + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)

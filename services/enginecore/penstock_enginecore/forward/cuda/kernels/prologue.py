@@ -1,6 +1,7 @@
 """Operations between the merged product of queries, keys and values, and attention.
 
-One launch adds biases, norms heads, applies rotary positions and writes the KV cache. A program computes a few heads of
+One launch adds biases, applies the norms of heads, applies rotary positions and writes the KV cache. A program computes
+a few heads of
 one token.
 """
 
@@ -28,10 +29,11 @@ def prologue(
     query: torch.Tensor,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """Add biases, norm heads, apply rotary positions, and write keys and values into the cache and queries to
+    """Add biases, apply norms of heads, apply rotary positions, and write keys and values into the cache and queries to
     ``query``.
 
-    Computed in float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided; other
+    The computation is float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided;
+    other
     tensors are contiguous.
 
     Args:
@@ -44,7 +46,8 @@ def prologue(
         keys: ``[blocks, kv_heads, block_size, head size]``, the cache.
         values: ``[blocks, kv_heads, block_size, head size]``, the cache.
         query: ``[tokens, heads, head size]``, receives the queries.
-        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond its range are clamped. Other caches have none.
+        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond the dtype's range are clamped. Caches
+            of other dtypes have no scales.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -55,7 +58,7 @@ def prologue(
     _check_shapes(qkv, query, keys, values, positions, slots, half)
     _check_strides((qkv, query, positions, slots, rotary.cosines, rotary.sines), (keys, values))
     if scales != UNSCALED and not keys.dtype == values.dtype == FLOAT8:
-        raise ValueError(f"{scales} for caches of {keys.dtype} and {values.dtype}")
+        raise ValueError(f"{scales} needs caches of float8_e4m3fn, but the caches are {keys.dtype} and {values.dtype}")
     if not tokens:
         return
     groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
@@ -88,9 +91,11 @@ def _check_shapes(
         or keys.shape[3] != size
     ):
         shapes = f"queries {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}"
-        raise ValueError(f"a product of {list(qkv.shape)} for {shapes}")
+        raise ValueError(f"the product has shape {list(qkv.shape)}, which does not match {shapes}")
     if positions.shape != (tokens,) or slots.shape != (tokens,):
-        raise ValueError(f"positions {list(positions.shape)} and slots {list(slots.shape)} of {tokens} tokens")
+        raise ValueError(
+            f"positions have shape {list(positions.shape)} and slots {list(slots.shape)} for {tokens} tokens"
+        )
     if 2 * half > size:
         raise ValueError(f"{2 * half} rotated elements do not fit heads of size {size}")
 
@@ -138,7 +143,8 @@ def _prologue(
     query_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     is_query = group < query_groups
     is_value = group >= query_groups + kv_groups
-    # First head of the kind in the product, and the program's heads, counted within their kind.
+    # First head of this kind (query, key or value) in the product, and the index of the program's heads within the
+    # kind.
     first = tl.where(is_query, 0, num_heads + tl.where(is_value, num_kv_heads, 0))
     group -= tl.where(is_query, 0, query_groups + tl.where(is_value, kv_groups, 0))
     heads = group * HEADS + tl.arange(0, HEADS)

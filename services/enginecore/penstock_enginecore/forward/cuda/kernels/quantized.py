@@ -1,7 +1,7 @@
 """Products with quantized weights of linear layers and experts: 8-bit floats, 4-bit integers and MXFP4.
 
-Weights are converted to the dtype of the activations, which represents each of them exactly, and sums are multiplied by
-the scales. Only the weights are stored in few bits: in steps with few rows, reading them takes most of the time.
+Weights are converted to the dtype of the activations, which represents each weight exactly, and sums are multiplied by
+the scales. Only weights are quantized, because reading the weights takes most of the time in steps with few rows.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def quantized_product(
         bias: ``[out_features]``, or None.
         scale: Factor of the result.
         out: ``[rows, out_features]``.
-        invariant: Use one order of sums for any number of rows.
+        invariant: Whether to use one order of sums for any number of rows.
 
     Raises:
         ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
@@ -76,7 +76,8 @@ def quantized_grouped_product(
     *,
     invariant: bool = False,
 ) -> None:
-    """Multiply each expert's rows of ``x`` by its weight and add its bias. Sums are float32. Rows after the last end
+    """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
+    after the last end
     are unchanged.
 
     Args:
@@ -85,7 +86,7 @@ def quantized_grouped_product(
         bias: ``[experts, out_features]``, or None.
         ends: int32 ``[experts]``, the end of each expert's rows.
         out: ``[rows, out_features]``.
-        invariant: Use one order of sums for any number of rows.
+        invariant: Whether to use one order of sums for any number of rows.
 
     Raises:
         ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
@@ -93,19 +94,20 @@ def quantized_grouped_product(
     (rows, in_features), (experts, out_features) = x.shape, weight.numbers.shape[:2]
     if weight.in_features != in_features or out.shape != (rows, out_features):
         raise ValueError(
-            f"{list(x.shape)} times {experts} weights of {out_features} rows of {weight.in_features} into {list(out.shape)}"
+            f"shapes do not match: input {list(x.shape)}, weights of {experts} experts with {out_features} rows of "
+            f"{weight.in_features} columns, output {list(out.shape)}"
         )
     if ends.shape != (experts,) or (bias is not None and bias.shape != (experts, out_features)):
         raise ValueError(
-            f"{list(ends.shape)} ends, or biases of another shape, for {experts} experts of {out_features}"
+            f"ends have shape {list(ends.shape)}, or biases have a wrong shape, for {experts} experts of {out_features} rows"
         )
     if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors)):
-        raise ValueError("tensors of products must be contiguous")
+        raise ValueError("all tensors of a matrix product must be contiguous")
     blocks = triton.cdiv(in_features, weight.width)
     for part in weight.tensors[1:]:
         if part.shape != (experts, blocks, out_features):
             raise ValueError(
-                f"{list(part.shape)} scales or zeros, for {blocks} blocks of {experts} times {out_features} rows"
+                f"scales or zeros have shape {list(part.shape)}, for {blocks} blocks of {experts} times {out_features} rows"
             )
     tiles = expert_tiles(rows // experts, weight.kind, invariant=invariant)
     constants = _constants(weight, tiles)
@@ -131,13 +133,15 @@ def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str,
     if isinstance(weight, Float8Weight):
         width = width if width < columns else 0
         if width and (width < _MIN_WIDTH or width & (width - 1)):
-            raise ValueError(f"blocks of {width} columns: their width must be a power of two from {_MIN_WIDTH} on")
+            raise ValueError(f"blocks have {width} columns; the number must be a power of two from {_MIN_WIDTH} on")
         block_k = min(block_k, width) if width else block_k
     else:
         half, block_k = weight.half, 2 * weight.half
         divides = block_k if isinstance(weight, Int4Weight) else half
         if half < _MIN_WIDTH or half & (half - 1) or columns % block_k or width % divides:
-            raise ValueError(f"halves of {half} columns in blocks of {width} of {columns}")
+            raise ValueError(
+                f"tiles with halves of {half} columns do not divide blocks of {width} columns in rows of {columns}"
+            )
     return {
         "KIND": weight.kind, "WIDTH": width, "HALF": half, "EVEN": columns % block_k == 0, "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n, "BLOCK_K": block_k, "PRECISION": "ieee",

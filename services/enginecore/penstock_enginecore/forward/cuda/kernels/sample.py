@@ -2,7 +2,8 @@
 output index.
 
 Some values are bit-identical to the CPU's: the token of a greedy row, the random number, and the distances of logits
-below the peak. A greedy row takes the first largest logit, and NaN counts as largest. Distances use the same two
+below the peak. A greedy row gets the token of the first largest logit, and NaN counts as largest. Distances use the
+same two
 roundings to float32. Therefore min_p and top_k keep the same tokens, including ties.
 
 Other values are equal up to rounding. Weights are exp(-distance) in float64, rounded to float32; a CPU's exp may differ
@@ -51,7 +52,8 @@ class TokenSampler:
         *,
         filtered: bool,
     ) -> None:
-        """Sample a token from each row of ``logits``, in two launches, four with random rows, or five with filters.
+        """Sample a token from each row of ``logits``. This needs two launches, four with random rows, or five with
+        filters.
 
         Args:
             logits: ``[rows, vocab]``, contiguous, of any float dtype.
@@ -59,7 +61,7 @@ class TokenSampler:
             token_ids: int32 ``[rows]``, receives the tokens.
             peaks: float32 ``[rows]``, receives the largest logits.
             num_nans: int32 ``[rows]``, receives the counts of logits that are NaN or infinity. A peak of -infinity counts too.
-            filtered: Some rows have min_p, top_k or top_p. If false, these are ignored.
+            filtered: Whether some rows have min_p, top_k or top_p. If false, these settings are ignored.
 
         Raises:
             ValueError: Shapes are not supported, or there are more than ``max_rows`` rows.
@@ -70,7 +72,7 @@ class TokenSampler:
             raise ValueError(f"logits have shape {list(logits.shape)}; there is memory for {room}")
         if not token_ids.shape == peaks.shape == num_nans.shape == (rows,):
             shapes = f"{list(token_ids.shape)} tokens, {list(peaks.shape)} peaks and {list(num_nans.shape)} counts"
-            raise ValueError(f"{rows} rows do not match {shapes}")
+            raise ValueError(f"the logits have {rows} rows, which does not match {shapes}")
         if not rows:
             return
         of_parts = (self._part_peaks, self._part_columns, self._part_nans)
@@ -129,7 +131,7 @@ def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexp
 
 @triton.jit
 def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, parts, PARTS: tl.constexpr):
-    """Compute a row's peak from the peaks of its parts, and its column, which is the greedy token."""
+    """Compute a row's peak from the peaks of the row's parts, and the peak's column, which is the greedy token."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
     inside = index < parts
@@ -160,10 +162,12 @@ def _weights(distance):
 
 @triton.jit
 def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the smallest distance within which the tokens' weights, or their count, sum to at least ``wanted``.
+    """Return the smallest distance within which the tokens' weights, or the number of tokens, sum to at least
+    ``wanted``.
 
     If rounding keeps every sum below ``wanted``, this is the largest distance of a token with any weight. Non-negative
-    floats have the order of their bits. Therefore the search settles four bits at a time, highest first, with sums over tokens
+    floats are ordered like
+    their bits. Therefore the search settles four bits at a time, highest first, with sums over tokens
     that share the settled bits.
     """
     settled = tl.zeros((), tl.int32)

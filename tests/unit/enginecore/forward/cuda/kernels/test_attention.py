@@ -220,7 +220,7 @@ def test_unaligned_sizes_are_refused() -> None:
     [
         ("query", "contiguous"),
         ("scratch", "the scratch memory is too small"),
-        ("blocks", "blocks of at least 16 tokens, but they have 8"),
+        ("blocks", "blocks of at least 16 tokens, but blocks have 8"),
         ("heads", "4 heads are not a multiple of 3 KV heads"),
     ],
 )

@@ -217,13 +217,22 @@ def test_no_rows() -> None:
     [
         ({"x": torch.zeros(3, 48)}, r"\[3, 48\] times 2 weights of 8 rows of 64 into \[3, 8\]"),
         ({"out": torch.zeros(3, 9)}, r"into \[3, 9\]"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"\[3\] ends, .* for 2 experts of 8"),
-        ({"bias": torch.zeros(2, 7)}, "biases of another shape"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends have shape \[3\], .* for 2 experts of 8"),
+        ({"bias": torch.zeros(2, 7)}, "biases have a wrong shape"),
         ({"out": torch.zeros(8, 3).t()}, "contiguous"),
-        ({"weight": by_blocks(2, 8, 64, 24)}, "blocks of 24 columns"),
-        ({"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32)}, "halves of 32 columns in blocks of 32 of 64"),
-        ({"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64)}, "halves of 64 columns in blocks of 32 of 64"),
-        ({"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64)}, r"\[2, 3, 8\] scales or zeros"),
+        ({"weight": by_blocks(2, 8, 64, 24)}, "blocks have 24 columns"),
+        (
+            {"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32)},
+            "halves of 32 columns do not divide blocks of 32 columns in rows of 64",
+        ),
+        (
+            {"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64)},
+            "halves of 64 columns do not divide blocks of 32 columns in rows of 64",
+        ),
+        (
+            {"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64)},
+            r"scales or zeros have shape \[2, 3, 8\]",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:

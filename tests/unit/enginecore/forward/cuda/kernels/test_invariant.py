@@ -242,14 +242,14 @@ def test_no_rows() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight, out = numbers(3, 8), numbers(4, 8), torch.empty(3, 4)
-    with pytest.raises(ValueError, match=r"\[3, 8\] times \[4, 7\] into \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"input \[3, 8\], weight \[4, 7\], output \[3, 4\]"):
         invariant.invariant_product(x, numbers(4, 7), None, 1.0, out)
     with pytest.raises(ValueError, match="contiguous"):
         invariant.invariant_product(numbers(8, 3).t(), weight, None, 1.0, out)
     ends = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"\[3, 8\] times \[2, 8, 4\] into \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"input \[3, 8\], weight \[2, 8, 4\], output \[3, 4\]"):
         invariant.invariant_grouped_product(x, numbers(2, 8, 4), None, ends, out)
-    with pytest.raises(ValueError, match=r"\[2\] ends for 3 experts"):
+    with pytest.raises(ValueError, match=r"ends have shape \[2\], but there are 3 experts"):
         invariant.invariant_grouped_product(x, numbers(3, 4, 8), None, ends, out)
-    with pytest.raises(ValueError, match=r"\[1, 2\] places and \[3, 2\] weights"):
+    with pytest.raises(ValueError, match=r"places \[1, 2\], weights \[3, 2\]"):
         invariant.weighted_sum(x, ends[None].long(), numbers(3, 2), 1.0, x, renormalize=True)

@@ -159,8 +159,8 @@ def test_what_tiles_depend_on_is_the_same_for_any_number_of_rows() -> None:
     ("change", "message"),
     [
         ("query", "contiguous"),
-        ("scratch", "the scratch memory is too small: it holds 1 requests of 2 heads"),
-        ("blocks", "blocks of at least 16 tokens, but they have 8"),
+        ("scratch", "the scratch memory is too small: it has space for 1 requests of 2 heads"),
+        ("blocks", "blocks of at least 16 tokens, but blocks have 8"),
         ("heads", r"cache \[3, 2, 16, 24\]"),
         ("out", r"output \[1, 4, 24\]"),
         ("apart", "must be multiples of 16"),

@@ -127,7 +127,7 @@ def test_the_decoder_launches_them() -> None:
     [
         (
             {"product": torch.zeros(2, 30)},
-            r"a product of \[2, 30\] for a cache of \[3, 1, 16, 24\], a latent of 16, 8 rotated",
+            r"the product has shape \[2, 30\], which does not match a cache of \[3, 1, 16, 24\], a latent of 16, 8 rotated",
         ),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions \[3\] and slots \[2\] of 2 tokens"),
         ({"low": None}, "or norms"),
@@ -143,9 +143,11 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -
 def test_queries_of_other_shapes_are_refused() -> None:
     rotary = RotaryTable(torch.zeros(4, 4), torch.zeros(4, 4))
     positions, slots = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"a product of \[2, 3, 6\] for queries \[2, 3, 24\], 8 of which are rotated"):
+    with pytest.raises(
+        ValueError, match=r"the product has shape \[2, 3, 6\], the queries \[2, 3, 24\], with 8 rotated elements"
+    ):
         kernels.turn_queries(torch.zeros(2, 3, 6), rotary, positions, slots, torch.zeros(2, 3, 24), interleaved=False)
-    with pytest.raises(ValueError, match=r"positions \[2\] and slots \[1\] of 2 tokens"):
+    with pytest.raises(ValueError, match=r"positions have shape \[2\] and slots \[1\] for 2 tokens"):
         kernels.turn_queries(
             torch.zeros(2, 3, 12), rotary, positions, slots[:1], torch.zeros(2, 3, 24), interleaved=False
         )

@@ -136,9 +136,12 @@ def test_no_tokens() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     case = Case(tokens=2, heads=2, kv_heads=2, size=8, half=4)
     _, keys, values, query = case.memory()
-    with pytest.raises(ValueError, match=r"KVScales\(key=2\.0, value=1\.0\) for caches of torch.float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"KVScales\(key=2\.0, value=1\.0\) needs caches of float8_e4m3fn, but the caches are torch.float32",
+    ):
         case.run(keys, values, query, scales=KVScales(2.0, 1.0))
-    with pytest.raises(ValueError, match=r"a product of \[2, 48\] for queries \[2, 1, 8\]"):
+    with pytest.raises(ValueError, match=r"the product has shape \[2, 48\], which does not match queries \[2, 1, 8\]"):
         case.run(keys, values, query[:, :1])
     with pytest.raises(ValueError, match="each block must be contiguous"):
         case.run(keys.transpose(1, 2).contiguous().transpose(1, 2), values, query)

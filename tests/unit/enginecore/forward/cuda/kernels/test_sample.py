@@ -207,7 +207,9 @@ def test_other_shapes_are_refused() -> None:
     sampler, draws, two, three = sample.TokenSampler(2, 10, CPU), Settings.of(3).draws(), torch.zeros(2), torch.zeros(3)
     with pytest.raises(ValueError, match=r"logits have shape \[3, 10\]; there is memory for 2 contiguous rows of 10"):
         sampler.sample(torch.zeros(3, 10), draws, three.int(), three, three.int(), filtered=False)
-    with pytest.raises(ValueError, match=r"2 rows do not match \[3\] tokens, \[2\] peaks and \[2\] counts"):
+    with pytest.raises(
+        ValueError, match=r"the logits have 2 rows, which does not match \[3\] tokens, \[2\] peaks and \[2\] counts"
+    ):
         sampler.sample(torch.zeros(2, 10), draws, three.int(), two, two.int(), filtered=False)
 
 
