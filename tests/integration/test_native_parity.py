@@ -491,7 +491,9 @@ def test_an_engine_that_was_installed_without_kernels_serves_with_torch_and_says
     expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64))
     monkeypatch.setattr("penstock_enginecore.native.library._CAPABILITIES", {"none": ()})
     engine = build_engine(tmp_path, cache=CACHE)
-    assert "computing without kernels, which is slower: the package was built without kernels" in caplog.text
+    assert (
+        "computing without native kernels, which is slower reason=the package was built without kernels" in caplog.text
+    )
     assert computing(engine) == "torch"
     assert greedy(engine) == expected
     engine.shutdown()

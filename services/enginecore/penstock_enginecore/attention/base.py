@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.attention.kv_cache import NO_SCALES, SLOTS, KVCache, KVLayout, KVMemory, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
-# Weighted sums of values that skip masked values.
+# Weighted sums of values, without masked values.
 #
 # Zero times infinity or NaN is NaN. Therefore a zero weight does not remove a masked value: the product would spread
 # NaN to tokens that do not attend to it.
@@ -109,8 +109,9 @@ class AttentionParams:
 class StepPlan:
     """Data derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
 
-    ``by_mask`` belongs to the backend and holds data derived when the first layer of a kind attends, keyed by the
-    layer's sliding window and attention chunk.
+    ``by_mask`` belongs to the backend. Its data is derived when the first layer with a mask attends. Keys are the
+    layer's
+    sliding window and attention chunk.
     """
 
     metadata: AttentionMetadata
@@ -139,14 +140,15 @@ class AttentionBackend(Protocol):
 
     In a step, ``plan`` is called once per KV cache group. Then ``write`` and ``attend`` are called once per layer, with
     the group's plan. The backend itself must not store data of a step, because the next step may be planned while one
-    computes. ``keeps_float8`` tells whether ``write`` and ``attend`` support a cache of ``FLOAT8`` with scales
+    computes. ``keeps_float8`` is true if ``write`` and ``attend`` support a cache of ``FLOAT8`` with scales
     (``cache.dtype: fp8``), like ``KVCache.write`` and ``gather``.
     """
 
     keeps_float8: bool = False
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
-        """Return the layout in which ``write`` and ``attend`` use a layer of ``spec``. Called when its memory is
+        """Return the layout in which ``write`` and ``attend`` use a layer of ``spec``. Called when the layer's memory
+        is
         allocated.
         """
         return SLOTS
@@ -160,7 +162,7 @@ class AttentionBackend(Protocol):
     ) -> KVMemory:
         """Return an allocator for the caches of the layers in ``specs``, by name, in this backend's layouts.
 
-        ``scales`` are those of an fp8 cache.
+        ``scales`` are the scales of an fp8 cache.
         """
         return KVMemory(specs, self.layout, dtype, device, scales)
 
@@ -188,6 +190,7 @@ class AttentionBackend(Protocol):
         query's dtype.
 
         The new tokens have been written already. ``query`` is ``[tokens, num_heads, head_size]``. ``key`` and ``value``
-        are those of the new tokens, ``[tokens, num_kv_heads, head size]``, so a backend need not read them from the
+        are the keys and values of the new tokens, ``[tokens, num_kv_heads, head size]``, so a backend need not read
+        them from the
         cache.
         """

@@ -34,8 +34,9 @@ from penstock_enginecore.core.kv_cache.spec import first_key
 _MAX_PADDING = 1.25
 """Largest ratio between the longest and shortest request of a bucket."""
 _FREE_PADDING = 32
-"""A bucket may also hold requests longer by this many tokens, because the padding costs less than another kernel
-launch.
+"""Number of tokens by which other requests of a bucket may also be longer than its shortest request.
+
+This padding costs less than another kernel launch.
 """
 _MAX_QUERIES = 512
 """Queries per masked prefill call, which limits the rows of the mask."""
@@ -93,7 +94,8 @@ class CPUAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Compute attention. The work is planned when the first layer of a kind attends, because layers have different
+        """Compute attention. The work is planned when the first layer with a mask attends, because layers have
+        different
         masks.
         """
         mask = (params.sliding_window, params.attention_chunk)
@@ -264,7 +266,7 @@ def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:
-    """Return whether all values are finite, and scores too by Cauchy-Schwarz, so that masking by addition is correct."""
+    """Return whether values are finite, and scores too by Cauchy-Schwarz. Then masking by addition is correct."""
     q, k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (query, keys, values))
     return bool((q * k * scaling + v).isfinite())
 

@@ -29,9 +29,9 @@ def create_backend(
 ) -> AttentionBackend:
     """Return the backend called ``name``. Raises ConfigError.
 
-    "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" means its result; the argument of
-    ``kernels`` is the backend for layers that the kernels do not support. "triton" returns the backend that is used
-    where Triton kernels are not.
+    "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" returns ``kernels(other)``. The
+    backend ``other`` computes the layers that the kernels do not support. For "triton", the result is the backend for
+    layers that Triton kernels do not compute.
     """
     if name == "auto" and kernels is not None:
         return kernels(CPUAttention())
@@ -49,7 +49,8 @@ def create_backend(
 
 
 def _misplaced(device: torch.device) -> str | None:
-    """Return the backend that this device cannot run. Triton's interpreter runs on any device, but only fast enough for
+    """Return the backend that this device cannot run. Triton's interpreter runs on any device, but is fast enough only
+    for
     tests.
     """
     if device.type != "cpu":

@@ -25,24 +25,24 @@ class KVLayout:
     """Order of elements in a layer's memory.
 
     A backend declares a layout for each layer (``AttentionBackend.layout``). Code that allocates, reads or moves the
-    memory follows it. Copies of whole tiles are valid.
+    memory uses this layout. Copies of whole tiles are valid.
     """
 
     name: str
     """Name of the layout. Equal names mean equal orders."""
     tile: int = 1
-    """Tokens whose elements are interleaved. Block sizes are multiples of it."""
+    """Tokens whose elements are interleaved. Block sizes are multiples of this number."""
 
 
 SLOTS = KVLayout("slots")
-"""Layout with all heads of a token side by side in its slot. Fetching a token is one contiguous copy for any block
-size.
+"""Layout in which all heads of a token are contiguous in the token's slot. Reading a token is one contiguous copy for
+any block size.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors of the elements of a layer's fp8 cache when they are read, for keys and values."""
+    """Factors by which the keys and values in a layer's fp8 cache are multiplied when they are read."""
 
     key: float = 1.0
     value: float = 1.0
@@ -59,7 +59,7 @@ class KVCache:
     layer.
 
     In layouts other than ``SLOTS``, the rows of a tile share their elements, or the layout defines the shape. In
-    ``FLOAT8`` elements are divided by their ``scales`` and clamped to its range. Other caches have no scales.
+    ``FLOAT8``, elements are divided by their ``scales`` and clamped to the dtype's range. Other caches have no scales.
     """
 
     keys: torch.Tensor
@@ -110,7 +110,7 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of a layer, and the number of the group whose block table it uses."""
+    """KV cache of a layer, and the number of the group whose block table the layer uses."""
 
     cache: KVCache
     group: int
@@ -156,14 +156,15 @@ class KVMemory:
         self._place: Empty = self._anywhere
 
     def place(self, empty: Empty) -> None:
-        """Make ``allocate`` take memory from ``empty``."""
+        """Let ``allocate`` create tensors with ``empty``."""
         self._place = empty
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
         """Allocate the whole cache. Returns no caches for a model without attention over a cache.
 
-        The i-th layers of all groups share memory, as wide as the widest of them, because no block belongs to two
-        groups. Raises ValueError for a block size that a layout does not support.
+        The i-th layers of all groups use the same memory, which is as wide as the widest of these layers. This is
+        possible,
+        because no block belongs to two groups. Raises ValueError for a block size that a layout does not support.
         """
         if not self._specs:
             return {}
@@ -213,7 +214,7 @@ class KVMemory:
         layout = self._layout(msgspec.structs.replace(spec, block_size=block_size), self._dtype)
         if block_size % layout.tile:
             raise ValueError(
-                f"blocks of {block_size} tokens are not a multiple of the layout's tiles of {layout.tile} tokens"
+                f"the block size of {block_size} tokens is not a multiple of the layout's tile of {layout.tile} tokens"
             )
         return KVCache(keys[:, : spec.key_width], values[:, : spec.value_width], spec.num_kv_heads, layout)
 
@@ -224,8 +225,9 @@ def num_groups(caches: LayerCaches) -> int:
 
 
 def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
-    """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. A row has a block's data of all layers
-    that share it.
+    """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. A row has one block's data of all
+    layers
+    that use this memory.
 
     Raises RuntimeError if the memory cannot be split into blocks.
     """
@@ -265,7 +267,8 @@ contiguous.
 class KVArena(KVMemory):
     """Allocator of an arena ``[blocks, layers, 2, num_kv_heads, block_size, head size]``.
 
-    Keys and values of a layer are views of it, in the layout ``HEADS``. If layers of several groups share memory, a
+    Keys and values of a layer are views of the arena, in the layout ``HEADS``. If layers of several groups share
+    memory, a
     block has as many parts as the largest group has layers.
     """
 

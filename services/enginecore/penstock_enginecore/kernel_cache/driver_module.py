@@ -1,4 +1,7 @@
-"""Triton's launcher: a C module that it compiles at its first run, which needs a compiler that container images lack."""
+"""Advance compilation of Triton's launcher, a C module that Triton otherwise compiles at its first run.
+
+Container images lack the compiler that this needs.
+"""
 
 import contextlib
 import os
@@ -32,7 +35,7 @@ def build_driver_module() -> Path:
 
 
 def _stand_in(folder: Path) -> None:
-    """Make an empty library with the driver's name."""
+    """Create an empty library with the name of the driver's library."""
     empty = folder / "empty.c"
     empty.touch()
     compiler = os.environ.get("CC", "cc")

@@ -10,7 +10,7 @@ from penstock_enginecore.kernel_cache.lookups import Lookups
 
 
 def open_cache(path: str, device: torch.device) -> Lookups | None:
-    """Look up kernels for ``device`` in the directory ``path`` from now on. Raises ConfigError if it is not a
+    """Look up kernels for ``device`` in the directory ``path`` from now on. Raises ConfigError if ``path`` is not a
     directory.
 
     Returns None if ``path`` is empty, the device is not a GPU, or Triton is not installed.

@@ -1,4 +1,4 @@
-"""Triton cache with two layers: kernels compiled in advance, which are never written, and kernels compiled now."""
+"""Triton cache with two layers: kernels compiled in advance, which are never written, and kernels compiled when needed."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
         return found
 
     def _own(self) -> "LayeredCache":
-        """Return this cache after making its folder in Triton's own directory."""
+        """Return this cache after creating its folder in Triton's own directory."""
         if not self._has_place:
             super().__init__(*self._arguments)
             self._has_place = True
@@ -74,7 +74,7 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 def use_cache(shipped: Path) -> Lookups:
     """Make Triton look in ``shipped`` first, from now on in this process.
 
-    Triton still compiles into its own directory, or into a temporary directory if that one is not writable.
+    Triton still compiles into its own directory, or into a temporary directory if that directory is not writable.
     """
     LayeredCache.shipped, LayeredCache.lookups = shipped, Lookups()
     knobs.cache.manager_class = LayeredCache

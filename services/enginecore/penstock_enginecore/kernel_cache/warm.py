@@ -32,13 +32,13 @@ from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
 
-# Launches that only compile, for a GPU that need not be present.
+# Launches that only compile kernels. The GPU may be absent.
 
 _WARP = 32
 
 
 class _Driver:
-    """Driver that tells Triton the properties of a GPU for which it compiles."""
+    """Triton driver that reports the properties of the GPU for which kernels are compiled."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, _WARP)
@@ -113,8 +113,8 @@ def warm(
         capability: Compute capability, for example 90 for 9.0.
         dtype: The dtype of weights and activations.
         sizes: Request counts of decode steps, or empty for all captured sizes.
-        float8_cache: Also compile for an fp8 cache, if GPUs of this capability support it.
-        lora: Also compile for adapters, for a ``lora.max_lora_rank`` that is a multiple of 16.
+        float8_cache: Whether to compile for an fp8 cache, too, if GPUs of this capability support it.
+        lora: Whether to compile for adapters too, for a ``lora.max_lora_rank`` that is a multiple of 16.
     """
     caches = [None, FLOAT8] if float8_cache and capability >= _FLOAT8_FROM else [None]
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ TILES = KVLayout("tiles of 16", TILE)
 """Layout for float32: per head, keys of 16 tokens are stored element by element across the tokens, and values token by
 token.
 
-A tile takes the memory of its 16 slots. ``csrc/attention.h`` reads it.
+A tile uses the memory of its 16 slots. ``csrc/attention.h`` reads it.
 """
 PAIRS = KVLayout("tiles of 16 in pairs", TILE)
 """Layout for bfloat16: like ``TILES``, but keys are stored in pairs of elements, and values in pairs of tokens. See
@@ -29,8 +29,9 @@ _MAX_HEAD_SIZE = 512
 class NativeAttention(AttentionBackend):
     """Attention backend with the CPU kernels.
 
-    Layers are stored in ``TILES``, or in ``PAIRS`` if they are bfloat16 and inputs of products may be rounded.
-    ``fallback`` handles layers that the kernels do not support, in its own layout. Examples are block sizes that are
+    Layers are stored in ``TILES``, or in ``PAIRS`` if they are bfloat16 and inputs of matrix products may be rounded.
+    ``fallback`` handles layers that the kernels do not support, in the fallback's layout. Examples are block sizes that
+    are
     not a multiple of 16, odd head sizes and other half precision dtypes.
     """
 
@@ -108,7 +109,8 @@ class NativeAttention(AttentionBackend):
 
 
 def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
-    """Return the kernels' layout for elements of ``dtype``, which must be float32 or the dtype that they round to.
+    """Return the kernels' layout for elements of ``dtype``, which must be float32 or the dtype to which the kernels
+    round.
     Raises ValueError.
     """
     if dtype not in (torch.float32, library.rounds_to):
@@ -134,7 +136,7 @@ def group_struct(metadata: AttentionMetadata) -> Group:
 
 
 def key_ends_of(metadata: AttentionMetadata) -> int | None:
-    """Return the address of ``key_ends``, or None if there are none or no query attends to later keys."""
+    """Return the address of ``key_ends``, or None if it is not set or if no query attends to later keys."""
     ends = metadata.key_ends
     if ends is None or all(metadata.spans(request) is None for request in range(metadata.num_requests)):
         return None

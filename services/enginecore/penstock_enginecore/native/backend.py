@@ -50,8 +50,9 @@ class NativeSampling:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest value of each row and a column, int64, ``[rows]`` each.
 
-        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, it is sampled
-        by ``uniforms`` instead.
+        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
+        sampled
+        with ``uniforms`` instead.
         """
         peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
         uniforms = np.ascontiguousarray(uniforms)
@@ -71,8 +72,9 @@ class NativeSampling:
 
 
 class PackedLayers:
-    """Replaces the float32 linear layers, experts and routers of ``model`` by packed ones, and packs weights of other
-    routers of such experts.
+    """Replaces the float32 linear layers, experts and routers of ``model`` by packed modules. Also packs weights of
+    other
+    routers in mixtures with such experts.
 
     A layer's own weights are freed before the next layer is packed, so the model is never in memory twice.
     """
@@ -147,7 +149,7 @@ class NativeBackend:
     uses: KernelsConfig
 
     def attention(self, fallback: AttentionBackend) -> AttentionBackend:
-        """Return attention by the kernels. ``fallback`` computes the layers that they do not support."""
+        """Return attention by the kernels. ``fallback`` computes the layers that the kernels do not support."""
         return NativeAttention(self.library, fallback)
 
     def sampling(self) -> NativeSampling | None:
@@ -168,7 +170,8 @@ class NativeBackend:
 
 
 def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: bool) -> bool:
-    """Return whether ``config`` selects kernels for linear layers of any model, and these are available. See
+    """Return whether ``config`` selects kernels for linear layers of any model, and whether these kernels are
+    available. See
     ``open_backend``.
     """
     if config.isa == "off" or device.type != "cpu" or not config.linear:
@@ -195,5 +198,5 @@ def open_backend(
     except KernelsError as e:
         if config.isa != "auto":
             raise
-        logger.warning("computing without kernels, which is slower: %s", e)
+        logger.warning("computing without native kernels, which is slower reason=%s", e)
         return None

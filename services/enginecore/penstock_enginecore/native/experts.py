@@ -26,7 +26,8 @@ MAX_EXPERTS = 1024
 class PackedRouter(torch.nn.Module):
     """Replacement of ``router`` with a packed weight and the same hooks.
 
-    ``top`` is the number of experts per token. ``normalize`` tells whether their weights are scaled to sum to 1.
+    ``top`` is the number of experts per token. If ``normalize`` is true, the weights of these experts are scaled to sum
+    to 1.
     """
 
     def __init__(self, library: NativeLibrary, router: Any) -> None:
@@ -75,7 +76,8 @@ class PackedRouter(torch.nn.Module):
 
 class RouterWeight(torch.nn.Parameter):
     """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions
-    see a normal weight.
+    use
+    it as a normal weight.
     """
 
     packed: PackedWeight
@@ -121,7 +123,8 @@ class PackedExperts(torch.nn.Module):
     """Replacement of ``experts`` with packed weights and the same hooks, for classes with
     ``use_experts_implementation``.
 
-    The original module is kept for its activation; ``free`` frees its weights. The output of a (token, expert) pair
+    The original module is kept for its activation. ``free`` frees the module's weights. The output of a (token, expert)
+    pair
     depends only on the pair. The output of a token depends only on its pairs, which are summed in the order of its
     routing.
     """
@@ -140,7 +143,7 @@ class PackedExperts(torch.nn.Module):
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
 
     def write(self, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write ``weights``, by their names in the module, into the place of ``expert``. Raises ValueError if they do
+        """Write ``weights``, by their names in the module, into the memory of ``expert``. Raises ValueError if they do
         not fit.
         """
         self._up[expert].overwrite(self._library, *self._rows(weights, self._up_name))
@@ -181,8 +184,8 @@ class PackedExperts(torch.nn.Module):
 
     @property
     def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
-        """Packed weights by expert: gate and up with interleaved rows, and down. None unless the kernels' epilogue
-        computes the activation.
+        """Packed weights by expert: gate and up with interleaved rows, and down. None if the kernels do not
+        compute the activation.
         """
         return (self._up, self._down) if self._silu else None
 
@@ -225,9 +228,10 @@ class PackedExperts(torch.nn.Module):
         return weighted_sum(outputs, top_k_weights)
 
     def _activated(self, up: torch.Tensor) -> torch.Tensor:
-        """Return the activation, computed in pieces of whole vectors by one thread each.
+        """Return the activation, computed in pieces of complete vectors. Each piece runs on one thread.
 
-        torch computes the last elements of a tensor, or of a thread's part, differently. With whole vectors there are
+        torch computes the last elements of a tensor, or of a thread's part, differently. With complete vectors, there
+        are
         no such elements.
         """
         whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # rows

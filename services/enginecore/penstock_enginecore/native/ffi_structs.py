@@ -8,7 +8,8 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """Packed weight ``[n, k]``, its integer scales and its bias. ``kind`` is the dtype, ``parts`` the values per input
+    """Packed weight ``[n, k]``, its integer scales and its bias. ``kind`` is the dtype. ``parts`` is the number of
+    values per input
     in a matrix unit.
     """
 
@@ -30,7 +31,7 @@ class Piece(ctypes.Structure):
 
 
 class Update(ctypes.Structure):
-    """LoRA update of a product with a weight of ``k`` inputs. A ``rank`` of 0 means no update. Kinds are those of
+    """LoRA update of a product with a weight of ``k`` inputs. A ``rank`` of 0 means no update. Kinds are numbers from
     ``KINDS``.
     """
 
@@ -48,13 +49,13 @@ class Update(ctypes.Structure):
 
 
 class Segment(ctypes.Structure):
-    """Rows with an adapter, and the largest rank of its updates."""
+    """Rows with an adapter, and the largest rank of the adapter's updates."""
 
     _fields_ = [("updates", _Pointer), ("first", _Int), ("end", _Int), ("width", _Int)]
 
 
 class Grouped(ctypes.Structure):
-    """Products of groups of rows, each by its own weight."""
+    """Products of groups of rows, each with a separate weight."""
 
     _fields_ = [
         ("num_groups", _Int),
@@ -70,7 +71,7 @@ class Grouped(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """Keys and values of a layer. Strides are in elements per slot. ``pairs`` tells whether they are bfloat16."""
+    """Keys and values of a layer. Strides are in elements per slot. ``pairs`` is true if keys and values are bfloat16."""
 
     _fields_ = [
         ("keys", _Pointer),
@@ -82,7 +83,7 @@ class Cache(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """Attention parameters of a layer, as in ``AttentionParams``. Unused ones are 0 or null."""
+    """Attention parameters of a layer, as in ``AttentionParams``. Unused parameters are 0 or null."""
 
     _fields_ = [
         ("window", _Int),
@@ -94,7 +95,7 @@ class Params(ctypes.Structure):
 
 
 class Mixture(ctypes.Structure):
-    """Experts and their router. All fields are 0 if there are none."""
+    """Experts and their router. All fields are 0 if the layer has no experts."""
 
     _fields_ = [
         ("num_experts", _Int),

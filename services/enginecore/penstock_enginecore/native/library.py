@@ -50,7 +50,7 @@ _CAPABILITIES = {
 """Instruction sets, best first, and the processor features that they need, by torch's names."""
 
 _FOR_ROUNDED = {"avx512_bf16"}
-"""Instruction sets that are only faster if inputs may be rounded. Otherwise ``auto`` skips them."""
+"""Instruction sets that are faster only if inputs may be rounded. If inputs may not be rounded, ``auto`` skips them."""
 
 _PERMISSIONS = {"amx": request_tiles}
 """Functions that request permission for an instruction set. They raise OSError if the system refuses."""
@@ -66,8 +66,7 @@ class KernelsError(ConfigError):
 class _Context:
     """Threads of a library and their memory.
 
-    The context holds no references. It is freed with the last reference to it, from the library or from an object of
-    the library that outlives it.
+    The context references no objects. It is freed when neither the library nor an object of the library references it.
     """
 
     def __init__(self, functions: ctypes.CDLL, num_threads: int) -> None:
@@ -104,12 +103,12 @@ class NativeLibrary:
 
     @property
     def rounds_to(self) -> torch.dtype | None:
-        """The dtype to which inputs of products are rounded, or None if they are not rounded."""
+        """The dtype to which inputs of matrix products are rounded, or None if they are not rounded."""
         return torch.bfloat16 if self.parts == 1 else None
 
     @functools.cached_property
     def beside(self) -> "NativeLibrary":
-        """The same kernels for use on another thread. They compute only on that thread."""
+        """The same kernels for use on another thread. These kernels compute only on that thread."""
         return self._beside()
 
     def filled_to(self, kind: int) -> int:
@@ -138,7 +137,8 @@ class NativeLibrary:
     def free_with(self, owner: object, handle: ctypes.c_void_p, name: str) -> None:
         """Free an object with ``penstock_<name>_free`` when ``owner`` is garbage collected.
 
-        The finalizer holds the context, so the context outlives the object. Nothing is freed at process exit, because
+        The finalizer references the context, so the context outlives the object. Nothing is freed at process exit,
+        because
         other threads may still compute.
         """
         weakref.finalize(owner, self._context.free, handle, name).atexit = False

@@ -29,7 +29,7 @@ class MergedUpdate:
         a: float32 ``[rank, k]``.
         pieces: For each projection, float32 ``[out features, rank]`` and the row of ``a`` for its first column. For a projection
             without update, its number of output features.
-        interleaved: The output features of the projections alternate in vectors.
+        interleaved: Whether the output features of the projections alternate in vectors.
     """
 
     a: torch.Tensor
@@ -41,6 +41,7 @@ class MergedUpdate:
         cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False
     ) -> "MergedUpdate":
         """Return the update of layers with ``features`` outputs, whose weights are joined or interleaved. At least one
+        layer
         has an update.
         """
         pieces: list[tuple[torch.Tensor, int] | int] = []
@@ -53,7 +54,7 @@ class MergedUpdate:
 
     @classmethod
     def halves(cls, update: LowRankUpdate) -> "MergedUpdate":
-        """Return the update of one layer whose rows are those of a gate, followed by those of an up projection."""
+        """Return the update of one layer whose rows are the rows of a gate, followed by the rows of an up projection."""
         return cls(update.a, [(half, 0) for half in update.b.chunk(2)], interleaved=True)
 
 
@@ -66,7 +67,7 @@ class PackedUpdates:
 
     def __init__(self, library: NativeLibrary, updates: Sequence[MergedUpdate | None]) -> None:
         self._lanes = library.lanes
-        # Reserve float32 memory. If elements are bfloat16, half of its pages stay untouched.
+        # Reserve float32 memory. If elements are bfloat16, half of the memory's pages are never used.
         numbers = sum(self._numbers(update) for update in updates if update is not None)
         self._memory = huge_empty(4 * numbers, torch.uint8)
         self.num_bytes = 0
@@ -158,7 +159,7 @@ class PackedAddition:
 class PackedLinear(torch.nn.Linear):
     """Replacement of ``linear`` with a packed weight and the same hooks.
 
-    Its own ``weight`` is empty, so code that needs the weight does not work with it.
+    The module's ``weight`` is empty, so code that reads the weight does not work with this module.
     """
 
     def __init__(self, library: NativeLibrary, linear: torch.nn.Linear, *, apart: bool = False) -> None:

@@ -12,14 +12,16 @@ from penstock_enginecore.models.dtypes import NarrowWeight, widened
 from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.library import NativeLibrary
 
-# Weights rounded to 8-bit integers with a factor per row. A decode step on a CPU takes as long as reading its weights.
+# Weights rounded to 8-bit integers with a factor per row. A decode step on a CPU takes about as long as reading the
+# weights.
 #
 # A rounded weight is still a dense weight, so any code, including transformers' modules, computes with the rounded
 # values. The CPU kernels detect that its rows are integers times a factor, and store the integers.
 
 _LARGEST = 127
 _CUT = 0xFF
-"""Bits of a scale that are zero. The remaining 16 significant bits make its product with an integer exact in float32.
+"""Bits of a scale that are zero. The remaining 16 significant bits make the product of the scale and an integer exact
+in float32.
 """
 
 
@@ -47,7 +49,7 @@ def as_int8(weight: torch.Tensor) -> Int8Weight | None:
 
 
 def round_linears(module: torch.nn.Module, *, but: torch.nn.Module | None = None) -> float:
-    """Round the weights of all linear layers except those of ``but``, to new float32 weights.
+    """Round the weights of all linear layers except the layer ``but``, to new float32 weights.
 
     Returns the largest error of a layer, relative to the norm of its weight.
     """
@@ -76,18 +78,19 @@ def _exactly(weight: torch.Tensor) -> Int8Weight | None:
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _PIECE = 4 * 1024 * 1024
-"""Elements that are packed at a time."""
+"""Number of elements that are packed at a time."""
 VECTORS = 64
-"""Elements. A multiple of the number that torch's vectorized loops process at a time."""
+"""Number of elements: a multiple of the number that torch's vectorized loops process at a time."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""The kernels' numbers for dtypes of weights."""
+"""Numbers of weight dtypes in the kernels' interface."""
 
 
 class PackedWeight:
-    """Packed weight ``[n, k]`` and bias ``[n]``. ``struct`` points into them.
+    """Packed weight ``[n, k]`` and bias ``[n]``. ``struct`` points into their memory.
 
     A weight whose elements bfloat16 represents exactly is stored as bfloat16. A weight whose rows are 8-bit integers
-    times a factor is stored as integers. This takes half or a quarter of the memory, and of the time to read it.
+    times a factor is stored as integers. This needs half or a quarter of the memory, and of the time to read the
+    memory.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class PackedWeight:
         *,
         half: bool | None = None,
     ) -> None:
-        """Pack a weight. ``half`` selects bfloat16 or float32 if the caller knows which one fits; None detects the
+        """Pack a weight. ``half`` selects bfloat16 or float32 if the caller knows which dtype fits. None detects the
         dtype.
         """
         look = half is None
@@ -120,7 +123,7 @@ class PackedWeight:
         self._pack(library, weight)
 
     def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Replace the weight and bias by others of the same shapes. Raises ValueError if they need another dtype."""
+        """Replace the weight and bias by values of the same shapes. Raises ValueError if the values need another dtype."""
         self._check(weight, bias)
         self._pack(library, weight)
         if self._bias is not None and bias is not None:
@@ -191,7 +194,9 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, a
 
 
 def interleaved(library: NativeLibrary, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the rows of both ``[n, k]`` in alternating groups of one vector's lanes, as gated products need them."""
+    """Return the rows of ``gate`` and ``up`` ``[n, k]`` in alternating groups of one vector's lanes, as gated products
+    need them.
+    """
     rows = torch.stack([half.view(-1, library.lanes, half.shape[1]) for half in (gate, up)], dim=1)
     return rows.view(-1, gate.shape[1])
 

@@ -19,7 +19,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 _AHEAD = 16
-"""Steps for which numbers are computed in advance."""
+"""Number of steps for which random numbers are computed in advance."""
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -27,7 +27,7 @@ UInt64Array = npt.NDArray[np.uint64]
 def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
     """Return four random 32-bit words per row.
 
-    ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` hold 32-bit words, low word first.
+    ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` have 32-bit words, low word first.
     """
     c0, c1, c2, c3 = (counter[:, i] for i in range(4))
     k0, k1 = key[:, 0], key[:, 1]
@@ -56,7 +56,7 @@ def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[
 class UniformsAhead:
     """``uniforms`` of the same rows, step after step.
 
-    Numbers are computed for several steps at once, because numpy takes as long for one number as for hundreds.
+    Numbers are computed for several steps in one call, because numpy takes as long for one number as for hundreds.
     """
 
     def __init__(self, seeds: UInt64Array) -> None:
@@ -66,7 +66,8 @@ class UniformsAhead:
         self._made: npt.NDArray[np.float64] = np.zeros((len(seeds), 0))
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return float64 ``[rows]`` for output ``indices`` ``[rows]``. Fastest if each index is one more than in the
+        """Return float64 ``[rows]`` for output ``indices`` ``[rows]``. The call is fastest if each index is one more
+        than in the
         last call.
         """
         if self._first is not None and len(indices):
@@ -88,7 +89,7 @@ TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
 class DrawSettings(NamedTuple):
     """Sampling parameters of a batch's rows, ``[rows]`` each, on the host. A new filter needs a new column here.
 
-    A ``temperature`` of 0 is greedy. A ``top_k`` of 0, ``top_p`` of 1 and ``min_p`` of 0 are off.
+    A ``temperature`` of 0 is greedy. A ``top_k`` of 0, ``top_p`` of 1 and ``min_p`` of 0 disable the filter.
     """
 
     temperature: FloatArray
@@ -122,8 +123,9 @@ class DrawSettings(NamedTuple):
 
     @property
     def max_distance(self) -> FloatArray:
-        """Largest distance below the peak that ``min_p`` allows, after division by the temperature. Infinity if it is
-        off.
+        """Largest distance below the peak that ``min_p`` allows, after division by the temperature. Infinity if
+        ``min_p`` is
+        0.
         """
         with np.errstate(divide="ignore"):
             return (-np.log(self.min_p)).clip(min=0.0)
@@ -177,8 +179,9 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlainDraws:
-    """Sampling of rows without rules, on the host, ``[rows]`` each: settings in the kernels' dtypes, and inputs of the
-    random number.
+    """Sampling parameters of rows without rules, on the host, ``[rows]`` each.
+
+    They are settings in the kernels' dtypes, and inputs of the random number.
 
     Attributes:
         temperature: float32, 0 for greedy.
@@ -262,5 +265,5 @@ class TokenLauncher(Protocol):
         """Start sampling the tokens that a ``Sampler`` would return for ``logits`` ``[rows, vocab]``, after the queued
         work.
 
-        Later work that overwrites ``logits`` may be launched at once.
+        Later work that overwrites ``logits`` may be launched immediately.
         """

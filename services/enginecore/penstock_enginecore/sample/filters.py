@@ -3,11 +3,11 @@ rows.
 
 A row is represented by distances: how far each logit is below the row's peak, divided by the temperature. A token's
 weight is exp(-distance). A filter lowers a limit on the distance, so tokens that tie with the last kept token are
-kept too. The result depends neither on how a sort breaks ties nor on the rest of the batch.
+kept too. The result depends neither on how a sort breaks ties nor on other rows.
 
 Filters usually keep few tokens. So rows are processed in stages: the 128 likeliest tokens, the 1024 likeliest, then
-all. A row is done at the first stage that surely holds every token that its filters keep. This stage depends only on
-the row.
+all. A row is complete at the first stage that certainly contains every token that the row's filters keep. This stage
+depends only on the row.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ _CPU_SLICE, _DEVICE_SLICE = 2**21, 2**27
 def row_slices(rows: torch.Tensor) -> list[slice]:
     """Return slices of ``rows`` ``[rows, width]`` to process one after the other.
 
-    On a CPU, the temporaries of few rows fit the caches and memory that the process already has. On other devices the
+    On a CPU, temporary tensors of few rows fit into the caches and into memory that the process already has. On other
+    devices, the
     limit only prevents running out of memory.
     """
     size = _CPU_SLICE if rows.device.type == "cpu" else _DEVICE_SLICE
@@ -80,14 +81,14 @@ def block_sums(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view ``[rows, blocks, size]`` of the whole blocks."""
+    """Return a view ``[rows, blocks, size]`` of the complete blocks."""
     count = rows.shape[1] // size
     return rows[:, : count * size].view(len(rows), count, size)
 
 
 def block_columns(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
-    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. The last column
-    repeats past the end.
+    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. Beyond the
+    end, the last column is repeated.
     """
     columns = blocks[:, :, None] * size + torch.arange(size, device=blocks.device)
     return columns.flatten(1).clamp_(max=width - 1)
@@ -96,7 +97,7 @@ def block_columns(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
 # Sampling of one token per row from weights and a uniform number, by inverting the cumulative distribution in order of
 # token ids.
 #
-# In this order, a small error of a logit changes few boundaries and only slightly.
+# In this order, a small error of a logit changes only few boundaries, and only slightly.
 
 _BLOCK = 256
 
@@ -129,7 +130,8 @@ def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.T
 
 
 def _target(total: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the target, less than the total. A target that rounds up to the total would be past the last token with
+    """Return ``uniforms`` times ``total``, limited to less than the total. A target that rounds up to the total would
+    be past the last token with
     any weight.
     """
     return torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -149,8 +151,9 @@ _STAGES = (128, 1024)
 _MASS_BLOCK = 256
 _KEY_SHIFT = 16
 _KEYS = (0x7F800000 >> _KEY_SHIFT) + 1
-"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. Those bits are in order of
-size.
+"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. These bits have the order of
+the
+numbers.
 """
 
 
@@ -194,7 +197,7 @@ class FilterInputs:
 
 
 def draw_filtered(inputs: FilterInputs) -> torch.Tensor:
-    """Return token ids int64 ``[rows]``."""
+    """Return sampled token ids int64 ``[rows]``."""
     parts = row_slices(inputs.logits)
     if len(parts) == 1:
         return _draw_rows(inputs)
@@ -234,8 +237,8 @@ class _Drawn:
 
     Attributes:
         token_ids: Sampled tokens. Invalid if ``few`` or ``many`` is true, because the filters may keep other tokens.
-        few: The next stage may suffice.
-        many: All tokens are needed.
+        few: Whether the next stage may be sufficient.
+        many: Whether all tokens are needed.
         mass: ``[rows, 1]``, weight of all tokens that pass min_p and top_k, or NaN if not computed.
     """
 
@@ -255,7 +258,7 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _D
     kth = distances.gather(1, (inputs.top_k - 1).clamp(max=count - 1))
     limit = torch.where(has_top_k, torch.minimum(limit, kth), limit)
     has_top_p = inputs.top_p < 1
-    # Tokens that are not among the likeliest have at least the distance of the last one, and at most its weight.
+    # Tokens that are not among the likeliest have at least the distance of the last of these, and at most its weight.
     last, weightless = distances[:, -1:], weights[:, -1:] == 0
     may_reach = torch.zeros_like(has_top_p)
     if bool(has_top_p.any()):
@@ -313,8 +316,9 @@ def _from_kept(inputs: FilterInputs) -> torch.Tensor:
 def _nucleus_limit(
     distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Return the smallest distance within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``, at most
-    ``limit``; ``[1]``.
+    """Return the smallest distance ``[1]`` within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``.
+
+    The result is at most ``limit``.
 
     On a CPU, a histogram of the distances finds the interval, and only tokens in it are sorted. On other devices the
     row is sorted, because sorting is fast there, and sums of a histogram depend on the order of threads.

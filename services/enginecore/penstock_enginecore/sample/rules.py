@@ -35,7 +35,8 @@ class PenaltyEntries:
 class TokenCounts:
     """Distinct tokens of a sequence and their counts in its output, updated token by token.
 
-    Memory and time per step are proportional to the distinct tokens, not to the vocabulary. With ``with_prompt``, the
+    Memory and time per step are proportional to the number of distinct tokens, not to the size of the vocabulary. With
+    ``with_prompt``, the
     prompt's tokens are included, which only the repetition penalty uses.
     """
 
@@ -141,7 +142,7 @@ class LogitRules:
 
     Attributes:
         grammar: Grammar masks.
-        allowed: The only tokens that these rows may choose.
+        allowed: Entries of the only tokens that their rows may choose.
         bias: Entries and the float32 values added to their logits.
         penalties: Penalties.
         banned: Tokens that may only be chosen if no other token is left.
@@ -189,7 +190,7 @@ def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" 
 
 
 def lift_bans(logits: torch.Tensor, rules: LogitRules, before: torch.Tensor, rows: torch.Tensor) -> None:
-    """Undo the bans of ``rows`` (bool ``[rows]``) that have no token left.
+    """Undo the bans in ``rows`` (bool ``[rows]``), which have no other token left.
 
     An example is a grammar that allows only the end of the sequence while min_tokens forbids it.
     """
@@ -217,7 +218,7 @@ def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
 
 
 def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
-    """Keep only these tokens in their rows."""
+    """Keep only the ``allowed`` tokens in the rows that have such tokens."""
     index = allowed.index(logits.device)
     kept = logits[index]
     logits[torch.from_numpy(np.unique(allowed.rows)).to(logits.device)] = NEVER
@@ -225,7 +226,8 @@ def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
 
 
 def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
-    """Divide positive logits by the repetition penalty and multiply others by it. Then subtract frequency and presence
+    """Divide positive logits by the repetition penalty and multiply other logits by the penalty. Then subtract
+    frequency and presence
     penalties.
     """
     entries = Entries(penalties.rows, penalties.token_ids)
@@ -244,13 +246,13 @@ def _byte_limits(device: torch.device) -> torch.Tensor:
 
 
 class BadWords:
-    """Token sequences that must not be generated. The last token of one is banned while the output ends with the rest
-    of it.
+    """Token sequences that must not be generated. The last token of a sequence is banned while the output ends with the
+    sequence's other tokens.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
-        # Keyed by the last token of the rest, so that few sequences are compared.
+        # Keyed by the token before the last one, so that few sequences are compared.
         self._by_token: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
         for word in words:
             if len(word) > 1:
@@ -319,7 +321,8 @@ class RequestRules:
             self.counts.append(token_id)
 
     def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
-        """Return the only tokens that may follow ``output``, or an empty array if all may. A token that ends the
+        """Return the only tokens that may follow ``output``, or an empty array if all tokens may follow. A token that
+        ends the
         reasoning has priority.
         """
         forced = self._forced(output)
@@ -343,7 +346,7 @@ class RequestRules:
 def join_rules(
     by_row: Sequence[tuple[int, RequestRules, npt.NDArray[np.integer]]], grammar: GrammarRows | None
 ) -> LogitRules:
-    """Return the rules of a step, from those of its rows with the output tokens of each row."""
+    """Return the rules of a step, from the rules and the output tokens of each row."""
     allowed = [(row, only) for row, rules, output in by_row if len(only := rules.allowed(output))]
     biased = [(row, rules) for row, rules, _ in by_row if len(rules.bias)]
     counted = [(row, rules.params, c) for row, rules, _ in by_row if (c := rules.counts) and len(c.token_ids)]

@@ -64,7 +64,7 @@ def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch
 
 
 def _ranks(descending: torch.Tensor) -> torch.Tensor:
-    """Return ranks ``[rows, n]`` of values in descending order. Equal values share the first one's rank."""
+    """Return ranks ``[rows, n]`` of values in descending order. Equal values have the rank of the first of them."""
     ranks = torch.arange(descending.shape[1], device=descending.device).expand_as(descending).clone()
     ranks[:, 1:].masked_fill_(descending[:, 1:] == descending[:, :-1], 0)
     return ranks.cummax(dim=1).values + 1
@@ -84,8 +84,9 @@ class SamplingKernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest value of each row and a column, int64, ``[rows]`` each.
 
-        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, it is sampled
-        from the whole row by ``uniforms`` instead.
+        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
+        sampled
+        from the whole row with ``uniforms`` instead.
         """
 
 
@@ -127,9 +128,9 @@ class TorchSampler:
 
 
 def _num_nans(logits: torch.Tensor, peaks: torch.Tensor, rules: LogitRules) -> npt.NDArray[np.int64] | None:
-    """Return ``SampledTokens.num_nans`` of rows of which some have no finite peak."""
+    """Return ``SampledTokens.num_nans`` for a batch in which some rows have no finite peak."""
     wrong = logits.isnan() | (logits == float("inf"))
-    if rules.penalties is not None:  # a repetition penalty near 0 makes infinity of finite logits
+    if rules.penalties is not None:  # a repetition penalty near 0 turns finite logits into infinity
         wrong[Entries(rules.penalties.rows, rules.penalties.token_ids).index(logits.device)] = False
     counts: npt.NDArray[np.int64] = wrong.sum(dim=-1).cpu().numpy()
     nothing = (peaks == float("-inf")).cpu().numpy()
@@ -163,7 +164,7 @@ def _filter_inputs(
 
 
 class SplitSampler:
-    """``Sampler`` for whole logits, or for logits of which this rank has only some columns.
+    """``Sampler`` for complete logits, or for logits of which this rank has only some columns.
 
     If all rows are greedy and without rules, ranks exchange only their likeliest tokens. Otherwise they exchange all
     logits. Every rank samples and gets the same tokens.
@@ -199,7 +200,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def final_runs(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the next tokens of each request: its accepted drafts, and one more.
+    """Return the next tokens of each request: its accepted drafts, and one more token.
 
     Args:
         token_ids: int64 ``[rows]``, sampled tokens. A request has one row more than drafts, and row j follows ``drafts[i][:j]``.

@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Late(Generic[T]):
-    """A result that is not ready yet. ``wait`` returns it once it is ready, or raises its error. Thread-safe."""
+    """A result that is not ready yet. ``wait`` returns the result once it is ready, or raises the error of the work.
+    Thread-safe.
+    """
 
     wait: Callable[[], T]
 
@@ -28,19 +30,20 @@ class Arrival(Protocol):
     """A copy of numbers from a device to the host. Thread-safe, and may be queried repeatedly."""
 
     def arrived(self) -> bool:
-        """Return whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return immediately."""
 
     def wait(self) -> npt.NDArray[Any]:
         """Return the numbers in their original shape. Raises the error of the work that produces them."""
 
 
 BeginCopy = Callable[[torch.Tensor], Arrival]
-"""Begins to copy a tensor to the host, after the work that computes the tensor."""
+"""Function that begins to copy a tensor to the host, after the work that computes the tensor."""
 
 
 def begin_copy(tensor: torch.Tensor) -> Arrival:
-    """Begin to copy ``tensor`` to the host, without waiting for its device. Work that overwrites the tensor may be
-    launched at once.
+    """Begin to copy ``tensor`` to the host, without waiting for its device.
+
+    Work that overwrites the tensor may be launched immediately after this call.
     """
     return _Copied(tensor) if tensor.device.type == "cpu" else _PinnedCopy(tensor)
 
@@ -66,7 +69,7 @@ class _PinnedCopy:
 
 
 class _Copied:
-    """A copy of a CPU tensor, which is complete at once."""
+    """A copy of a CPU tensor, which is complete immediately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()
@@ -81,8 +84,9 @@ class _Copied:
 
 
 class CompletionThread:
-    """Waits for late results in the order in which they are submitted, and resolves their futures. A daemon thread: a
-    result that never arrives does not keep the process alive.
+    """Waits for late results in the order in which they are submitted, and resolves their futures.
+
+    The thread is a daemon thread, so a result that never arrives does not keep the process alive.
     """
 
     def __init__(self, name: str = "completion") -> None:
@@ -110,12 +114,12 @@ def run_into(future: "Future[T]", call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as e:  # The future's reader handles the error.
         future.set_exception(e)
-        # The error holds this frame, and the frame would keep the failed step's objects alive.
+        # The error references this frame, and the frame would keep the failed step's objects alive.
         del future, call
 
 
 class DeviceThread:
-    """Runs calls one after the other. A daemon thread: a call that never returns does not keep the process alive.
+    """Runs calls one after the other, on a daemon thread. A call that never returns does not keep the process alive.
 
     A call that only launches work on a device may return a ``Late``. The thread then continues, and another thread
     waits for the result.
@@ -172,5 +176,5 @@ class DeviceThread:
             self._completions.resolve(future, result)
         except BaseException as e:  # The future's reader handles the error.
             future.set_exception(e)
-            # The error holds this frame, and the frame would keep the failed step's objects alive.
+            # The error references this frame, and the frame would keep the failed step's objects alive.
             del future, call

@@ -15,14 +15,16 @@ class WorkerError(PenstockError):
 
 
 class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
-    """A worker has ended, hangs, or computed other results than the others. No worker of the engine computes any more."""
+    """A worker has exited, hangs, or computed different results than the other workers. The engine's workers no longer
+    compute.
+    """
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """An error that a worker raised.
 
     Attributes:
-        kind: The family of the error's class.
+        kind: Category of the error's class.
         name: The class of the error.
         message: The error's message.
         request: The request error, if the error is a RequestFailed.

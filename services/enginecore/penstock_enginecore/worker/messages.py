@@ -1,9 +1,10 @@
 """Messages between the engine and its workers, encoded with msgpack, one per ring entry. No message is pickled.
 
-All workers get the same calls in the same order. Each numbered call is answered, in that order. A step is two messages:
-``Execute``, which has no answer of its own, and ``Sample``.
+All workers get the same calls in the same order. Workers answer each numbered call, in the order of the calls. A step
+consists of two messages: ``Execute``, which is not answered, and ``Sample``.
 
-Messages hold the structs that the engine and its workers use. A copy of a struct field by field would lose fields that
+Messages contain the structs that the engine and its workers use. A copy of a struct field by field would lose fields
+that
 are added to the struct later.
 """
 
@@ -25,13 +26,13 @@ from penstock_enginecore.worker.failures import Failure
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A host of an engine's workers.
+    """Host that runs workers of an engine.
 
     Attributes:
         first_rank: Rank of the host's first worker.
         num_workers: Number of workers on the host.
-        meeting: The host:port at which the workers of all nodes connect to each other.
-        address: IP address at which other nodes reach the workers of this one.
+        meeting: host:port of the store through which the workers of all nodes find each other.
+        address: IP address at which other nodes reach the workers of this node.
     """
 
     first_rank: int
@@ -43,7 +44,8 @@ class Node(msgspec.Struct, frozen=True):
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of one worker.
 
-    The workers on a node have separate devices, by their place on the node, and equal shares of the cores.
+    Each worker on a node uses a separate device, selected by the worker's index on the node. The node's cores are
+    divided equally among the workers.
 
     Attributes:
         engine: Settings of the engine, the same for all workers.
@@ -83,7 +85,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tensor_rank(self) -> int:
-        """Index of the worker's share of its stage's layers."""
+        """Index of the worker's part of each layer in its stage."""
         return self.rank % self.engine.executor.tensor_parallel_size
 
     @property
@@ -156,7 +158,7 @@ class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
-    """Loads an adapter while steps run. Loads have numbers of their own, and are answered when they are done."""
+    """Loads an adapter while steps run. Loads have separate numbers, and are answered when they are complete."""
 
     number: int
     lora: LoraRequest
@@ -169,9 +171,9 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
-    """Calls a method of ``WorkerCopies`` after the preceding steps, or at once while steps run (``read``).
+    """Calls a method of ``WorkerCopies`` after the preceding steps. ``read`` runs immediately, while steps run.
 
-    Copies have numbers of their own, and are answered when they are done. ``arguments`` is a msgpack list.
+    Copies have separate numbers, and are answered when they are complete. ``arguments`` is a msgpack list.
     """
 
     number: int
@@ -193,7 +195,8 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The end of a step. One worker of the last stage sends the tokens, and its other workers send only the digest.
+    """The end of a step. One worker of the last stage sends the tokens, and the other workers of that stage send only
+    the digest.
 
     Attributes:
         number: Number of the call.
@@ -228,7 +231,7 @@ class Copied(msgspec.Struct, frozen=True, tag="copied"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Statistics of the worker, which it sends from time to time."""
+    """Statistics of the worker, which the worker sends at intervals."""
 
     stats: WorkerStats
 
@@ -241,7 +244,7 @@ def _to_builtins(value: Any) -> Any:
     """Encode a numpy array as its dtype, its shape and its bytes. The bytes are written from the array's own memory."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-    raise TypeError(f"a message between engine and worker cannot hold a {type(value).__name__}")
+    raise TypeError(f"a message between engine and worker cannot contain a {type(value).__name__}")
 
 
 def _from_builtins(kind: Any, value: Any) -> Any:
@@ -249,7 +252,7 @@ def _from_builtins(kind: Any, value: Any) -> Any:
     if get_origin(kind) is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    raise TypeError(f"a message between engine and worker cannot hold a {kind}")
+    raise TypeError(f"a message between engine and worker cannot contain a {kind}")
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_to_builtins).encode
@@ -273,8 +276,9 @@ def execute(step: SchedulerOutput) -> Execute:
 
 
 def digest_of(output: ModelRunnerOutput) -> bytes:
-    """Return a hash of a step's tokens, their request ids, and the ids of media that could not be encoded. If the last
-    part differs between workers, their embeddings differ.
+    """Return a hash of a step's tokens, their request ids, and the ids of media that could not be encoded.
+
+    If the ids of media differ between workers, the workers' embeddings differ.
     """
     told = encode((output.request_ids, output.sampled_token_ids, sorted(output.encoder_failures)))
     return hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest()

@@ -55,7 +55,7 @@ def test_each_layer_lies_as_the_backend_says_for_the_block_size_it_gets() -> Non
 
 def test_blocks_that_hold_no_whole_tiles_are_refused() -> None:
     memory = make_memory({"layer": SPEC}, lambda *_: TILES_OF_4)
-    with pytest.raises(ValueError, match="blocks of 6 tokens are not a multiple of the layout's tiles of 4"):
+    with pytest.raises(ValueError, match="the block size of 6 tokens is not a multiple of the layout's tile of 4"):
         memory.throwaway(6, 2)
 
 

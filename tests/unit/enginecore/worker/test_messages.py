@@ -137,7 +137,7 @@ def test_a_bitmask_arrives_and_may_be_written_to(rows: Any) -> None:
 
 
 def test_a_message_that_holds_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="cannot hold an? object"):
+    with pytest.raises(TypeError, match="cannot contain an? object"):
         encode(Sample(3, object()))  # type: ignore[arg-type]
 
 

@@ -39,7 +39,7 @@ class EncoderItem:
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """Encoded item: ``rows`` ``[num_embeds, width]`` on the device, or the ``failure`` if there are none."""
+    """Encoded item: ``rows`` ``[num_embeds, width]`` on the device, or the ``failure`` if encoding failed."""
 
     identifier: str
     rows: torch.Tensor | None
@@ -64,8 +64,9 @@ RopeIndex = Callable[[Sequence[int], Sequence[MultiModalFeature]], RopePositions
 class MediaEncoder(Protocol):
     """Media encoders of a model on its device, computed in slices between forward passes.
 
-    One thread calls, with gradients off. Embeddings do not depend on the slices or on other items: equal items give
-    identical bits.
+    All calls come from one thread, with gradients off. Embeddings do not depend on the slices or on other items, so
+    equal
+    items get bit-identical embeddings.
     """
 
     media: Sequence[MediaInfo]
@@ -74,7 +75,7 @@ class MediaEncoder(Protocol):
     num_deepstack: int
     """Number of layers that get separate embeddings, which follow the main embedding in each row. 0 for most models."""
     rope_positions: RopeIndex | None
-    """Returns rotary positions of a prompt with sections, or None if tokens have a single position."""
+    """Function that returns rotary positions of a prompt with sections, or None if each token has a single position."""
     modules: Sequence[torch.nn.Module]
     """All modules with weights, in the model's order. They move when the engine sleeps."""
 
@@ -87,8 +88,9 @@ class MediaEncoder(Protocol):
     def advance(self, budget: int) -> list[EncodedItem]:
         """Compute items in order and return those that are done. Errors of a single item are never raised.
 
-        At least one block of the first item is computed. More follow while the next block costs at most the remaining
-        ``budget``, in embeddings times blocks.
+        At least one block of the first item is computed. More blocks are computed while the cost of the next block is
+        at
+        most the remaining ``budget``. The budget counts embeddings times blocks.
         """
 
     @property
@@ -96,7 +98,7 @@ class MediaEncoder(Protocol):
         """Whether the queue has items."""
 
     def largest(self, modality: Modality) -> EncoderItem:
-        """Return an item of the largest size that the model takes, for memory profiling."""
+        """Return an item of the largest size that the model accepts, for memory profiling."""
 
 
 # Tensors of an item: checks, and conversion to torch.
@@ -118,7 +120,7 @@ class Spec:
     Attributes:
         dtypes: Accepted dtypes.
         shape: Required size of each dimension, or None for any size except 0.
-        wanted: The tensor is required.
+        wanted: Whether the tensor is required.
     """
 
     dtypes: tuple[TensorDtype, ...]
@@ -135,18 +137,18 @@ class Spec:
         if not fits:
             raise ItemError(f"{name} has the shape {_named(tensor.shape)}; it must be {_named(self.shape)}")
         if len(tensor.data) != (wanted := prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]):
-            raise ItemError(f"{name} has {len(tensor.data)} bytes; its shape and dtype make {wanted}")
+            raise ItemError(f"{name} has {len(tensor.data)} bytes; its shape and dtype need {wanted}")
 
 
 def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
     """Return ``data`` as new tensors on the host. Raises ItemError unless it matches ``specs``."""
     if unknown := sorted(data.keys() - specs.keys()):
-        raise ItemError(f"a tensor is called {unknown[0]!r}; this model takes {', '.join(specs)}")
+        raise ItemError(f"unknown tensor {unknown[0]!r}; this model accepts {', '.join(specs)}")
     read: dict[str, torch.Tensor] = {}
     for name, spec in specs.items():
         if name not in data:
             if spec.wanted:
-                raise ItemError(f"{name} is missing; this model takes {', '.join(_wanted(specs))}")
+                raise ItemError(f"{name} is missing; this model needs {', '.join(_wanted(specs))}")
             continue
         spec.check(name, data[name])
         read[name] = to_torch(data[name])

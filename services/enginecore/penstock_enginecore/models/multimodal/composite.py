@@ -1,4 +1,4 @@
-"""Checkpoints with media encoders. All weights are read once, and the text model is served like any other."""
+"""Checkpoints with media encoders. All weights are read once, and the text model is served like any other text model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,13 +48,14 @@ _FAMILIES = {
 }
 """Module and class of each family."""
 _REFUSED = {
-    "mllama": "its layers see images by cross-attention, which the KV cache does not hold",
+    "mllama": "its layers read images by cross-attention, which the KV cache does not support",
     "paligemma": "tokens of its prompts attend to later tokens",
 }
 
 
 def family_of(config: PretrainedConfig) -> type[Family]:
-    """Return the family of a configuration that contains a text model. Raises ModelLoadError, with the reason, if it is
+    """Return the class for the media encoders of a configuration that contains a text model. Raises ModelLoadError,
+    with the reason, if it is
     unsupported.
     """
     kind = config.model_type
@@ -71,7 +72,7 @@ def family_of(config: PretrainedConfig) -> type[Family]:
         if not reason:
             return family
     named = ", ".join(config.architectures or ()) or kind
-    raise ModelLoadError(f"{named} is not supported: {reason}; docs/guides/multimodal.md lists what is")
+    raise ModelLoadError(f"{named} is not supported: {reason}; docs/guides/multimodal.md lists the supported models")
 
 
 # Causal language models of text models for which transformers has no such class, because they are only part of
@@ -136,8 +137,9 @@ _TEXT_SECTION = "text_config"
 
 
 class Separated(NamedTuple):
-    """Parts of a multimodal model. ``text`` is a separate causal language model with the weights; ``towers`` is the
-    rest.
+    """Parts of a multimodal model. ``text`` is a separate causal language model with the weights. ``towers`` is the
+    model
+    without the text model.
     """
 
     text: PreTrainedModel
@@ -148,8 +150,8 @@ class Separated(NamedTuple):
 class Composite:
     """Checkpoint whose ``config`` contains a text model's configuration.
 
-    The loader uses it like one of transformers' auto classes. The model is made without media encoders unless
-    ``with_towers``.
+    The loader uses it like one of transformers' auto classes. If ``with_towers`` is false, the model is created without
+    media encoders.
     """
 
     config: PretrainedConfig
@@ -215,7 +217,8 @@ class Composite:
     ) -> TowerEncoder | None:
         """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError.
 
-        Their weights are converted to dense weights in the dtype of the computation. ``directory`` has the processors'
+        The encoders' weights are converted to dense weights in the dtype of the computation. ``directory`` has the
+        processors'
         files, and ``max_tokens`` is the longest prompt.
         """
         if not self.with_towers:
@@ -227,8 +230,9 @@ class Composite:
         return TowerEncoder(self.family(towers, checkpoint), device, dtypes.computed)
 
     def _class(self) -> type[PreTrainedModel]:
-        """Return transformers' class, changed so that media encoders use torch's attention, or do not exist and are not
-        read.
+        """Return transformers' class, changed so that media encoders use torch's attention.
+
+        Without ``with_towers``, the class has no media encoders, and their weights are not read.
         """
         mapping: Any = AutoModelForMultimodalLM._model_mapping
         entry = mapping[type(self.config)]

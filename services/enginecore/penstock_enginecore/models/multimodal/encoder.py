@@ -1,4 +1,6 @@
-"""``MediaEncoder`` for all families. It has a queue of items and computes the first item block by block."""
+"""``MediaEncoder`` for all supported models. The encoder has a queue of items and computes the first item block by
+block.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +36,7 @@ class SlicedRun:
     """Run of a media encoder that pauses after a given number of blocks.
 
     The encoder's forward pass runs in a greenlet with separate context variables. The same thread must call each time.
-    torch's modes belong to threads, so each slice enters inference mode.
+    torch's modes are per thread, so each slice enters inference mode.
     """
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:
@@ -49,7 +51,8 @@ class SlicedRun:
     def advance(self, num_blocks: int) -> torch.Tensor | None:
         """Compute up to ``num_blocks`` blocks, and return the result after the last block, or None before.
 
-        The first call also computes the parts before the blocks, and the last one those after. Raises the errors of the
+        The first call also computes the parts before the blocks, and the last call computes the parts after the blocks.
+        Raises the errors of the
         encoder.
         """
         run = self._greenlet
@@ -74,7 +77,7 @@ class _BlockGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no type hi
         self.allowed = 0
 
     def pass_block(self) -> None:
-        """Count a computed block, and pause if no more are allowed."""
+        """Count a computed block, and pause if no more blocks are allowed."""
         self.blocks_left -= 1
         self.allowed -= 1
         if self.allowed <= 0 and self.blocks_left > 0 and self.parent is not None:
@@ -99,7 +102,8 @@ def _passed(module: torch.nn.Module, inputs: object, output: object) -> None:  #
 class QuickGELU(torch.nn.Module):
     """Quick GELU, bit-identical to transformers' module.
 
-    That module fills three buffers of the input's size. For a large image on a CPU, allocating their pages takes seven
+    transformers' module fills three buffers of the input's size. For a large image on a CPU, allocating their pages
+    takes seven
     times as long as the arithmetic.
     """
 
@@ -135,7 +139,8 @@ class _Begun:
 class TowerEncoder:
     """Media encoders of ``family``, computed in slices.
 
-    Items are computed one at a time. In a batch they could give other bits, because libraries choose algorithms by
+    Items are computed one at a time. In a batch, results could differ in some bits, because libraries choose algorithms
+    by
     size.
     """
 
@@ -193,12 +198,12 @@ class TowerEncoder:
             except ItemError as e:
                 done.append(self._fail(item, str(e)))
             except Exception as e:
-                logger.warning("media encoder failed on an item of %d embeddings", item.num_embeds, exc_info=True)
+                logger.warning("media encoder failed num_embeds=%d", item.num_embeds, exc_info=True)
                 done.append(self._fail(item, f"the model's media encoder failed: {type(e).__name__}: {_first_line(e)}"))
         return done
 
     def largest(self, modality: Modality) -> EncoderItem:
-        """Return an item of the largest size that the model takes."""
+        """Return an item of the largest size that the model accepts."""
         intake = self._family.by_modality[modality]
         tensors = intake.largest_tensors()
         data = {name: to_data(tensor) for name, tensor in tensors.items()}
@@ -208,10 +213,10 @@ class TowerEncoder:
         if self._begun is None:
             intake = self._family.by_modality.get(item.modality)
             if intake is None:
-                raise ItemError(f"the model takes {' and '.join(self._family.by_modality)}, but not {item.modality}")
+                raise ItemError(f"the model accepts {' and '.join(self._family.by_modality)}, but not {item.modality}")
             tensors = read_tensors(item.data, intake.specs)
             if (rows := intake.count(tensors)) != item.num_embeds:
-                raise ItemError(f"its tensors make {rows} embeddings, but the prompt has room for {item.num_embeds}")
+                raise ItemError(f"the tensors make {rows} embeddings, but the prompt has {item.num_embeds}")
             tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
             run = SlicedRun(lambda: intake.encode(tensors), len(self._family.blocks))
             self._begun = _Begun(item, run)
@@ -246,7 +251,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-# Attention function of media encoders. It replaces torch's if another implementation is registered.
+# Attention function of media encoders. It calls another implementation than torch's if one is registered.
 
 _NAME = "penstock_towers"
 
@@ -255,7 +260,7 @@ class Attends(Protocol):
     """Bidirectional attention of whole sequences."""
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether tensors ``[sequences, heads, tokens, head size]`` of these kinds are supported."""
+        """Return whether tensors ``[sequences, heads, tokens, head size]`` of these shapes and dtypes are supported."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output ``[sequences, tokens, heads, value size]``."""
@@ -265,7 +270,7 @@ _attending: WeakKeyDictionary[torch.nn.Module, Attends] = WeakKeyDictionary()
 
 
 def attend_by(tower: torch.nn.Module, attends: Attends) -> None:
-    """Let ``attends`` compute the attention calls of ``tower`` that it supports. torch computes the others."""
+    """Let ``attends`` compute the attention calls of ``tower`` that it supports. torch computes the other calls."""
     for module in tower.modules():
         config: Any = getattr(module, "config", None)
         # A configuration with several sections also belongs to the text model, so leave it unchanged.

@@ -25,7 +25,8 @@ class Normalization:
     def of(cls, settings: Mapping[str, Any]) -> "Normalization":
         """Return the normalization for a processor's settings, with the same rounding as transformers' PIL processors.
 
-        These multiply in float64, round to float32, subtract the mean and divide by the standard deviation.
+        The PIL processors multiply in float64, round to float32, subtract the mean and divide by the standard
+        deviation.
         """
         mean, std = _per_channel(settings["image_mean"]), _per_channel(settings["image_std"])
         levels = np.arange(_LEVELS)
@@ -42,14 +43,14 @@ class Normalization:
         return Normalization(self.table.to(device))
 
     def apply(self, pixels: torch.Tensor, channels: int) -> torch.Tensor:
-        """Return normalized pixels, float32, in the same shape. Dimension ``channels`` holds the colours.
+        """Return normalized pixels, float32, in the same shape. Dimension ``channels`` has the colours.
 
-        Floating-point pixels count as normalized already.
+        Floating-point pixels are treated as already normalized.
         """
         if pixels.dtype != torch.uint8:
             return pixels.float()
         if (count := pixels.shape[channels]) != len(self.table):
-            raise ValueError(f"pixels have {count} colours; the checkpoint's processor knows {len(self.table)}")
+            raise ValueError(f"pixels have {count} colours; the checkpoint's processor has {len(self.table)}")
         row = torch.arange(0, count * _LEVELS, _LEVELS, dtype=torch.int32, device=pixels.device)
         places = pixels + row.view(-1, *[1] * (pixels.dim() - channels - 1))
         return self.table.flatten().index_select(0, places.flatten()).view(pixels.shape)
@@ -66,8 +67,8 @@ _KEYS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_st
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """Settings of a checkpoint's processors. ``processor`` has the common settings, the others are empty if there are
-    none.
+    """Settings of a checkpoint's processors. ``processor`` has the common settings. The other fields are empty if the
+    checkpoint has no such settings.
     """
 
     directory: Path
@@ -112,7 +113,7 @@ class ProcessorSettings:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """Return the settings in ``file``, or none if it does not exist. Raises ModelLoadError."""
+    """Return the settings in ``file``, or no settings if the file does not exist. Raises ModelLoadError."""
     try:
         found = read_json(file)
     except FileNotFoundError:
@@ -120,5 +121,5 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as e:
         raise ModelLoadError(f"{file} cannot be read: {e}") from e
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{file} holds no settings")
+        raise ModelLoadError(f"{file} is not a JSON object with settings")
     return found

@@ -57,7 +57,7 @@ def test_an_image_whose_tiles_are_not_those_of_its_size_is_refused(directory: Pa
     encoder.start(item({**tensors, "image_sizes": torch.tensor([[0, 90]])}, 70, identifier="two"))
     assert [each.failure for each in encoder.advance(0)] == [
         "pixel_values has 5 tiles; an image of 30x90 has 4",
-        "image_sizes says 0x90",
+        "image_sizes is 0x90",
     ]
 
 
@@ -99,7 +99,7 @@ def test_one_of_several_images_in_tiles_is_refused(onevision: tuple[Path, Any]) 
     tensors = image_tensors("llava_onevision", onevision[0], (50, 40))
     encoder.start(item({**tensors, "batch_num_images": torch.tensor([2])}, 17))
     (done,) = encoder.advance(0)
-    assert done.failure == "pixel_values has 5 tiles; one of several images has 1"
+    assert done.failure == "pixel_values has 5 tiles; each of several images must have 1"
 
 
 def test_a_squeezed_image_counts_by_what_is_left(onevision: tuple[Path, Any]) -> None:

@@ -158,7 +158,7 @@ def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("mllama", "mllama is not supported: its layers see images by cross-attention"),
+        ("mllama", "mllama is not supported: its layers read images by cross-attention"),
         ("paligemma", "paligemma is not supported: tokens of its prompts attend to later tokens"),
         (
             "chameleon",

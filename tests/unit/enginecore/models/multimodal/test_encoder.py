@@ -125,13 +125,13 @@ FLOATS = torch.zeros(1, 3, 32, 32)
 NAN = FLOATS.clone()
 NAN[0, 1, 2, 3] = float("nan")
 WRONG = [
-    (None, "pixel_values is missing; this model takes pixel_values"),
+    (None, "pixel_values is missing; this model needs pixel_values"),
     (to_data(FLOATS.double()), "pixel_values is float64; it must be uint8 or float32 or float16 or bfloat16"),
     (to_data(FLOATS[0]), "pixel_values has the shape [3, 32, 32]; it must be [1, 3, 32, 32]"),
     (to_data(FLOATS[..., :16]), "pixel_values has the shape [1, 3, 32, 16]; it must be [1, 3, 32, 32]"),
     (
         TensorData(dtype="uint8", shape=(1, 3, 32, 32), data=b"1"),
-        "pixel_values has 1 bytes; its shape and dtype make 3072",
+        "pixel_values has 1 bytes; its shape and dtype need 3072",
     ),
     (to_data(NAN), "pixel_values has numbers that are not finite, or beyond 65504"),
     (to_data(FLOATS + float("inf")), "pixel_values has numbers that are not finite, or beyond 65504"),
@@ -156,19 +156,19 @@ def test_wrong_tensors_fail_their_item_alone(
 def test_a_tensor_that_is_not_known_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(with_data(image("a"), weights=to_data(FLOATS)))
     (done,) = finish(encoder)
-    assert done.failure == "a tensor is called 'weights'; this model takes pixel_values"
+    assert done.failure == "unknown tensor 'weights'; this model accepts pixel_values"
 
 
 def test_a_modality_that_the_model_does_not_take_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(EncoderItem("a", "audio", 16, image("a").data))
     (done,) = finish(encoder)
-    assert done.failure == "the model takes image, but not audio"
+    assert done.failure == "the model accepts image, but not audio"
 
 
 def test_a_number_of_rows_that_the_prompt_has_no_room_for_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(EncoderItem("a", "image", 17, image("a").data))
     (done,) = finish(encoder)
-    assert done.failure == "its tensors make 16 embeddings, but the prompt has room for 17"
+    assert done.failure == "the tensors make 16 embeddings, but the prompt has 17"
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

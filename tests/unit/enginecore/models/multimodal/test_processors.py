@@ -68,7 +68,7 @@ def test_floats_are_normalized_already(dtype: torch.dtype) -> None:
 
 
 def test_other_numbers_of_colours_are_refused() -> None:
-    with pytest.raises(ValueError, match="pixels have 4 colours; the checkpoint's processor knows 3"):
+    with pytest.raises(ValueError, match="pixels have 4 colours; the checkpoint's processor has 3"):
         Normalization.of(SETTINGS).apply(torch.zeros(1, 4, 2, 2, dtype=torch.uint8), 1)
 
 
@@ -111,7 +111,7 @@ def test_a_default_that_is_not_known_is_told(tmp_path: Path) -> None:
         table(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read"), ("[]", "holds no settings")])
+@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read"), ("[]", "is not a JSON object with settings")])
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(content)
     with pytest.raises(ModelLoadError, match=said):

@@ -141,7 +141,7 @@ def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
 def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> None:
     tokens, features = prompt(model, [Part(height=2, width=3)])
     wrong = MultiModalFeature(modality="image", identifier="0" * 64, offset=0, length=5, data=features[0].data)
-    with pytest.raises(ValueError, match="a grid of 6 embeddings stands at 5 positions"):
+    with pytest.raises(ValueError, match="a grid has 6 embeddings, but 5 positions"):
         model.encoder.rope_positions(tokens, [wrong])
 
 
@@ -149,7 +149,7 @@ def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> Non
     ("tensors", "why"),
     [
         ({}, "image_grid_thw is missing"),
-        ({"image_grid_thw": TensorData("int64", (1, 3), np.array([-1, -4, 4]).tobytes())}, "must be 1 at least"),
+        ({"image_grid_thw": TensorData("int64", (1, 3), np.array([-1, -4, 4]).tobytes())}, "must be at least 1"),
         ({"image_grid_thw": TensorData("int64", (3,), bytes(24))}, "has the shape"),
         ({"image_grid_thw": TensorData("float32", (1, 3), bytes(12))}, "is float32"),
         ({"image_grid_thw": TensorData("int64", (1, 3), bytes(23))}, "has 23 bytes"),

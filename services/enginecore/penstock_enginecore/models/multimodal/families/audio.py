@@ -52,10 +52,10 @@ class _MaskedWindow(_Audio):
         mask = tensors[_MASK][0].bool()
         length = int(mask.sum())
         if not bool(mask[:length].all()):
-            raise ItemError(f"{_MASK} has holes")
+            raise ItemError(f"{_MASK} is not contiguous")
         rows = self._lengths(length)[1]
         if rows < 1:
-            raise ItemError(f"{_MASK} leaves {length} steps of sound, which make no embedding")
+            raise ItemError(f"{_MASK} selects {length} time steps, too few for an embedding")
         return rows
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _MaskedWindow(_Audio):
 
 
 class _Windows(_Audio):
-    """Windows that are encoded completely, including silence at the end of the last one."""
+    """Windows that are encoded completely, including silence at the end of the last window."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:

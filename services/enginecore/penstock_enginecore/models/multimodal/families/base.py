@@ -25,8 +25,8 @@ class Checkpoint:
     """Checkpoint with media encoders.
 
     Attributes:
-        config: Configuration of the whole model.
-        directory: Folder of its files.
+        config: Configuration of the complete model.
+        directory: Folder of the checkpoint's files.
         max_tokens: Tokens of the longest prompt, and so of the largest item.
     """
 
@@ -44,8 +44,8 @@ class Checkpoint:
 class Intake(ABC):
     """Encodes items of one ``modality``.
 
-    ``towers`` is transformers' model without its text model. Tensors have the names and shapes of the family's
-    transformers processor.
+    ``towers`` is transformers' model without its text model. Tensors have the names and shapes that the model's
+    transformers processor returns.
     """
 
     modality: Modality = "image"
@@ -65,7 +65,7 @@ class Intake(ABC):
     @property
     @abstractmethod
     def max_embeds(self) -> int:
-        """Embeddings of the largest item."""
+        """Number of embeddings of the largest item."""
 
     @property
     def max_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Intake(ABC):
 
     @abstractmethod
     def largest_tensors(self) -> Tensors:
-        """Return the tensors of an item of the largest size that the model and its prompts take."""
+        """Return the tensors of an item of the largest size that the model accepts and that fits into a prompt."""
 
     @property
     def processor_settings(self) -> Mapping[str, Any]:
@@ -91,7 +91,7 @@ class Intake(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the encoder, which is that of its first floating-point weight."""
+        """The dtype of the encoder, which is the dtype of the first floating-point weight."""
         dtypes: list[torch.dtype] = [each.dtype for each in self.towers.parameters() if each.is_floating_point()]
         return dtypes[0]
 
@@ -107,7 +107,7 @@ class Intake(ABC):
     def pixels(self, tensor: torch.Tensor, channels: int) -> torch.Tensor:
         """Return normalized pixels in the encoder's dtype."""
         if self.normalization is None:
-            raise TypeError(f"{type(self).__name__} takes no pixels")
+            raise TypeError(f"{type(self).__name__} does not accept pixels")
         return self.normalization.apply(tensor, channels).to(self.dtype)
 
     def _normalization(self) -> Normalization | None:
@@ -153,11 +153,12 @@ class Family:
             module for module in self.towers.modules() if isinstance(module, GradientCheckpointingLayer)
         ]
         if not found:
-            raise ModelLoadError(f"{type(self.towers).__name__} is not supported: its tower has no blocks")
+            raise ModelLoadError(f"{type(self.towers).__name__} is not supported: its media encoder has no blocks")
         return found
 
     def _num_used(self) -> int:
-        """Return the number of blocks up to the last one whose states make the embeddings. The states before the first
+        """Return the number of blocks up to the last one whose states are used for the embeddings. The states before
+        the first
         block have index 0.
         """
         layers = getattr(self.config, "vision_feature_layer", -1)
@@ -168,7 +169,7 @@ class Family:
         return min(max(*chosen, 1), total)
 
     def _skip_blocks(self) -> None:
-        """Replace the blocks after those with pass-through blocks without weights."""
+        """Replace the unused blocks at the end by pass-through blocks without weights."""
         for block in self._all_blocks[self._num_used() :]:
             block.forward = _unchanged  # transformers counts states by the class of blocks
             block._modules.clear()
@@ -199,7 +200,7 @@ class SquareFamily(Family):
         if tower.model_type not in SQUARE_TOWERS:
             return f"its vision encoder is {tower.model_type}; supported are {', '.join(SQUARE_TOWERS)}"
         if not isinstance(tower.image_size, int) or not isinstance(tower.patch_size, int):
-            return "its vision encoder takes images that are not square"
+            return "its vision encoder uses images that are not square"
         return None
 
 

@@ -87,7 +87,7 @@ class _Images(Intake):
     def count(self, tensors: Tensors) -> int:
         height, width = tensors[_SIZES][0].tolist()
         if height <= 0 or width <= 0:
-            raise ItemError(f"{_SIZES} says {height}x{width}")
+            raise ItemError(f"{_SIZES} is {height}x{width}; both must be above 0")
         tiles, found = self.num_tiles((height, width)), tensors[_PIXELS].shape[1]
         if found != tiles:
             raise ItemError(f"{_PIXELS} has {found} tiles; an image of {height}x{width} has {tiles}")
@@ -122,7 +122,7 @@ class _Images(Intake):
         return self._in_grid(*self._squeezed(*_unpadded(rows * self.patches, columns * self.patches, size)))
 
     def _in_grid(self, height: int, width: int) -> int:
-        """Return the embeddings of ``height`` times ``width`` patches in tiles, plus those of the whole image."""
+        """Return the embeddings of ``height`` times ``width`` patches in tiles, plus the embeddings of the whole image."""
         return positions_of_square(self.config) + height * (width + 1)
 
     def _squeezed(self, height: int, width: int) -> tuple[int, int]:
@@ -134,8 +134,9 @@ class _Images(Intake):
 
     @cached_property
     def _largest(self) -> tuple[int, tuple[int, int]]:
-        """Embeddings, height and width of the largest image that fits a prompt. It fills a grid in one direction; no
-        image has more embeddings.
+        """Embeddings, height and width of the largest image that fits a prompt.
+
+        This image fills a grid in one direction. No other image has more embeddings.
         """
         found: list[tuple[int, tuple[int, int]]] = []
         for grid_height, grid_width in self.config.image_grid_pinpoints:
@@ -151,7 +152,9 @@ class _Images(Intake):
 
 
 class _OneVisionImages(_Images):
-    """Images that are shrunk after the encoder if large. If a prompt has several images, each is one tile."""
+    """Images whose states are shrunk after the encoder if the image is large. If a prompt has several images, each is
+    one tile.
+    """
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -162,7 +165,7 @@ class _OneVisionImages(_Images):
         if not _is_one_of_several(tensors):
             return super().count(tensors)
         if (found := tensors[_PIXELS].shape[1]) != 1:
-            raise ItemError(f"{_PIXELS} has {found} tiles; one of several images has 1")
+            raise ItemError(f"{_PIXELS} has {found} tiles; each of several images must have 1")
         return positions_of_square(self.config) + 1
 
     def _options(self, tensors: Tensors) -> dict[str, Any]:

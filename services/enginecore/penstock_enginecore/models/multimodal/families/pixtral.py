@@ -38,10 +38,10 @@ class _Images(Intake):
     def count(self, tensors: Tensors) -> int:
         height, width = tensors[_SIZES][0].tolist()
         if (height, width) != tuple(tensors[_PIXELS].shape[2:]):
-            raise ItemError(f"{_SIZES} says {height}x{width}, and {_PIXELS} has {list(tensors[_PIXELS].shape)}")
+            raise ItemError(f"{_SIZES} is {height}x{width}, but {_PIXELS} has shape {list(tensors[_PIXELS].shape)}")
         longest = int(self.config.vision_config.image_size)
         if height % self.cell or width % self.cell or max(height, width) > longest:
-            raise ItemError(f"{_SIZES} says {height}x{width}; it must be multiples of {self.cell} up to {longest}")
+            raise ItemError(f"{_SIZES} is {height}x{width}; it must be multiples of {self.cell} up to {longest}")
         return int(height // self.cell * (width // self.cell))
 
     def encode(self, tensors: Tensors) -> torch.Tensor:

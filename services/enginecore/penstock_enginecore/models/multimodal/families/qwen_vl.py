@@ -51,7 +51,7 @@ class _Images(Intake):
         merge, patches = self._merge, len(tensors[self.pixels_name])
         if min(time, height, width) < 1 or height % merge or width % merge or time * height * width != patches:
             raise ItemError(
-                f"{self.grid_name} is {[time, height, width]}; it must make the {patches} patches of {self.pixels_name}, in "
+                f"{self.grid_name} is {[time, height, width]}; it must describe the {patches} patches of {self.pixels_name}, in "
                 f"multiples of {merge}"
             )
         return int(patches // merge**2)
@@ -157,7 +157,7 @@ class Qwen2VL(Family):
             parts.append(_text(start - at, position))
             position += start - at
             if (made := grid.time * grid.height * grid.width) != count:
-                raise ValueError(f"a grid of {made} embeddings stands at {count} positions")
+                raise ValueError(f"a grid has {made} embeddings, but {count} positions")
             parts.append(_vision(grid, position))
             position += max(grid.height, grid.width)
             at = start + count
@@ -168,7 +168,7 @@ class Qwen2VL(Family):
         )  # like text after the prompt; frames may have higher time positions
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
-        """Yield the start of each grid, its number of embeddings there, and the grid."""
+        """Yield the start of each grid, the number of embeddings, and the grid."""
         for feature in features:
             grid = self._grid(feature)
             runs = feature.embed_runs or (EmbedRun(0, feature.length),)
@@ -177,7 +177,7 @@ class Qwen2VL(Family):
             elif len(runs) == 1:
                 steps = [grid]
             else:
-                raise ValueError(f"{len(runs)} runs of embeddings stand for {grid.time} steps in time")
+                raise ValueError(f"there are {len(runs)} runs of embeddings for {grid.time} steps in time")
             for run, step in zip(runs, steps, strict=True):
                 yield feature.offset + run.start, run.count, step
 
@@ -185,7 +185,7 @@ class Qwen2VL(Family):
         name = _Video.grid_name if feature.modality == "video" else _Images.grid_name
         time, height, width = _read(feature, name, _GRID)[0].tolist()
         if min(time, height, width) < 1:
-            raise ValueError(f"{name} is {[time, height, width]}; all of it must be 1 at least")
+            raise ValueError(f"{name} is {[time, height, width]}; each number must be at least 1")
         merge = self.config.vision_config.spatial_merge_size
         return _Grid(time, height // merge, width // merge, self._interval(feature))
 
@@ -194,7 +194,7 @@ class Qwen2VL(Family):
 
 
 class Qwen25VL(Qwen2VL):
-    """Qwen2.5-VL. A second of video is a number of positions."""
+    """Qwen2.5-VL. The checkpoint sets the number of positions per second of video."""
 
     def _interval(self, feature: MultiModalFeature) -> float | torch.Tensor:
         if feature.modality != "video":

@@ -23,7 +23,7 @@ class _Tiles(Intake):
 
     pixels_name = _PIXELS
     between = 1
-    """Maximum number of tokens around the embeddings of each tile, and of the whole."""
+    """Maximum number of tokens around the embeddings of each tile, and around the whole item."""
 
     @property
     @abstractmethod
@@ -85,7 +85,7 @@ class _CroppedTiles(_Tiles):
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of the largest item. The family's processor always crops, independent of its image processor's
+        """Tiles of the largest item. The processor of these models always crops, independent of the image processor's
         settings.
         """
         most = int(self.processor_settings.get("max_patches") or _MAX_PATCHES)
