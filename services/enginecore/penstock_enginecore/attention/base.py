@@ -110,8 +110,7 @@ class StepPlan:
     """Data derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
 
     ``by_mask`` belongs to the backend. Its data is derived when the first layer with a mask attends. Keys are the
-    layer's
-    sliding window and attention chunk.
+    layer's sliding window and attention chunk.
     """
 
     metadata: AttentionMetadata
@@ -148,8 +147,7 @@ class AttentionBackend(Protocol):
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
         """Return the layout in which ``write`` and ``attend`` use a layer of ``spec``. Called when the layer's memory
-        is
-        allocated.
+        is allocated.
         """
         return SLOTS
 
@@ -191,6 +189,5 @@ class AttentionBackend(Protocol):
 
         The new tokens have been written already. ``query`` is ``[tokens, num_heads, head_size]``. ``key`` and ``value``
         are the keys and values of the new tokens, ``[tokens, num_kv_heads, head size]``, so a backend need not read
-        them from the
-        cache.
+        them from the cache.
         """

@@ -95,8 +95,7 @@ class CPUAttention(AttentionBackend):
         params: AttentionParams,
     ) -> torch.Tensor:
         """Compute attention. The work is planned when the first layer with a mask attends, because layers have
-        different
-        masks.
+        different masks.
         """
         mask = (params.sliding_window, params.attention_chunk)
         work = plan.by_mask.get(mask)

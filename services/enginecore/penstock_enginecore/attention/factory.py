@@ -50,8 +50,7 @@ def create_backend(
 
 def _misplaced(device: torch.device) -> str | None:
     """Return the backend that this device cannot run. Triton's interpreter runs on any device, but is fast enough only
-    for
-    tests.
+    for tests.
     """
     if device.type != "cpu":
         return "cpu"

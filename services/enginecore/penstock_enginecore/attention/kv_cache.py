@@ -163,8 +163,8 @@ class KVMemory:
         """Allocate the whole cache. Returns no caches for a model without attention over a cache.
 
         The i-th layers of all groups use the same memory, which is as wide as the widest of these layers. This is
-        possible,
-        because no block belongs to two groups. Raises ValueError for a block size that a layout does not support.
+        possible, because no block belongs to two groups. Raises ValueError for a block size that a layout does not
+        support.
         """
         if not self._specs:
             return {}
@@ -226,8 +226,7 @@ def num_groups(caches: LayerCaches) -> int:
 
 def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
     """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. A row has one block's data of all
-    layers
-    that use this memory.
+    layers that use this memory.
 
     Raises RuntimeError if the memory cannot be split into blocks.
     """
@@ -268,8 +267,7 @@ class KVArena(KVMemory):
     """Allocator of an arena ``[blocks, layers, 2, num_kv_heads, block_size, head size]``.
 
     Keys and values of a layer are views of the arena, in the layout ``HEADS``. If layers of several groups share
-    memory, a
-    block has as many parts as the largest group has layers.
+    memory, a block has as many parts as the largest group has layers.
     """
 
     def __init__(

@@ -65,9 +65,7 @@ class ModelRunner(Protocol):
 
     @property
     def experts(self) -> SharedExperts | None:
-        """State of the experts that the ranks of a data-parallel group share, or None if each rank has the whole
-        model.
-        """
+        """State of the experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
 
     @property
     def info(self) -> ModelInfo:
@@ -75,8 +73,8 @@ class ModelRunner(Protocol):
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache spec of each attention layer, by layer name in execution order. Empty for encoders, which have no
-        KV cache.
+        """KV cache spec of each attention layer, by layer name in execution order. Empty for encoders, which have no KV
+        cache.
         """
 
     @property
@@ -107,8 +105,7 @@ class ModelRunner(Protocol):
         """Run a step with the largest shapes on a temporary KV cache, so that the caller can measure the peak memory.
 
         The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of them. The step leaves
-        no
-        state.
+        no state.
         """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -122,8 +119,7 @@ class ModelRunner(Protocol):
 
     def execute_dummy_batch(self) -> None:
         """Compute a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
-        ranks
-        instead.
+        ranks instead.
         """
 
     def execute(self, step: SchedulerOutput) -> None:

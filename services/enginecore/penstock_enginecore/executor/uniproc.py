@@ -106,8 +106,7 @@ class UniprocExecutor:
         """Run the forward pass or the sampling of a step.
 
         After a step fails, later steps are refused: the rows of their requests may be half written, and their KV blocks
-        may
-        belong to other requests. Steps before the failed step may still complete.
+        may belong to other requests. Steps before the failed step may still complete.
         """
         if self._failed is not None and self._failed < step:
             raise RuntimeError("an earlier step failed")
@@ -139,8 +138,7 @@ class UniprocExecutor:
         """Start to read an adapter on a separate thread. Returns a future of the loaded adapter.
 
         ``make_room`` frees memory for the adapter while its files are read. The device thread adds the adapter after
-        the
-        step that is running.
+        the step that is running.
         """
         room: Future[None] = Future()
         loaded: Future[LoadedLora] = Future()
@@ -206,9 +204,7 @@ class UniprocExecutor:
         self._thread.call(roll_back)
 
     def recover(self) -> None:
-        """Wait for the worker to forget every request and compute a token. Raises the error if the computation
-        fails.
-        """
+        """Wait for the worker to forget every request and compute a token. Raises the error if the computation fails."""
 
         def recover() -> None:
             self._worker.recover()

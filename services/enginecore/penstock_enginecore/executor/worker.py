@@ -119,9 +119,8 @@ class Worker:
         """Return the number of bytes available for the KV cache.
 
         If ``cache.kv_cache_memory`` is set, that size is returned. Otherwise, the result is the free device memory
-        minus
-        the encoder cache. On a CPU, no profiling step runs, because its peak memory is small compared with the default
-        size.
+        minus the encoder cache. On a CPU, no profiling step runs, because its peak memory is small compared with the
+        default size.
         """
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
@@ -245,8 +244,7 @@ class Worker:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # The profiler would follow a symbolic link, so it writes to a private directory. The rename then replaces
-            # the link
-            # instead of its target.
+            # the link instead of its target.
             with tempfile.TemporaryDirectory(dir=path.parent) as private:
                 written = Path(private, path.name)
                 profiler.export_chrome_trace(str(written))

@@ -23,8 +23,7 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """Return ``array`` on ``device``. A copy to a GPU is queued behind the GPU's current work, and the host does not
-    wait
-    for the copy.
+    wait for the copy.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -231,8 +230,7 @@ class KeptWeights(Protocol):
 
     def read(self, model: LoadedModel) -> None:
         """Copy the weights of ``model`` into this pass's tensors. ``model`` is the same checkpoint on the host, and
-        cannot
-        be used afterwards.
+        cannot be used afterwards.
         """
 
 

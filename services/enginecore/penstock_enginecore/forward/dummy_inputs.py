@@ -63,8 +63,7 @@ class Probe:
     @classmethod
     def prompt(cls, vocab_size: int, demands: MediaDemands = NO_DEMANDS) -> "Probe":
         """Return a short prompt with tokens from all over the vocabulary. If there are ``demands``, the prompt contains
-        an
-        image.
+        an image.
         """
         probe = cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
         return replace(probe, demands=demands)

@@ -1,8 +1,7 @@
 """Faster implementations of a model or of its parts, and the check that their results match the model's own modules.
 
 A short prompt runs through the modules and through each candidate, each with a separate cache. The first candidate
-whose
-results match serves the model. The log names the rejected candidates and the reasons.
+whose results match serves the model. The log names the rejected candidates and the reasons.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,5 @@
 """Forward pass with transformers' own modules, and attention over the paged KV cache. Every supported model type can
-use
-this pass.
+use this pass.
 """
 
 import dataclasses
@@ -35,8 +34,7 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
 #
 # After the last layer, models compute more than a matrix product: soft caps, scales and casts. Therefore the model's
-# own
-# ``forward`` runs. During the call, a module that returns the given hidden states replaces the base model.
+# own ``forward`` runs. During the call, a module that returns the given hidden states replaces the base model.
 
 
 class _Replay(torch.nn.Module):
@@ -90,8 +88,7 @@ class Head:
 
     def reproduces(self, states: HiddenStates, logits: torch.Tensor) -> bool:
         """Return whether the head can be called separately, that is, whether it computes ``logits`` ``[tokens, vocab]``
-        from
-        ``states``.
+        from ``states``.
         """
         if not dataclasses.is_dataclass(states.output) or not hasattr(states.output, "last_hidden_state"):
             return False

@@ -4,8 +4,7 @@ A step is one kernel call, plus one kernel call for each mixture of experts that
 projections, rotary embedding, attention, MLP and head of all layers run inside the kernels. q, k and v are merged into
 one matrix product. Gate and up are merged into another product, which also computes the activation. Weights may be
 bfloat16. Sums and activations are float32. The KV cache is float32 too, unless the kernels round inputs of matrix
-products. The layers are read from
-transformers' own modules.
+products. The layers are read from transformers' own modules.
 """
 
 import ctypes
@@ -232,8 +231,7 @@ class NativeForward(KernelDecoder):
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
         # Ranks that share experts have told each other the token count of this step, so each rank must compute the MLPs
-        # of
-        # all its tokens.
+        # of all its tokens.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)

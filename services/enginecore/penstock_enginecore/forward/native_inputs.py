@@ -120,8 +120,7 @@ class Rotaries:
 
     def of_sections(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
         """Return the embeddings at ``positions`` ``[3, tokens]``. If the three sections are equal, precomputed
-        embeddings
-        are used.
+        embeddings are used.
         """
         same = positions[0]
         if self._kept is not None and (positions == same).all() and same.max(initial=0) < len(self._kept.positions):
@@ -223,8 +222,7 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
     """Set the media inputs of ``step``: ends of keys, and embeddings that are added after the first layers.
 
     ``batch`` is the batch of ``step``. Returns the embeddings' memory, which must outlive the step. Raises ValueError
-    if
-    the kernels would read beyond the memory.
+    if the kernels would read beyond the memory.
     """
     step.key_ends = key_ends_of(batch.attention[0])
     if batch.deepstack is None:

@@ -110,8 +110,7 @@ class DecoderLayers:
     ``struct`` points into the packed weights. The modules keep the weights of projections until ``free``. Mixtures of
     experts are packed immediately and their original weights are freed, because both copies would not fit into memory.
     ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules have other parts
-    than
-    experts and router, or they share experts with other ranks.
+    than experts and router, or they share experts with other ranks.
     """
 
     def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
@@ -133,8 +132,8 @@ class DecoderLayers:
         """Free the weights of all projections in the modules.
 
         The packed weight of q, k and v has the rows of q, then of k, then of v. The packed weight of gate and up has
-        their
-        rows in alternating groups. The output of an adapter for one projection is added at the rows of that projection.
+        their rows in alternating groups. The output of an adapter for one projection is added at the rows of that
+        projection.
         """
         plan = self._plan
         for linear in (each for layer in plan.layers for each in linears(layer)):

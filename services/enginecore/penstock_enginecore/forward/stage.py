@@ -87,8 +87,7 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     """Remove the layers of other stages from the model.
 
     Raises ModelLoadError, which names the setting to change, if the model cannot be split this way or if the split
-    changes
-    its results.
+    changes its results.
     """
     module, links, demands = probed.model.module, stage.links, probed.demands
     if demands.num_deepstack:

@@ -34,8 +34,7 @@ def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: st
     """Raise ModelLoadError for a tensor in the files whose shape differs from the model's parameter of the same name.
 
     ``make`` creates the model on the meta device. Tensors that transformers renames or converts are checked after
-    loading
-    instead.
+    loading instead.
     """
     if not any(directory.glob("*.safetensors")):
         return

@@ -204,8 +204,7 @@ class LayerPlan:
     """Layer of a model: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave out some of the norms.
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
-    ``residual_scale``
-    multiplies the values that are added.
+    ``residual_scale`` multiplies the values that are added.
     """
 
     name: str

@@ -111,8 +111,8 @@ _LOOK_UPS = frozenset({_aten.embedding, _aten.index, _aten.index_select})
 class NarrowWeight(torch.Tensor):
     """Weight that other code sees as float32, stored in ``kept`` as bfloat16 or float16.
 
-    An operation gets a float32 copy that lives as long as the operation. Lookups select stored elements and
-    then convert them. Views and copies are narrow too. Writing to the weight raises TypeError.
+    An operation gets a float32 copy that lives as long as the operation. Lookups select stored elements and then
+    convert them. Views and copies are narrow too. Writing to the weight raises TypeError.
     """
 
     kept: torch.Tensor
@@ -204,8 +204,7 @@ def narrow(module: torch.nn.Module) -> None:
 @torch.no_grad()
 def settle(module: torch.nn.Module) -> int:
     """Convert weights of ``module`` that are still narrow after kernels have packed their weights. Returns the bytes of
-    the
-    float32 weights.
+    the float32 weights.
 
     Embeddings stay narrow, because only rows are looked up. They are copied so that the files can be closed. All other
     narrow weights become float32.

@@ -102,8 +102,7 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
     """Return the KV cache spec of every attention module, by module name in execution order.
 
     ``calls`` are the attention calls of a forward pass over one token. Raises ModelLoadError if they show that the
-    model would be
-    served incorrectly.
+    model would be served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
     expected = config.num_hidden_layers

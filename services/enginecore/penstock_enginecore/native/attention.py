@@ -31,8 +31,7 @@ class NativeAttention(AttentionBackend):
 
     Layers are stored in ``TILES``, or in ``PAIRS`` if they are bfloat16 and inputs of matrix products may be rounded.
     ``fallback`` handles layers that the kernels do not support, in the fallback's layout. Examples are block sizes that
-    are
-    not a multiple of 16, odd head sizes and other half precision dtypes.
+    are not a multiple of 16, odd head sizes and other half precision dtypes.
     """
 
     def __init__(self, library: NativeLibrary, fallback: AttentionBackend) -> None:
@@ -110,8 +109,7 @@ class NativeAttention(AttentionBackend):
 
 def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
     """Return the kernels' layout for elements of ``dtype``, which must be float32 or the dtype to which the kernels
-    round.
-    Raises ValueError.
+    round. Raises ValueError.
     """
     if dtype not in (torch.float32, library.rounds_to):
         raise ValueError(f"the kernels do not support a KV cache in {str(dtype).removeprefix('torch.')}")

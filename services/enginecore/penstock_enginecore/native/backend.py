@@ -51,8 +51,7 @@ class NativeSampling:
         """Return the largest value of each row and a column, int64, ``[rows]`` each.
 
         The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
-        sampled
-        with ``uniforms`` instead.
+        sampled with ``uniforms`` instead.
         """
         peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
         uniforms = np.ascontiguousarray(uniforms)
@@ -73,8 +72,7 @@ class NativeSampling:
 
 class PackedLayers:
     """Replaces the float32 linear layers, experts and routers of ``model`` by packed modules. Also packs weights of
-    other
-    routers in mixtures with such experts.
+    other routers in mixtures with such experts.
 
     A layer's own weights are freed before the next layer is packed, so the model is never in memory twice.
     """
@@ -171,8 +169,7 @@ class NativeBackend:
 
 def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: bool) -> bool:
     """Return whether ``config`` selects kernels for linear layers of any model, and whether these kernels are
-    available. See
-    ``open_backend``.
+    available. See ``open_backend``.
     """
     if config.isa == "off" or device.type != "cpu" or not config.linear:
         return False

@@ -76,8 +76,7 @@ class PackedRouter(torch.nn.Module):
 
 class RouterWeight(torch.nn.Parameter):
     """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions
-    use
-    it as a normal weight.
+    use it as a normal weight.
     """
 
     packed: PackedWeight
@@ -124,8 +123,7 @@ class PackedExperts(torch.nn.Module):
     ``use_experts_implementation``.
 
     The original module is kept for its activation. ``free`` frees the module's weights. The output of a (token, expert)
-    pair
-    depends only on the pair. The output of a token depends only on its pairs, which are summed in the order of its
+    pair depends only on the pair. The output of a token depends only on its pairs, which are summed in the order of its
     routing.
     """
 
@@ -184,8 +182,8 @@ class PackedExperts(torch.nn.Module):
 
     @property
     def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
-        """Packed weights by expert: gate and up with interleaved rows, and down. None if the kernels do not
-        compute the activation.
+        """Packed weights by expert: gate and up with interleaved rows, and down. None if the kernels do not compute the
+        activation.
         """
         return (self._up, self._down) if self._silu else None
 
@@ -231,8 +229,7 @@ class PackedExperts(torch.nn.Module):
         """Return the activation, computed in pieces of complete vectors. Each piece runs on one thread.
 
         torch computes the last elements of a tensor, or of a thread's part, differently. With complete vectors, there
-        are
-        no such elements.
+        are no such elements.
         """
         whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # rows
         padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % whole))

@@ -9,8 +9,7 @@ _Pointer = ctypes.c_void_p
 
 class Linear(ctypes.Structure):
     """Packed weight ``[n, k]``, its integer scales and its bias. ``kind`` is the dtype. ``parts`` is the number of
-    values per input
-    in a matrix unit.
+    values per input in a matrix unit.
     """
 
     _fields_ = [

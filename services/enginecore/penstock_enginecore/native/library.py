@@ -138,8 +138,7 @@ class NativeLibrary:
         """Free an object with ``penstock_<name>_free`` when ``owner`` is garbage collected.
 
         The finalizer references the context, so the context outlives the object. Nothing is freed at process exit,
-        because
-        other threads may still compute.
+        because other threads may still compute.
         """
         weakref.finalize(owner, self._context.free, handle, name).atexit = False
 

@@ -41,8 +41,7 @@ class MergedUpdate:
         cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False
     ) -> "MergedUpdate":
         """Return the update of layers with ``features`` outputs, whose weights are joined or interleaved. At least one
-        layer
-        has an update.
+        layer has an update.
         """
         pieces: list[tuple[torch.Tensor, int] | int] = []
         rank = 0

@@ -67,8 +67,7 @@ class UniformsAhead:
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return float64 ``[rows]`` for output ``indices`` ``[rows]``. The call is fastest if each index is one more
-        than in the
-        last call.
+        than in the last call.
         """
         if self._first is not None and len(indices):
             step = int(indices[0] - self._first[0])
@@ -124,8 +123,7 @@ class DrawSettings(NamedTuple):
     @property
     def max_distance(self) -> FloatArray:
         """Largest distance below the peak that ``min_p`` allows, after division by the temperature. Infinity if
-        ``min_p`` is
-        0.
+        ``min_p`` is 0.
         """
         with np.errstate(divide="ignore"):
             return (-np.log(self.min_p)).clip(min=0.0)

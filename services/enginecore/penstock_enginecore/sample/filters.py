@@ -2,8 +2,8 @@
 rows.
 
 A row is represented by distances: how far each logit is below the row's peak, divided by the temperature. A token's
-weight is exp(-distance). A filter lowers a limit on the distance, so tokens that tie with the last kept token are
-kept too. The result depends neither on how a sort breaks ties nor on other rows.
+weight is exp(-distance). A filter lowers a limit on the distance, so tokens that tie with the last kept token are kept
+too. The result depends neither on how a sort breaks ties nor on other rows.
 
 Filters usually keep few tokens. So rows are processed in stages: the 128 likeliest tokens, the 1024 likeliest, then
 all. A row is complete at the first stage that certainly contains every token that the row's filters keep. This stage
@@ -25,8 +25,7 @@ def row_slices(rows: torch.Tensor) -> list[slice]:
     """Return slices of ``rows`` ``[rows, width]`` to process one after the other.
 
     On a CPU, temporary tensors of few rows fit into the caches and into memory that the process already has. On other
-    devices, the
-    limit only prevents running out of memory.
+    devices, the limit only prevents running out of memory.
     """
     size = _CPU_SLICE if rows.device.type == "cpu" else _DEVICE_SLICE
     step = max(1, size // max(1, rows.shape[1]))
@@ -87,8 +86,8 @@ def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def block_columns(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
-    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. Beyond the
-    end, the last column is repeated.
+    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. Beyond the end,
+    the last column is repeated.
     """
     columns = blocks[:, :, None] * size + torch.arange(size, device=blocks.device)
     return columns.flatten(1).clamp_(max=width - 1)
@@ -131,8 +130,7 @@ def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.T
 
 def _target(total: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return ``uniforms`` times ``total``, limited to less than the total. A target that rounds up to the total would
-    be past the last token with
-    any weight.
+    be past the last token with any weight.
     """
     return torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
 
@@ -152,8 +150,7 @@ _MASS_BLOCK = 256
 _KEY_SHIFT = 16
 _KEYS = (0x7F800000 >> _KEY_SHIFT) + 1
 """Number of different upper 16 bits of non-negative float32 numbers, including infinity. These bits have the order of
-the
-numbers.
+the numbers.
 """
 
 

@@ -36,8 +36,7 @@ class TokenCounts:
     """Distinct tokens of a sequence and their counts in its output, updated token by token.
 
     Memory and time per step are proportional to the number of distinct tokens, not to the size of the vocabulary. With
-    ``with_prompt``, the
-    prompt's tokens are included, which only the repetition penalty uses.
+    ``with_prompt``, the prompt's tokens are included, which only the repetition penalty uses.
     """
 
     def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
@@ -227,8 +226,7 @@ def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
 
 def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
     """Divide positive logits by the repetition penalty and multiply other logits by the penalty. Then subtract
-    frequency and presence
-    penalties.
+    frequency and presence penalties.
     """
     entries = Entries(penalties.rows, penalties.token_ids)
     index = entries.index(logits.device)
@@ -322,8 +320,7 @@ class RequestRules:
 
     def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
         """Return the only tokens that may follow ``output``, or an empty array if all tokens may follow. A token that
-        ends the
-        reasoning has priority.
+        ends the reasoning has priority.
         """
         forced = self._forced(output)
         return self._allowed if forced is None else np.array([forced], dtype=np.int64)

@@ -85,8 +85,7 @@ class SamplingKernels(Protocol):
         """Return the largest value of each row and a column, int64, ``[rows]`` each.
 
         The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
-        sampled
-        from the whole row with ``uniforms`` instead.
+        sampled from the whole row with ``uniforms`` instead.
         """
 
 

@@ -4,8 +4,7 @@ All workers get the same calls in the same order. Workers answer each numbered c
 consists of two messages: ``Execute``, which is not answered, and ``Sample``.
 
 Messages contain the structs that the engine and its workers use. A copy of a struct field by field would lose fields
-that
-are added to the struct later.
+that are added to the struct later.
 """
 
 import hashlib

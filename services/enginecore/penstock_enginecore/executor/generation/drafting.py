@@ -22,8 +22,7 @@ from penstock_enginecore.speculation.base import Drafter, DraftRequest
 
 class BatchDraftStep:
     """The ``DraftStep`` of a step whose tokens are in ``batch``. ``wanted`` is the number of tokens to draft, by
-    request
-    ID.
+    request ID.
     """
 
     def __init__(self, batch: InputBatch, inputs: StepInputs, wanted: dict[str, int]) -> None:

@@ -49,9 +49,7 @@ class NewestTokens:
         self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
 
     def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
-        """Return the newest tokens of ``rows`` as inputs at ``places`` of a flat batch, or None if ``places`` is
-        empty.
-        """
+        """Return the newest tokens of ``rows`` as inputs at ``places`` of a flat batch, or None if ``places`` is empty."""
         return FedTokens(self._ids, places, rows) if len(places) else None
 
 
@@ -98,8 +96,7 @@ class GraphCapture:
         """Run decode steps of ``sizes`` tokens on the bound KV cache, without writing to it.
 
         If a step cannot be captured, no step is captured, and the log has the reason. ``free`` returns the free bytes
-        of
-        the device.
+        of the device.
         """
         before, begun = free(), self._clock()
         told = begun

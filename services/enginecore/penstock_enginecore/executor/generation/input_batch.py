@@ -241,8 +241,7 @@ class InputBatch:
         """Return the settings and random numbers that choose the next token of each request.
 
         ``offsets``, int64 ``[rows]``, is the number of drafts before each row. With ``offsets``, the result has one row
-        for
-        each draft position, and rows of one request are consecutive.
+        for each draft position, and rows of one request are consecutive.
         """
         settings = self._settings_of(request_ids)
         rows, kinds = settings.rows, settings.kinds
@@ -393,9 +392,7 @@ class InputBatch:
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
     def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
-        """Return the settings that draw each request's token after the next ``offset`` tokens. Rules are not
-        applied.
-        """
+        """Return the settings that draw each request's token after the next ``offset`` tokens. Rules are not applied."""
         rows = self._row_array(request_ids)
         settings = self._sampling.draw.of(rows)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset

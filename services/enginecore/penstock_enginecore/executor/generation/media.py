@@ -48,9 +48,7 @@ class EncoderRows:
         return sum(rows.nbytes for rows in self._rows.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Drop, queue and compute the items of a step. Returns the failure reason of each failed item, by
-        identifier.
-        """
+        """Drop, queue and compute the items of a step. Returns the failure reason of each failed item, by identifier."""
         for identifier in step.freed_identifiers:
             self._forget(identifier)
         failures: dict[str, str] = {}
@@ -66,9 +64,7 @@ class EncoderRows:
         return failures
 
     def of(self, identifier: str) -> torch.Tensor:
-        """Return the rows of an item. Raises RuntimeError if the rows do not exist, which is an error of the
-        scheduler.
-        """
+        """Return the rows of an item. Raises RuntimeError if the rows do not exist, which is an error of the scheduler."""
         rows = self._rows.get(identifier)
         if rows is None:
             raise RuntimeError(f"the embeddings of {identifier} do not exist, but the scheduled tokens need them")
@@ -288,9 +284,7 @@ class MediaPrompts:
         return whole
 
     def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """Yield the chunks of requests whose tokens in this step may include media, in the form of
-        ``Placed.chunks``.
-        """
+        """Yield the chunks of requests whose tokens in this step may include media, in the form of ``Placed.chunks``."""
         for request_id, start, first, end in placed.chunks():
             prompt = self._prompts.get(request_id)
             if prompt is not None and first < prompt.behind:
@@ -341,9 +335,7 @@ def _ends(feature: MultiModalFeature) -> IntArray:
 
 
 class StepMedia:
-    """Media of a step, for a model with vision or audio encoders. If no request has media, only ``update`` is
-    needed.
-    """
+    """Media of a step, for a model with vision or audio encoders. If no request has media, only ``update`` is needed."""
 
     def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self.cached = EncoderRows(encoder, dtype, device)
@@ -356,9 +348,7 @@ class StepMedia:
         return len(self._prompts)
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Update the requests of a step, and compute embeddings. Returns the reason of each failed item, by
-        identifier.
-        """
+        """Update the requests of a step, and compute embeddings. Returns the reason of each failed item, by identifier."""
         return self._prompts.update(step) | self.cached.update(step)
 
     def are_in(self, placed: Placed) -> bool:

@@ -34,8 +34,7 @@ class StepVectors:
 
     def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the rows into ``embedded`` ``[tokens, hidden size]``. Returns ``embedded``, and ``deepstack`` extended
-        to
-        all tokens.
+        to all tokens.
         """
         embedded[self.indices] = self.rows.to(embedded.dtype)
         if self.deepstack is None:
@@ -68,8 +67,7 @@ class PromptVectors:
         self._device = device
         self._prompts: dict[str, _Prompt] = {}
         # Keys are identities of PromptEmbeds. A _Prompt references its PromptEmbeds, so no other object can have the
-        # same
-        # identity while the _Prompt exists.
+        # same identity while the _Prompt exists.
         self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
 
     def update(self, step: SchedulerOutput) -> None:

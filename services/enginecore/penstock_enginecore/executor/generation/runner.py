@@ -88,9 +88,8 @@ class GenerationRunner:
     """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them.
 
     If the device chooses the tokens of a step, the next step uses these tokens directly on the device. The host
-    receives
-    a copy through ``begin_copy``, and does not wait for the copy. If a request has rules or wants log-probabilities,
-    the runner waits until the previous tokens are on the host.
+    receives a copy through ``begin_copy``, and does not wait for the copy. If a request has rules or wants
+    log-probabilities, the runner waits until the previous tokens are on the host.
     """
 
     def __init__(

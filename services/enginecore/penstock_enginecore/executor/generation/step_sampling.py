@@ -72,10 +72,9 @@ def score_prompts(
     """Run a step, and score the prompt tokens of ``targets``.
 
     Returns the step's output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by
-    request
-    ID. The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt needs
-    no
-    more memory than a short one. If the head cannot run separately, the forward pass computes all these logits.
+    request ID. The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt
+    needs no more memory than a short one. If the head cannot run separately, the forward pass computes all these
+    logits.
     """
     separate = forward.separate_head
     rows = sampled_rows if separate else np.concatenate([sampled_rows, *(target.rows for target in targets)])

@@ -57,9 +57,9 @@ class MultiprocExecutor:
     """An ``Executor`` that starts its workers as processes.
 
     Forward passes and the scheduler then use different Python interpreters. The executor sends calls to all workers
-    over
-    one ring, and receives answers over one ring per worker. If a worker exits, hangs in a step, or samples different
-    tokens than the first worker, the executor ends all workers. Pending and later calls then raise WorkersGone.
+    over one ring, and receives answers over one ring per worker. If a worker exits, hangs in a step, or samples
+    different tokens than the first worker, the executor ends all workers. Pending and later calls then raise
+    WorkersGone.
     """
 
     def __init__(

@@ -30,8 +30,7 @@ from penstock_enginecore.executor.multiproc.futex_counter import (
 )
 
 # Messages that fit into one slot are handled by the C++ library (``csrc/ring.cpp``). One call writes a message, one
-# call
-# waits for a message, and one call reads it.
+# call waits for a message, and one call reads it.
 #
 # A worker sleeps during most of a step, so its code is in no CPU cache when a message arrives. Fewer instructions then
 # mean less latency.
@@ -256,8 +255,7 @@ class RingMemory:
 
     def put(self, number: int, message: bytes) -> bool:
         """Write a message into one slot and publish it. Returns False if this is not possible immediately, or if there
-        is
-        no library.
+        is no library.
         """
         return self._native is not None and self._native.put(number, message)
 
@@ -331,8 +329,7 @@ class RingWriter:
         None.
 
         If a message that is longer than the ring times out, the ring is closed, because readers may have read a part of
-        the
-        message.
+        the message.
 
         Raises:
             RingTimeout: A reader did not consume slots in time. A message that fits into the ring was not written.
@@ -404,8 +401,7 @@ class RingReader:
         """Read the ring as reader ``index``. Raises ValueError if the ring has fewer readers.
 
         Shortly before the next message is due, ``rehearse`` is called with the last message for which this reader had
-        to
-        wait. The call loads the code for such a message into the processor's caches.
+        to wait. The call loads the code for such a message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
             raise ValueError(f"reader index {index} is invalid: the ring has {memory.num_readers} readers")

@@ -72,8 +72,7 @@ class WorkerReports:
         """Record that a step arrived that was sent at ``sent``. Returns the current time.
 
         If the worker became ready after ``sent``, the measured latency starts when it was ready. So the latency
-        excludes
-        the worker's earlier work.
+        excludes the worker's earlier work.
         """
         now = self._clock()
         self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
@@ -107,8 +106,7 @@ class WorkerReports:
 
     def _stage_idle(self, waited: float | None) -> float | None:
         """Return the fraction of time that this stage was idle, from the start of the first step since the last report
-        to
-        the end of the last step.
+        to the end of the last step.
         """
         began, self._first_began = self._first_began, None
         computed, self._computed = self._computed, 0.0

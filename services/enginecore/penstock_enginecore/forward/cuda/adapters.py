@@ -230,8 +230,7 @@ class SlotModules:
     """Adds outputs of adapters in device slots to linear layers of ``module``, after the bias.
 
     Layers have hooks only in steps with adapters, so this class does not change other steps. The interface is the same
-    as
-    in ``AdaptedModules``, except that ``allocate`` allocates the memory, which never grows.
+    as in ``AdaptedModules``, except that ``allocate`` allocates the memory, which never grows.
 
     Args:
         layers: ``(out, in)`` features of the linear layers, by name.

@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 _COLUMNS = 16
-"""Block tables are padded to a multiple of this number of blocks. Each new table width would compile the kernels
-again.
+"""Block tables are padded to a multiple of this number of blocks. Each new table width would compile the kernels again.
 """
 
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -109,8 +108,7 @@ class TritonAttention(AttentionBackend):
 
 def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
     """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text. ``dtype``
-    is
-    the dtype of queries.
+    is the dtype of queries.
     """
     return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
 

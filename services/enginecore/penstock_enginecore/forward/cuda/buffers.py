@@ -348,8 +348,7 @@ class Activations:
 
 class ActivationBuffers:
     """Activation memory of steps up to ``max_shape``. The memory starts as zeros. Later, padding rows contain old
-    values,
-    which are never used.
+    values, which are never used.
     """
 
     def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
@@ -455,8 +454,7 @@ class StepMemory:
 
     def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
         """Return the memory for a large step. Existing memory is reused if it is large enough. Otherwise it is freed
-        before
-        the new allocation.
+        before the new allocation.
         """
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:

@@ -2,7 +2,7 @@
 
 A step's inputs reach the device in one copy and are padded to one of a few shapes. After this copy, every step of a
 shape launches the same work, without reading from the device or allocating memory. The layers are read from
-modules.
+transformers' own modules.
 """
 
 import functools
@@ -253,8 +253,7 @@ class FusedForward:
         """Convert an adapter, in host memory, to the layout of the device slots. Thread-safe.
 
         Returns a function that adds the adapter. Call that function between steps. Raises ValueError if the adapter
-        does
-        not fit the model.
+        does not fit the model.
         """
         return self._own_adapters().prepare(adapter)
 
@@ -304,8 +303,7 @@ class FusedForward:
         """Free the weights of modules that products replace.
 
         The product of q, k and v has the rows of q, then of k, then of v. The product of gate and up has the rows of
-        gate,
-        then of up. The output of an adapter for a projection is added at the rows of that projection.
+        gate, then of up. The output of an adapter for a projection is added at the rows of that projection.
         """
         for module in (*self._plan.linears, *self._plan.stacks, self._plan.own_head):
             empty(module)
@@ -343,8 +341,7 @@ class FusedForward:
         self, step: Step, embedded: torch.Tensor | None, padded: Padded, *, adapted: bool = False
     ) -> torch.Tensor:
         """Compute the logits in one buffer, and return the output of the last norm, which is in another buffer. Replays
-        a
-        graph if possible.
+        a graph if possible.
 
         Steps with and without adapters have separate graphs.
         """
@@ -417,8 +414,7 @@ def fused_candidates(
     """Return the candidate that computes the whole model with the project's own kernels and replays its steps.
 
     Returns no candidate if the device is not a GPU, if the settings disable the decoder, or if ``attention_backend`` is
-    not
-    "auto". With ``lora``, steps may have adapters.
+    not "auto". With ``lora``, steps may have adapters.
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []

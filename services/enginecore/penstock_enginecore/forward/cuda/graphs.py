@@ -118,8 +118,7 @@ class StepGraphs:
 
 class CudaGraph:
     """CUDA graph, captured on ``stream``. Graphs of one ``pool`` share their internal memory, so only one of them may
-    run
-    at a time.
+    run at a time.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:

@@ -1,6 +1,5 @@
 """Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and matrix products
-are
-launched.
+are launched.
 
 A norm kernel also computes the addition before the norm. The prologue kernel adds the biases of queries, keys and
 values. A layer has four matrix products and five to seven kernel launches.
@@ -145,9 +144,8 @@ class HeadsAttention:
 # Latent attention (MLA) of a layer, with absorbed projections.
 #
 # Queries are projected to the latent space, and attention runs there. The result is then projected to the heads'
-# values.
-# So the cache needs only one vector per token for all heads. Each step allocates the intermediate tensors, whose sizes
-# depend only on the step's shape.
+# values. So the cache needs only one vector per token for all heads. Each step allocates the intermediate tensors,
+# whose sizes depend only on the step's shape.
 
 
 def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:

@@ -125,8 +125,7 @@ def quantized_product(
 
     8-bit floats are stored once: the layers' weights become views of the joined weight. 4-bit levels are repacked, so a
     second copy exists until the layers' own tensors are freed. Raises UnsuitableError if the quantizations of the
-    layers
-    differ or are not supported.
+    layers differ or are not supported.
     """
     schemes = {linear.scheme for linear in linears}
     scheme = next(iter(schemes))
@@ -179,8 +178,7 @@ def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
 
 def _half(width: int) -> int:
     """Return the distance between the two columns that share a byte: the largest power of two whose double divides
-    ``width``, at
-    most 64.
+    ``width``, at most 64.
     """
     return min(_MAX_HALF, (width & -width) // 2)
 
@@ -239,8 +237,8 @@ def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
     """Return one product with the rows of all ``linears``, in order.
 
     Weights are stored once: the layers' weights become views of the joined weight, so the layers still compute the
-    same.
-    Raises UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not supported.
+    same. Raises UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not
+    supported.
     """
     biased = {linear._parameters["bias"] is not None for linear in linears}
     if len(biased) > 1:

@@ -45,11 +45,9 @@ class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
     Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
-    ``ModulesForward``
-    runs steps that are larger, have media or embeddings, or keep their states. After a failed capture,
-    ``ModulesForward``
-    runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters have separate graphs. If
-    ``adapted`` is None, ``ModulesForward`` runs these steps too.
+    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. After a failed
+    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters
+    have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs these steps too.
     """
 
     replays = True

@@ -24,8 +24,7 @@ class TritonKernels:
     tensor shape depends on a value on the device. Therefore a sequence of calls can be captured and replayed.
 
     With ``batch_invariant``, a row's results are bit-identical for every batch and step size. All attention calls use
-    the same
-    scratch memory, because layers and steps run one after the other.
+    the same scratch memory, because layers and steps run one after the other.
     """
 
     prologue = staticmethod(heads.prologue)

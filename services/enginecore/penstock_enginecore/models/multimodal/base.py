@@ -65,8 +65,7 @@ class MediaEncoder(Protocol):
     """Media encoders of a model on its device, computed in slices between forward passes.
 
     All calls come from one thread, with gradients off. Embeddings do not depend on the slices or on other items, so
-    equal
-    items get bit-identical embeddings.
+    equal items get bit-identical embeddings.
     """
 
     media: Sequence[MediaInfo]
@@ -89,8 +88,7 @@ class MediaEncoder(Protocol):
         """Compute items in order and return those that are done. Errors of a single item are never raised.
 
         At least one block of the first item is computed. More blocks are computed while the cost of the next block is
-        at
-        most the remaining ``budget``. The budget counts embeddings times blocks.
+        at most the remaining ``budget``. The budget counts embeddings times blocks.
         """
 
     @property

@@ -55,8 +55,7 @@ _REFUSED = {
 
 def family_of(config: PretrainedConfig) -> type[Family]:
     """Return the class for the media encoders of a configuration that contains a text model. Raises ModelLoadError,
-    with the reason, if it is
-    unsupported.
+    with the reason, if it is unsupported.
     """
     kind = config.model_type
     tower = getattr(config, "vision_config", None)
@@ -138,8 +137,7 @@ _TEXT_SECTION = "text_config"
 
 class Separated(NamedTuple):
     """Parts of a multimodal model. ``text`` is a separate causal language model with the weights. ``towers`` is the
-    model
-    without the text model.
+    model without the text model.
     """
 
     text: PreTrainedModel
@@ -218,8 +216,7 @@ class Composite:
         """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError.
 
         The encoders' weights are converted to dense weights in the dtype of the computation. ``directory`` has the
-        processors'
-        files, and ``max_tokens`` is the longest prompt.
+        processors' files, and ``max_tokens`` is the longest prompt.
         """
         if not self.with_towers:
             return None

@@ -52,8 +52,7 @@ class SlicedRun:
         """Compute up to ``num_blocks`` blocks, and return the result after the last block, or None before.
 
         The first call also computes the parts before the blocks, and the last call computes the parts after the blocks.
-        Raises the errors of the
-        encoder.
+        Raises the errors of the encoder.
         """
         run = self._greenlet
         run.allowed = num_blocks
@@ -103,8 +102,7 @@ class QuickGELU(torch.nn.Module):
     """Quick GELU, bit-identical to transformers' module.
 
     transformers' module fills three buffers of the input's size. For a large image on a CPU, allocating their pages
-    takes seven
-    times as long as the arithmetic.
+    takes seven times as long as the arithmetic.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,8 +138,7 @@ class TowerEncoder:
     """Media encoders of ``family``, computed in slices.
 
     Items are computed one at a time. In a batch, results could differ in some bits, because libraries choose algorithms
-    by
-    size.
+    by size.
     """
 
     def __init__(self, family: Family, device: torch.device, dtype: torch.dtype) -> None:

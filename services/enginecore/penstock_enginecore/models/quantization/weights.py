@@ -96,8 +96,7 @@ def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: tor
     """Return the weights in ``stored``, each in ``dtype``.
 
     Raises ModelLoadError, with the tensor's name, if parts are missing or do not fit, and for 8-bit floats that do not
-    belong to
-    ``scheme``.
+    belong to ``scheme``.
     """
     found = dict(_quantized(stored, scheme, dtype))
     used = {scheme_part for _, names in found.values() for scheme_part in names}

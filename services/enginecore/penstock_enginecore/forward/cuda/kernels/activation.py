@@ -14,8 +14,7 @@ _BLOCK = 1024
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
     """Activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``. Gate values are clamped to ``limit``, up
-    values to
-    ``[-limit, limit]``.
+    values to ``[-limit, limit]``.
     """
 
     limit: float

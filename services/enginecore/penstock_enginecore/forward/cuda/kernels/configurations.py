@@ -63,8 +63,7 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     elements.
 
     A tile has ``rows`` rows. A row is one head of one query. In decodes, a program computes ``piece`` keys or a
-    multiple. Other fields are
-    as in ``Decode``.
+    multiple. Other fields are as in ``Decode``.
     """
 
     rows: int

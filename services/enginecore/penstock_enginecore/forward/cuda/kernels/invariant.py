@@ -14,8 +14,7 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernels.attention import find
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
 
-# Assignment of rows to experts. Rows are sorted by expert, and only the device knows where each expert's
-# rows end.
+# Assignment of rows to experts. Rows are sorted by expert, and only the device knows where each expert's rows end.
 
 
 def grid_rows(rows: int, experts: int, block_m: int) -> int:
@@ -30,8 +29,7 @@ def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr)
     """Find the rows of a ``tile`` of ``BLOCK_M`` rows of one expert.
 
     ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, the tile's expert,
-    its
-    first row and the end of the expert's rows.
+    its first row and the end of the expert's rows.
     """
     indices = tl.arange(0, EXPERTS)
     known = indices < experts
@@ -88,8 +86,7 @@ def invariant_grouped_product(
     transposed: bool = False,
 ) -> None:
     """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
-    after the last end
-    are unchanged.
+    after the last end are unchanged.
 
     Args:
         x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.

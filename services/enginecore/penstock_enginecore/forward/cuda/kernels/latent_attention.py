@@ -1,8 +1,8 @@
 """Attention over a latent cache (MLA). One vector per token is key and value of all heads; its rotary part is only key.
 
 Queries are already in the latent space, and outputs are projected from this space afterwards. A program reads the
-latent once
-for all its heads, as in DeepSeek-V2 (2024). Keys of decodes are split into pieces and merged, as in ``attention.py``.
+latent once for all its heads, as in DeepSeek-V2 (2024). Keys of decodes are split into pieces and merged, as in
+``attention.py``.
 """
 
 from typing import Any
@@ -47,8 +47,7 @@ def latent_prologue(
     into the cache.
 
     The computation is float32. Nothing is written for a slot of -1. Blocks of the cache may be strided; other tensors
-    are
-    contiguous.
+    are contiguous.
 
     Args:
         product: ``[tokens, query elements + latent + rotary size]``.

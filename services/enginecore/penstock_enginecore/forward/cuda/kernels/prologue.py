@@ -1,8 +1,7 @@
 """Operations between the merged product of queries, keys and values, and attention.
 
 One launch adds biases, applies the norms of heads, applies rotary positions and writes the KV cache. A program computes
-a few heads of
-one token.
+a few heads of one token.
 """
 
 import torch
@@ -33,8 +32,7 @@ def prologue(
     ``query``.
 
     The computation is float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided;
-    other
-    tensors are contiguous.
+    other tensors are contiguous.
 
     Args:
         qkv: ``[tokens, (heads + 2 * kv_heads) * head size]``, the merged product.

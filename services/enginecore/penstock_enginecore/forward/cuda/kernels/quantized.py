@@ -77,8 +77,7 @@ def quantized_grouped_product(
     invariant: bool = False,
 ) -> None:
     """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
-    after the last end
-    are unchanged.
+    after the last end are unchanged.
 
     Args:
         x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.

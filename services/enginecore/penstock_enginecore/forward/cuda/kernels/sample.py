@@ -3,8 +3,7 @@ output index.
 
 Some values are bit-identical to the CPU's: the token of a greedy row, the random number, and the distances of logits
 below the peak. A greedy row gets the token of the first largest logit, and NaN counts as largest. Distances use the
-same two
-roundings to float32. Therefore min_p and top_k keep the same tokens, including ties.
+same two roundings to float32. Therefore min_p and top_k keep the same tokens, including ties.
 
 Other values are equal up to rounding. Weights are exp(-distance) in float64, rounded to float32; a CPU's exp may differ
 in the last digit. Sums of weights are float64 in another order. If a boundary of the cumulative distribution is
@@ -166,9 +165,8 @@ def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.conste
     ``wanted``.
 
     If rounding keeps every sum below ``wanted``, this is the largest distance of a token with any weight. Non-negative
-    floats are ordered like
-    their bits. Therefore the search settles four bits at a time, highest first, with sums over tokens
-    that share the settled bits.
+    floats are ordered like their bits. Therefore the search settles four bits at a time, highest first, with sums over
+    tokens that share the settled bits.
     """
     settled = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.float64)

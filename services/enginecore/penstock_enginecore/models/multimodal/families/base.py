@@ -158,8 +158,7 @@ class Family:
 
     def _num_used(self) -> int:
         """Return the number of blocks up to the last one whose states are used for the embeddings. The states before
-        the first
-        block have index 0.
+        the first block have index 0.
         """
         layers = getattr(self.config, "vision_feature_layer", -1)
         total = len(self._all_blocks)

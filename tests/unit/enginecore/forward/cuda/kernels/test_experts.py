@@ -215,7 +215,10 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(3, 48)}, r"\[3, 48\] times 2 weights of 8 rows of 64 into \[3, 8\]"),
+        (
+            {"x": torch.zeros(3, 48)},
+            r"input \[3, 48\], weights of 2 experts with 8 rows of 64 columns, output \[3, 8\]",
+        ),
         ({"out": torch.zeros(3, 9)}, r"into \[3, 9\]"),
         ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends have shape \[3\], .* for 2 experts of 8"),
         ({"bias": torch.zeros(2, 7)}, "biases have a wrong shape"),
