@@ -1,7 +1,8 @@
 """Paged attention in Triton.
 
-Requests with one new token and requests with several new tokens use different kernels, which are launched one
-after the other. The grids depend only on padded sizes, and each program finds its work on the device. Therefore the kernels can be captured.
+Requests with one new token and requests with several new tokens use different kernels, which are launched one after the
+other. The grids depend only on padded sizes, and each program finds its work on the device. Therefore the kernels can
+be captured.
 
 The keys of a request with one new token (decode) are split at positions that depend only on the request's length, as in
 FlashDecoding (Dao et al., 2023), and merged in order. Therefore a decode's result is bit-identical alone and in a
