@@ -65,7 +65,7 @@ class _Prefill:
 
     Attributes:
         num_keys: Number of keys that the queries attend to.
-        slots: Slots of these keys in order, including new ones, or None if the keys are exactly the new tokens.
+        slots: Slots of these keys in order, including the new tokens, or None if the keys are exactly the new tokens.
         seen: int64 ``[2, queries]``, first key and end of keys of each query, or None for causal attention.
     """
 

@@ -87,7 +87,7 @@ class ModelRunner(Protocol):
 
     @property
     def caches(self) -> LayerCaches:
-        """The allocated KV cache of all layers, including those of a drafter. Empty if none is allocated."""
+        """The allocated KV cache of all layers, including the layers of a drafter. Empty if none is allocated."""
 
     @property
     def state_bytes(self) -> int:
@@ -136,7 +136,8 @@ class ModelRunner(Protocol):
         """Return the drafts made after the last sampled step, empty without a drafter. Never raises."""
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Run ``passes`` forward passes of ``num_tokens`` tokens of one request, and return the seconds of the fastest.
+        """Run ``passes`` forward passes of ``num_tokens`` tokens of one request, and return the seconds of the fastest
+        pass.
 
         All passes run, even if they are slow, because the other workers take part in each pass.
         """

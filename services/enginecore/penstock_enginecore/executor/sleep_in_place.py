@@ -36,7 +36,7 @@ class KeptSleep:
         self._kept.sleep(level)
 
     def wake_up(self, tags: list[str], device: torch.device) -> None:
-        """Restore the memory that ``tags`` name: weights, kv_cache. A later call can restore the other one.
+        """Restore the memory that ``tags`` name: weights, kv_cache. A later call can restore the remaining memory.
 
         Raises:
             MemoryError: A part does not fit on the device.

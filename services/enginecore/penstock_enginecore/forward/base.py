@@ -238,7 +238,7 @@ class ForwardPass(Protocol):
     """Embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
 
     Call ``bind`` before the first step. ``build_forward`` creates an implementation from the loaded checkpoint. It
-    compares the implementation's results with those of the model's own modules before the implementation serves
+    compares the implementation's results with the results of the model's own modules before the implementation serves
     requests.
     """
 

@@ -230,8 +230,8 @@ class NativeForward(KernelDecoder):
         embedding = EmbeddingLookup(module.get_input_embeddings())
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
-        # Ranks that share experts have told each other the token count of this step, so each rank must compute the MLPs
-        # of all its tokens.
+        # Ranks that share experts have exchanged the token count of this step, so each rank must compute the MLPs of
+        # all its tokens.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)

@@ -150,7 +150,7 @@ def _unsupported_call(call: AttentionCall) -> str | None:
 
 
 class EncoderContext:
-    """Attention context for whole prompts, one after the other in the flat batch.
+    """Attention context for complete prompts, one after the other in the flat batch.
 
     Prompts of equal length are computed together. Windows are symmetric, as in transformers' encoders: a token attends
     to ``sliding_window - 1`` tokens on each side.

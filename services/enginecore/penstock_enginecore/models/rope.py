@@ -15,7 +15,7 @@ from penstock_enginecore.models.errors import ModelLoadError
 #
 # The forward pass of transformers' ``longrope`` and ``dynamic`` chooses frequencies by the largest position of the
 # batch. So a long request would change the results of other requests, and keys written with some frequencies would be
-# read with others. Here the served length chooses the frequencies once, see docs/adr/0011:
+# read with other frequencies. Here the served length chooses the frequencies once, see docs/adr/0011:
 #
 # - ``longrope``: the short factors if the served length is within the original length, otherwise the long factors.
 # - ``dynamic``: the frequencies of the served length. Up to ``max_position_embeddings``, these are not scaled.

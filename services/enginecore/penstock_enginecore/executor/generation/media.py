@@ -368,8 +368,8 @@ class StepMedia:
         return StepVectors(indices, embeddings, torch.stack(deeper))
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
-        """Return rope positions, see ``ForwardBatch``. None if no request of the step has media, or the model has no
-        such positions.
+        """Return rope positions, see ``ForwardBatch``. Returns None if no request of the step has media, or the model
+        has no such positions.
         """
         return self._prompts.rope_positions(placed)
 

@@ -71,7 +71,7 @@ class PromptVectors:
         self._shared: WeakValueDictionary[int, _Prompt] = WeakValueDictionary()
 
     def update(self, step: SchedulerOutput) -> None:
-        """Remove requests that have ended, and add new ones."""
+        """Remove requests that have ended, and add new requests."""
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
                 self._prompts.pop(request_id, None)

@@ -80,7 +80,7 @@ def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> fl
 ChosenElsewhere = Callable[[], Arrival | None]
 """Function that returns the tokens of the last executed step, in the order of the step's requests.
 
-It returns None if this worker does not read the tokens.
+The function returns None if this worker does not read the tokens.
 """
 
 
@@ -245,8 +245,7 @@ class GenerationRunner:
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
         """Sample a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
-        ranks
-        instead.
+        ranks instead.
         """
         if self.experts is not None:
             self.experts.spread.take_part()
@@ -397,7 +396,7 @@ class GenerationRunner:
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
         """Prepare the inputs of a step. Waits for previous tokens that must be on the host.
 
-        These are tokens that another worker samples, and tokens in a step with vectors or media.
+        Such tokens are sampled by another worker, or belong to a step with vectors or media.
         """
         self._take_tokens(batch, wait=False)
         drafts = step.scheduled_spec_decode_tokens
@@ -468,8 +467,8 @@ class StageRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the complete model. Stages compute different steps, so the engine prepares steps while others
-        run.
+        """Properties of the complete model. Stages compute different steps, so the engine prepares steps while earlier
+        steps run.
         """
         return msgspec.structs.replace(self._runner.info, runs_ahead=True)
 

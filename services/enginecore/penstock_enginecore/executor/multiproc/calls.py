@@ -1,4 +1,4 @@
-"""Calls that not all workers have answered yet, and detection of calls that take too long."""
+"""Calls that at least one worker has not answered yet, and detection of calls that take too long."""
 
 import contextlib
 import os
@@ -148,7 +148,9 @@ class Calls:
 
     @property
     def parted(self) -> bool:
-        """Whether a worker has not answered a call that failed on another worker. It may be waiting for other workers."""
+        """Whether a worker has not answered a call that failed on another worker. This worker may be waiting for other
+        workers.
+        """
         with self._lock:
             return bool(self._left_alone)
 

@@ -1,5 +1,5 @@
-"""Ring buffer for messages from one process to several others, in shared memory. Each reader gets every message, in
-order.
+"""Ring buffer for messages from one process to several other processes, in shared memory. Each reader gets every
+message, in order.
 
 The design follows vLLM's message queue in shared memory and LMAX's Disruptor: one writer, and counters instead of
 locks. In this ring, a waiting process sleeps after a short spin. A message may use any number of slots, even more than
@@ -157,7 +157,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingMemory:
-    """Mapped anonymous shared memory. It does not depend on ``/dev/shm``. It is freed when its last process ends.
+    """Mapped anonymous shared memory. The memory does not depend on ``/dev/shm``, and is freed when its last process
+    ends.
 
     Layout, in lines of ``_LINE`` bytes:
 
@@ -306,11 +307,11 @@ Rehearse = Callable[[bytes], object]
 
 
 class RingClosed(PenstockError):  # noqa: N818 - it says what happened
-    """Raised when the other side has ended, or this side is closed."""
+    """Raised if the process at the other end has ended, or if this end is closed."""
 
 
 class RingTimeout(PenstockError):  # noqa: N818
-    """Raised when the other side made no progress in time. The call may be repeated."""
+    """Raised if the process at the other end made no progress in time. The call may be repeated."""
 
 
 class RingError(PenstockError):

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "penstock_enginecore.executor.multiproc.worker_process"
 LAST_MOMENT = 10.0
-"""Seconds that workers have to exit after they were told to stop. Then they are killed."""
+"""Seconds that workers have to exit after a shutdown call. Then the engine kills them."""
 
 Hear = Callable[[int, bytes], None]
 """Function that receives a worker's rank and encoded ``Answer``. Called on a thread of that worker."""
@@ -155,8 +155,8 @@ class Workers:
         return bool(poll.poll(1000 * within))
 
     def end(self, *, told: bool) -> None:
-        """End the workers. If ``told``, the workers were told to stop, and get ``LAST_MOMENT`` seconds to exit.
-        Idempotent.
+        """End the workers. If ``told``, the workers have received a shutdown call, and get ``LAST_MOMENT`` seconds to
+        exit. Idempotent.
         """
         self._told = told
         self._ending.set()
@@ -214,7 +214,7 @@ class Workers:
             self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:
-        """Wait until a worker exits or hangs. Returns the reason, or None if the workers were told to stop."""
+        """Wait until a worker exits or hangs. Returns the reason, or None if the workers were asked to stop."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for process in self._processes:

@@ -487,7 +487,7 @@ def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -
 def slot_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits | None
 ) -> SlotModules | None:
-    """Return slots for adapters of the linear layers of a model that runs on its own modules.
+    """Return slots for adapters of the linear layers of a model that runs with transformers' modules.
 
     Returns None without ``limits``, on a device that is not a GPU, or if the kernels are missing or fail their check.
     PyTorch then computes the adapters, which is slow.

@@ -139,7 +139,9 @@ def _group(plan: StepPlan) -> GroupInputs:
 
 T = TypeVar("T")
 Replay = Callable[[TritonAttention, StepGraphs], tuple[T, Callable[[], str]]]
-"""Function that makes a pass that replays steps, and a function that returns why it does not replay, or an empty text.
+"""Function that creates a pass that replays steps.
+
+Also returns a function that returns why the pass does not replay steps, or an empty text if it replays them.
 """
 
 

@@ -182,7 +182,8 @@ class HeadWeights(Held):
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by the head's matrix.
 
-        The result goes into ``out`` ``[tokens, heads, out_features]``. The two tensors may be strided in tokens and heads.
+        The result is written to ``out`` ``[tokens, heads, out_features]``. The two tensors may be strided in tokens and
+        heads.
         """
         heads = len(self._weight)
         if not self._kernels.batch_invariant:

@@ -382,7 +382,7 @@ def mlp_of(
     """Return the MLP that computes ``plan``. Raises UnsuitableError for unsupported plans.
 
     ``scale`` multiplies the output before it is added to the residual. ``adapt`` replaces products by products to which
-    adapters can be added, except those of experts.
+    adapters can be added, except the products of experts.
     """
     if isinstance(plan, OtherMixture):
         raise UnsuitableError(plan.reason)

@@ -85,7 +85,7 @@ class MediaEncoder(Protocol):
         """Remove an item, even if it has been computed in part. Unknown items are ignored."""
 
     def advance(self, budget: int) -> list[EncodedItem]:
-        """Compute items in order and return those that are done. Errors of a single item are never raised.
+        """Compute items in order and return the completed items. Errors of a single item are never raised.
 
         At least one block of the first item is computed. More blocks are computed while the cost of the next block is
         at most the remaining ``budget``. The budget counts embeddings times blocks.

@@ -55,7 +55,7 @@ class KeptLinear:
 
     @property
     def placeholders(self) -> dict[str, torch.Tensor]:
-        """Tensor that replaces the weight during loading and takes the memory of one element."""
+        """Tensor that replaces the weight during loading and uses the memory of one element."""
         return {f"{self.name}{_WEIGHT}": self.tensor.placeholder()}
 
     def make(self, linear: Any) -> torch.nn.Module:
@@ -83,7 +83,7 @@ class KeptExperts:
 
     @property
     def placeholders(self) -> dict[str, torch.Tensor]:
-        """Tensors that replace the weights during loading and take the memory of one element each."""
+        """Tensors that replace the weights during loading and use the memory of one element each."""
         return {
             f"{self.name}.{GATE_UP}": self._placeholder(self.gate_up),
             f"{self.name}.{DOWN}": self._placeholder(self.down),

@@ -70,7 +70,7 @@ class DequantizedTensor:
         return self._scheme
 
     def placeholder(self) -> torch.Tensor:
-        """Return a tensor of the weight's shape and dtype that takes the memory of one element."""
+        """Return a tensor of the weight's shape and dtype that uses the memory of one element."""
         return torch.zeros((), dtype=self._dtype).expand(self.shape)
 
     def _wrong(self, error: ValueError) -> ModelLoadError:

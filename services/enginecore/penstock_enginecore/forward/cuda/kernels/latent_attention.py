@@ -257,7 +257,7 @@ def attend_latent(
             HEADS=heads, SIZE_V=out.shape[2], PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0,
             ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
-    # Prompts use the largest tiles. With few heads, a tile holds several queries.
+    # Prompts use the largest tiles. With few heads, a tile contains several queries.
     tiles = latent_tiles(1 << 30, cache.element_size(), invariant=invariant)
     queries = tiles.rows // min(rows, tiles.rows)
     items = len(query) // queries + requests
