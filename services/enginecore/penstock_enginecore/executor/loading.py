@@ -104,8 +104,8 @@ class ModelRunner(Protocol):
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step with the largest shapes on a temporary KV cache, so that the caller can measure the peak memory.
 
-        The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of them. The step leaves
-        no state.
+        The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of these tokens. The
+        step leaves no state.
         """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:

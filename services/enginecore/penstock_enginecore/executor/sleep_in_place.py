@@ -39,7 +39,7 @@ class KeptSleep:
         """Restore the memory that ``tags`` name: weights, kv_cache. A later call can restore the remaining memory.
 
         Raises:
-            MemoryError: A part does not fit on the device.
+            MemoryError: The restored memory does not fit on the device.
             ModelLoadError: The checkpoint cannot be read again.
         """
         if "weights" in tags and not self._kept.wake_weights():

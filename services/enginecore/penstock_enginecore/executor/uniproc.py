@@ -76,7 +76,7 @@ class UniprocExecutor:
         self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue the forward pass behind all earlier steps."""
+        """Queue the forward pass after all earlier steps."""
         self._num_steps += 1
         run = partial(self._worker.runner.execute, scheduler_output)
         self._forward = self._thread.submit(partial(self._compute, self._num_steps, run))
@@ -118,7 +118,7 @@ class UniprocExecutor:
             raise
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Queue the drafting behind the sampling of the step."""
+        """Queue the drafting after the sampling of the step."""
         return self._thread.submit(partial(self._draft, self._num_steps))
 
     def _draft(self, step: int) -> DraftTokenIds:
@@ -127,7 +127,7 @@ class UniprocExecutor:
         return self._worker.runner.draft()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Wait for the worker to time forward passes. Returns the seconds of the fastest."""
+        """Wait for the worker to time forward passes. Returns the seconds of the fastest pass."""
         return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:
@@ -191,7 +191,7 @@ class UniprocExecutor:
         return copied
 
     def unload_lora(self, digest: bytes) -> None:
-        """Queue the removal of an adapter behind all earlier steps."""
+        """Queue the removal of an adapter after all earlier steps."""
         self._unloaded = self._thread.submit(partial(self._worker.loras.remove, digest))
 
     def roll_back(self) -> None:
@@ -214,7 +214,7 @@ class UniprocExecutor:
         self._thread.call(recover)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of the worker behind all queued steps, and wait for the result."""
+        """Call a method of the worker after all queued steps, and wait for the result."""
         return [self._thread.call(lambda: self._utilities.invoke(method, list(arguments)))]
 
     def worker_stats(self) -> list[WorkerStats]:

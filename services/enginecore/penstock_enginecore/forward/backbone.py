@@ -117,7 +117,7 @@ class Backbone:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of their packed copies."""
+        """Bytes of the model's parameters and of packed weights."""
         return module_bytes(self._model.module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:

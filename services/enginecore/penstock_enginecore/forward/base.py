@@ -22,7 +22,7 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return ``array`` on ``device``. A copy to a GPU is queued behind the GPU's current work, and the host does not
+    """Return ``array`` on ``device``. A copy to a GPU is queued after the GPU's current work, and the host does not
     wait for the copy.
     """
     tensor = torch.from_numpy(array)
@@ -39,9 +39,9 @@ class MediaDemands:
     """Additional inputs that the steps of a multimodal model need; see ``ForwardBatch`` and ``AttentionMetadata``.
 
     Attributes:
-        sections: Some steps have ``rope_positions``.
+        sections: Whether some steps have ``rope_positions``.
         num_deepstack: Number of layers in the steps' ``deepstack``, or 0 for none.
-        spans: Some steps have ``key_ends``.
+        spans: Whether some steps have ``key_ends``.
     """
 
     sections: bool = False

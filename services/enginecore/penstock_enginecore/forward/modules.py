@@ -245,7 +245,7 @@ class ModulesForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of their packed copies."""
+        """Bytes of the model's parameters and of packed weights."""
         return module_bytes(self._module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:

@@ -68,8 +68,8 @@ class _Place:
     interleaved: bool = False
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
-        """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if an update
-        does not have the features of its layer.
+        """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if the features
+        of an update and of its layer differ.
         """
         own = [updates.pop(name, None) for name in self.layers]
         features = []

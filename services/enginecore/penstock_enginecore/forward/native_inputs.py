@@ -113,7 +113,9 @@ class Rotaries:
         return StepRotaries(self._kept.structs, positions, self._kept.turns)
 
     def of_step(self, batch: ForwardBatch, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError if one is out of range."""
+        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError if a position is out of
+        range.
+        """
         if batch.rope_positions is None:
             return self.of(batch.positions, like)
         return self.of_sections(batch.rope_positions, like)

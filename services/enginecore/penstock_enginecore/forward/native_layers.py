@@ -289,9 +289,9 @@ class KernelDecoder:
     def step(
         self, batch: ForwardBatch, x: torch.Tensor, embedding: EmbeddingRows | None, rotaries: StepRotaries
     ) -> Step:
-        """Return a step that computes all layers for ``batch``. It has no memory for logits and kept states yet.
+        """Return a step that computes all layers for ``batch``. The step has no memory for logits and kept states yet.
 
-        The step points into its arguments and is valid until the next step.
+        The step points into the arguments, and is valid until the next step is created.
         """
         self._groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
         first = batch.attention[0]

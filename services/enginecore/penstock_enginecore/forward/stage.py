@@ -93,7 +93,7 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     if demands.num_deepstack:
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {links.num_stages}, but {type(module).__name__} cannot be split "
-            "into stages: its media embeddings are added between layers; use 1, or set multimodal.enabled to "
+            "into stages: its media embeddings are added between layers; set it to 1, or set multimodal.enabled to "
             "false"
         )
     reference = ModulesForward(probed, create_backend("reference", probed.device))
@@ -127,7 +127,7 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     if not differs <= TOLERANCES[left.expected.dtype]:
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {links.num_stages}, but {name} computes different results in "
-            f"stages: the output of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; use 1"
+            f"stages: the output of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; set it to 1"
         )
     return left
 

@@ -262,7 +262,7 @@ class MediaPrompts:
         return whole
 
     def key_ends(self, placed: Placed) -> IntArray | None:
-        """Return the key end of each token, int64 ``[tokens]``, or None if no embedding attends to later embeddings.
+        """Return the end of each token's keys, int64 ``[tokens]``, or None if no embedding attends to later embeddings.
 
         Raises RuntimeError if the step does not contain all embeddings that attend to each other.
         """

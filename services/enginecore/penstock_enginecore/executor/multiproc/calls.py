@@ -70,7 +70,7 @@ class Calls:
             timed: True for a step, which ends when all workers have answered. Any other call ends with its first error,
                 because other workers may wait for the worker that failed.
             limit: Timeout in seconds for a call that is not a step, or None for no timeout.
-            computes: For a call without a timeout: whether at least one worker computes at any time until the call
+            computes: For a call without a timeout: whether some worker is computing at every moment until the call
                 ends.
         """
         with self._lock:

@@ -140,7 +140,7 @@ class MultiprocExecutor:
         self._invoke("initialize_kv_cache", None, encode(config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Send the step to the workers, which run it behind all earlier steps."""
+        """Send the step to the workers, which run it after all earlier steps."""
         self._send(execute(scheduler_output))
         self._executing = True
 
@@ -159,7 +159,7 @@ class MultiprocExecutor:
         return step
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Draft in every worker behind the sampling of the step. Returns the drafts of the first worker.
+        """Draft in every worker after the sampling of the step. Returns the drafts of the first worker.
 
         If the workers have exited, there are no drafts.
         """
@@ -227,7 +227,7 @@ class MultiprocExecutor:
         return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))
 
     def unload_lora(self, digest: bytes) -> None:
-        """Remove an adapter from every worker, behind all earlier steps."""
+        """Remove an adapter from every worker, after all earlier steps."""
         self._send(UnloadLora(digest))
 
     def roll_back(self) -> None:
@@ -239,7 +239,7 @@ class MultiprocExecutor:
         self._invoke("recover", None)
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of every worker behind all earlier steps, and wait for the results."""
+        """Call a method of every worker after all earlier steps, and wait for the results."""
         return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
 
     def worker_stats(self) -> list[WorkerStats]:

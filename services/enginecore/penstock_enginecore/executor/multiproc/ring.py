@@ -246,7 +246,7 @@ class RingMemory:
         return word // STEP, bool(word & CLOSED)
 
     def read(self, reader: int) -> tuple[int, bool]:
-        """Return the number of slots that a reader has consumed, and whether it has ended."""
+        """Return the number of slots that a reader has consumed, and whether the reader has ended."""
         word = self._words.load(self._tails[reader])
         return word // STEP, bool(word & CLOSED)
 

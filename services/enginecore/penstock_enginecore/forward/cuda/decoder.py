@@ -291,7 +291,9 @@ class FusedForward:
         return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), CUTS)
 
     def where(self) -> str:
-        """Compare the output of each layer with that of the model's own layer, and return the first difference as text."""
+        """Compare the output of each layer with the output of the model's own layer, and return the first difference as
+        text.
+        """
         probe = Probe.prompt(self._probed.model.vocab_size)
         modules = ModulesForward(self._probed, create_backend("reference", self.device))
         with traced([layer.module for layer in self._plan.layers]) as expected:

@@ -25,8 +25,8 @@ class Graph(Protocol):
     """Captured work of a step."""
 
     def capture(self, launch: Launch) -> torch.Tensor:
-        """Capture the work that ``launch`` launches, and return its result. Raises RuntimeError if part of it cannot be
-        captured.
+        """Capture the work that ``launch`` launches, and return its result. Raises RuntimeError if a part of the work
+        cannot be captured.
         """
 
     def replay(self) -> None:

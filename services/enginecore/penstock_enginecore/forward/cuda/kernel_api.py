@@ -50,7 +50,7 @@ class Float8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Weight in 4-bit levels. An element is its level minus its zero, times its scale.
+    """Weight in 4-bit levels. An element is its level minus its zero point, times its scale.
 
     Attributes:
         numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. In each group of ``2 * half`` columns,
