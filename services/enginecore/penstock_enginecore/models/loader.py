@@ -92,7 +92,7 @@ class LoadedModel:
 
     Attributes:
         dtype: The dtype of the computation.
-        precision: The dtype to which inputs of products may be rounded.
+        precision: The dtype to which inputs of matrix products may be rounded.
         max_len: Tokens of the longest sequence that the model allows.
         vocab_size: Number of logits.
         eos_token_ids: Tokens that end an output.

@@ -84,8 +84,8 @@ def _freeze(name: str, module: torch.nn.Module, kind: str, layer_type: str | Non
 
 
 def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: int) -> None:
-    """Fix the frequencies of Phi-MoE's module. It computes them in each forward pass, with separate magnitudes for
-    short and long batches.
+    """Fix the frequencies of Phi-MoE's module. The module computes the frequencies in each forward pass, with separate
+    magnitudes for short and long batches.
     """
     frozen = (module.inv_freq, module.attention_scaling)
     module.rope_init_fn = lambda _config: frozen

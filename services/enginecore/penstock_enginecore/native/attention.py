@@ -17,7 +17,7 @@ TILES = KVLayout("tiles of 16", TILE)
 """Layout for float32: per head, keys of 16 tokens are stored element by element across the tokens, and values token by
 token.
 
-A tile uses the memory of its 16 slots. ``csrc/attention.h`` reads it.
+A tile uses the memory of its 16 slots. ``csrc/attention.h`` reads this layout.
 """
 PAIRS = KVLayout("tiles of 16 in pairs", TILE)
 """Layout for bfloat16: like ``TILES``, but keys are stored in pairs of elements, and values in pairs of tokens. See
@@ -171,8 +171,8 @@ class WholeAttention:
         self._memory = torch.empty(0)
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether the kernels support tensors ``[sequences, heads, tokens, head size]``. They must be float32 of
-        equal length.
+        """Return whether the kernels support tensors ``[sequences, heads, tokens, head size]``. The tensors must be
+        float32 of equal length.
         """
         head_size, value_size = key.shape[3], value.shape[3]
         return (

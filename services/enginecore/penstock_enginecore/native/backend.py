@@ -185,8 +185,8 @@ def open_backend(
 ) -> NativeBackend | None:
     """Return the kernels that ``config`` selects, or None if they are off, not built, or not for this device.
 
-    With ``rounded``, kernels may round inputs of products to bfloat16. Raises KernelsError if a named instruction set
-    is not available.
+    With ``rounded``, kernels may round inputs of matrix products to bfloat16. Raises KernelsError if a named
+    instruction set is not available.
     """
     if config.isa == "off" or device.type != "cpu":
         return None

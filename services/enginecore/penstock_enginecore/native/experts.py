@@ -141,16 +141,17 @@ class PackedExperts(torch.nn.Module):
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
 
     def write(self, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write ``weights``, by their names in the module, into the memory of ``expert``. Raises ValueError if they do
-        not fit.
+        """Write ``weights``, by their names in the module, into the memory of ``expert``.
+
+        Raises ValueError if a weight has the wrong shape, or if the packed dtype cannot store its elements exactly.
         """
         self._up[expert].overwrite(self._library, *self._rows(weights, self._up_name))
         self._down[expert].overwrite(self._library, *self._rows(weights, "down_proj"))
 
     def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the packed ``weights`` as new tensors in the format of ``slot_memory``. Raises ValueError if they do
-        not fit.
+        """Return the packed ``weights`` as new tensors in the format of ``slot_memory``.
 
+        Raises ValueError if a weight has the wrong shape, or if the packed dtype cannot store its elements exactly.
         Another thread may call this during computation.
         """
         library = self._library.beside

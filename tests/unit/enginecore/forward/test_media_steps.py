@@ -314,7 +314,8 @@ def test_the_fused_decoder_does_not_serve_models_whose_media_it_would_ignore() -
 def test_stages_refuse_rows_between_their_layers() -> None:
     links: Any = SimpleNamespace(num_stages=2, stage=0)
     with pytest.raises(
-        ModelLoadError, match=r"executor.pipeline_parallel_size is 2, but .* cannot be split into stages.*use 1, or"
+        ModelLoadError,
+        match=r"executor.pipeline_parallel_size is 2, but .* cannot be split into stages.*set it to 1, or",
     ):
         cut(probe_model(make("qwen3_vl")[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
 

@@ -23,9 +23,9 @@ class Part:
     """Tensor that is part of a quantized weight.
 
     Attributes:
-        suffix: Suffix of its name.
+        suffix: Suffix of the tensor's name.
         dtypes: Accepted dtypes, by safetensors' names.
-        required: Whether it must exist.
+        required: Whether the tensor must exist.
     """
 
     suffix: str
@@ -60,8 +60,8 @@ class Scheme(Protocol):
 
 
 def pieces(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
-    """Return slices of ``rows`` of ``width`` elements that are computed at a time. All but the last are a ``multiple``
-    long.
+    """Return slices of ``rows`` of ``width`` elements that are computed at a time. The length of every slice except the
+    last is a multiple of ``multiple``.
     """
     step = max(1, _PIECE_NUMBERS // max(1, width * multiple)) * multiple
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))

@@ -1,4 +1,4 @@
-"""Tensors of a quantized checkpoint by the names of the dense model. They are dequantized when they are read."""
+"""Tensors of a quantized checkpoint by the names of the dense model. The tensors are dequantized when they are read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
