@@ -216,7 +216,7 @@ def test_the_engine_ends_and_leaves_nothing_behind(
     if fault.does == "stop":
         stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
         assert "it is stopped" in stacks[fault.rank]
-        other = "it has ended" if fault.point == "ending" else "File "  # the other worker finished its command
+        other = "the process has ended" if fault.point == "ending" else "File "  # the other worker finished its command
         assert other in stacks[1 - fault.rank]
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogCaptureHandler):

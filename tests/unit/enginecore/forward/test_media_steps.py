@@ -381,7 +381,7 @@ def test_rows_that_the_kernels_would_read_beyond_are_refused(shape: tuple[int, .
     prompt = prompts(2)[0]
     forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
     batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), deepstack=torch.zeros(shape))
-    with pytest.raises(ValueError, match="do not fit 3 layers"):
+    with pytest.raises(ValueError, match="the model has 3 layers"):
         forward.run(batch, np.array([49]))
 
 

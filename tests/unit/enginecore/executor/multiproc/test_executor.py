@@ -209,7 +209,8 @@ def test_a_worker_that_ends_while_nothing_runs_is_told_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "does", "told"), [("execute", "hang", "in in_a_collective"), ("sample", "stop", "it does not answer")]
+    ("when", "does", "told"),
+    [("execute", "hang", "in in_a_collective"), ("sample", "stop", "the process does not answer")],
 )
 def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_is(
     when: str, does: Any, told: str, caplog: pytest.LogCaptureFixture

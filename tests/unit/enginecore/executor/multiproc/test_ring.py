@@ -249,7 +249,7 @@ def test_a_ring_that_cannot_be_is_refused(shape: tuple[int, int, int], words_of_
 def test_other_memory_is_no_ring() -> None:
     descriptor = os.memfd_create("other")
     try:
-        with pytest.raises(ValueError, match="it has 0 bytes"):
+        with pytest.raises(ValueError, match="its size is 0 bytes"):
             RingMemory(descriptor)
         os.ftruncate(descriptor, 4096)
         with pytest.raises(ValueError, match="not a ring of this version"):

@@ -152,7 +152,7 @@ def test_why_a_capture_fails_is_told_and_not_that_it_did(
     steps, answers = cuda_graphs(), [torch.zeros(1), None]
     steps.run("a", lambda: answers.pop(0) if len(answers) > 1 else fails("model.layers.3: a read on the host"))
     assert steps.failure == "model.layers.3: a read on the host"
-    assert "capturing a failed: model.layers.3: a read" in caplog.text
+    assert "shape=a reason=model.layers.3: a read" in caplog.text
 
 
 def fails(reason: str) -> torch.Tensor:
