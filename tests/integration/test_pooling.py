@@ -378,3 +378,22 @@ def test_texts_that_would_have_to_be_lowercased_are_refused(tmp_path: Path) -> N
     save_sentence_transformer_files(tmp_path, mode="mean")
     write_json(tmp_path / "sentence_bert_config.json", {"do_lower_case": True})
     assert "do_lower_case is true" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid", "mamba2"])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_a_model_with_recurrent_layers_embeds_prompts_in_any_chunks(family: str, budget: int, tmp_path: Path) -> None:
+    from tests.fakes.models.tiny_models import save_tiny_model
+
+    model = save_tiny_model(family, tmp_path).base_model
+    save_sentence_transformer_files(tmp_path, mode="mean")
+    engine = build_engine(
+        tmp_path,
+        model={"task": "embed"},
+        cache={"block_size": 16},
+        scheduler={"max_num_batched_tokens": budget},
+    )
+    prompts = [[token % 320 for token in prompt] for prompt in PROMPTS]
+    with torch.inference_mode():
+        expected = [model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0) for prompt in prompts]
+    assert_close(pool(engine, prompts, EMBED), expected)
