@@ -230,6 +230,8 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
         events = (*events, "kv_events")
     if events and engine.connector is not None:
         events = (*events, "kv_tier_events")
+    if events and engine.model.states is not None:
+        events = (*events, "states")
     return (*GENERATES, *events, *more)
 
 

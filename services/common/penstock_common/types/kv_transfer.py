@@ -16,6 +16,8 @@ class KvMedium(enum.IntEnum):
     HOST = 2
     DISK = 3
     PEER = 4
+    STATE = 5
+    """The state of recurrent layers after a block, without which the block cannot be reused."""
 
 
 class EngineRole(enum.IntEnum):

@@ -22,6 +22,9 @@ _TELLING = frozenset({"followed_cache", "kv_events"})
 frontend or to none.
 """
 
+_STATES = "states"
+"""Capability of engines whose model has recurrent layers."""
+
 
 class CacheFollower:
     """Feeds ``PrefixCaches``: requests the cached blocks of an engine when its session begins, then applies its events.
@@ -40,7 +43,7 @@ class CacheFollower:
         ready, session = connection.ready, connection.session
         if ready is None or session is None or not _TELLING.intersection(ready.capabilities):
             return
-        self._caches.begin(connection.address, ready.block_size)
+        self._caches.begin(connection.address, ready.block_size, has_states=_STATES in ready.capabilities)
         task = asyncio.create_task(self._ask(connection, ready, session), name=f"cache of engine {connection.address}")
         self._asking[connection.address] = task
 
@@ -65,6 +68,8 @@ class CacheFollower:
             if "kv_tier_events" in ready.capabilities:
                 for medium in (KvMedium.HOST, KvMedium.DISK):
                     answers[medium] = await _kept_blocks(session, medium)
+            if _STATES in ready.capabilities:
+                answers[KvMedium.STATE] = await _kept_blocks(session, KvMedium.STATE)
             self._caches.settle(connection.address, answers)
         except (RequestFailed, TimeoutError) as e:
             get_logger().warning(

@@ -1,6 +1,6 @@
 """Index of the engines' prefix caches: which engine has which KV blocks, and in which medium."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import compress, islice
 
@@ -230,11 +230,16 @@ class _Sequence(msgspec.Struct):
 
 
 class _Cache(msgspec.Struct):
-    """Cache state of one engine. ``recorded`` has the events since the full state was requested, or None if no request
-    is pending.
+    """Cache state of one engine.
+
+    Attributes:
+        states: Hashes of the blocks after which the engine has the state of recurrent layers. None for a model without
+            such layers.
+        recorded: Events since the full state was requested, or None if no request is pending.
     """
 
     block_size: int
+    states: set[bytes] | None = None
     recorded: list[KvCacheEvent] | None = None
     places: BlockPlaces = msgspec.field(default_factory=BlockPlaces)
 
@@ -271,10 +276,13 @@ class PrefixCaches:
         """Return the number of known blocks of an engine."""
         return self._index.num_on(engine)
 
-    def begin(self, engine: str, block_size: int) -> None:
-        """Start to track an engine whose state was requested. ``settle`` must follow."""
+    def begin(self, engine: str, block_size: int, *, has_states: bool = False) -> None:
+        """Start to track an engine whose cache was requested. ``settle`` must follow.
+
+        ``has_states`` tells whether the engine's model has recurrent layers, whose states it reports.
+        """
         self._index.clear(engine)
-        self._caches[engine] = _Cache(block_size, recorded=[])
+        self._caches[engine] = _Cache(block_size, states=set() if has_states else None, recorded=[])
         self._look_for_block_sizes()
 
     def settle(self, engine: str, answers: Mapping[KvMedium, bytes] | None) -> None:
@@ -335,7 +343,11 @@ class PrefixCaches:
             found = self._index.runs(_hashes(hasher, sequence), size)
             if num_tokens % size == 0:  # An engine may have all of them cached, but must compute the last token.
                 found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
-            cached |= found
+            for engine in found:
+                if (states := self._caches[engine].states) is not None:
+                    count = min(found[engine], num_tokens - 1) // size
+                    found[engine] = _last_state(states, sequence.block_hashes[:count]) * size
+            cached |= {engine: count for engine, count in found.items() if count}
         return cached
 
     def _apply(self, engine: str, cache: _Cache, event: KvCacheEvent) -> None:
@@ -343,6 +355,10 @@ class PrefixCaches:
             case BlockStored():
                 self._store(engine, cache, event.medium, event.block_hashes, event.parent_hash)
             case BlockRemoved():
+                if event.medium is KvMedium.STATE:
+                    if cache.states is not None:
+                        cache.states.difference_update(event.block_hashes)
+                    return
                 self._index.remove(engine, cache.places.removed(event.medium, event.block_hashes))
             case AllBlocksCleared():
                 self._clear(engine, cache)
@@ -350,16 +366,30 @@ class PrefixCaches:
     def _store(
         self, engine: str, cache: _Cache, medium: KvMedium, block_hashes: Sequence[bytes], parent: bytes = b""
     ) -> None:
+        if medium is KvMedium.STATE:
+            if cache.states is not None:
+                cache.states.update(block_hashes)
+            return
         cache.places.stored(medium, block_hashes, partial(self._index.has, engine))
         self._index.store(engine, block_hashes, parent)
 
     def _clear(self, engine: str, cache: _Cache) -> None:
         cache.places.clear()
+        if cache.states is not None:
+            cache.states.clear()
         self._index.clear(engine)
 
     def _look_for_block_sizes(self) -> None:
         sizes = {cache.block_size for cache in self._caches.values()}
         self._hashers = {size: self._hashers.get(size) or BlockHasher(size) for size in sorted(sizes)}
+
+
+def _last_state(states: Set[bytes], block_hashes: Sequence[bytes]) -> int:
+    """Return the number of leading blocks up to the last one whose state is known."""
+    for count in range(len(block_hashes), 0, -1):
+        if block_hashes[count - 1] in states:
+            return count
+    return 0
 
 
 def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:

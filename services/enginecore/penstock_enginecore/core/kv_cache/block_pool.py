@@ -1,10 +1,10 @@
 """The pool of KV cache blocks: reference counts, a free list in LRU order, and a map from content to block."""
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
-from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 NULL_BLOCK_ID = 0
@@ -110,6 +110,16 @@ class BlockLog:
         return bool(self.cached or self.freed or self.evicted)
 
 
+class PoolEvents(Protocol):
+    """Receiver of changes of a pool's findable blocks."""
+
+    def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
+        """Record that blocks were evicted. Each is given as group, hash and id."""
+
+    def cleared(self) -> None:
+        """Record that no block is findable any more."""
+
+
 class BlockPool:
     """Allocates blocks, and finds cached blocks by hash and group.
 
@@ -121,7 +131,7 @@ class BlockPool:
         log: Records changes of findable blocks, or None if they are not needed.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1, events: KvEventLog | None = None) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 2: block 0 is the null block")
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]

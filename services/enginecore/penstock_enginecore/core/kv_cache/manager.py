@@ -55,7 +55,11 @@ class KVCacheManager:
         """Statistics of tokens that were not in the pool, if a KV connector is configured."""
         self.reuses = enable_prefix_caching
         """Whether prefix caching is enabled."""
-        self.states = None if config.states is None else StateSlots(config.states, keeps=enable_prefix_caching)
+        self.states = (
+            None
+            if config.states is None
+            else StateSlots(config.states, keeps=enable_prefix_caching, events=self._events)
+        )
         """Slots of recurrent states, or None for a model without recurrent layers."""
         self._hasher = BlockHasher(config.block_size)
         self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))

@@ -2,13 +2,32 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import StateStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
+from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig, StateStep, span_start
 
 _UNWRITTEN = -1
+
+
+class _Evictions:
+    """Counts evicted states, and reports them to routers."""
+
+    def __init__(self, events: KvEventLog) -> None:
+        self.count = 0
+        self._events = events
+
+    def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
+        """Record evicted states. Each is given as group, hash and slot."""
+        for _, block_hash, _ in blocks:
+            self.count += 1
+            self._events.lost(KvMedium.STATE, block_hash)
+
+    def cleared(self) -> None:
+        """Do nothing: ``StateSlots.forget`` reports the states that it forgets."""
 
 
 class _States:
@@ -50,14 +69,21 @@ class StateSlots:
     order, so it runs such a step before any step that reuses the slots.
     """
 
-    def __init__(self, config: StatePoolConfig, *, keeps: bool) -> None:
-        """Create the slots. ``keeps`` is whether prefix caching is enabled."""
+    def __init__(self, config: StatePoolConfig, *, keeps: bool, events: KvEventLog) -> None:
+        """Create the slots.
+
+        Args:
+            config: Size of the pool.
+            keeps: Whether prefix caching is enabled.
+            events: Log of states that are kept and evicted, for routers.
+        """
         self.config = config
-        self.pool = BlockPool(config.num_slots)
+        self._events = events
+        self._evictions = _Evictions(events)
+        self.pool = BlockPool(config.num_slots, events=self._evictions)
         self._keeps = keeps
         self._free_rows = list(range(config.num_requests - 1, -1, -1))
         self._requests: dict[str, _States] = {}
-        self._num_evictions = 0
         self._num_recomputed_tokens = 0
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
@@ -81,7 +107,7 @@ class StateSlots:
             return False
         if found is not None:
             self.pool.touch([found])
-        states = _States(self._free_rows.pop(), self._allocate(SLOTS_PER_REQUEST), branch)
+        states = _States(self._free_rows.pop(), self.pool.allocate(SLOTS_PER_REQUEST), branch)
         if found is None:
             states.shared[0] = self.pool.null_block
         else:
@@ -98,12 +124,6 @@ class StateSlots:
         if slot is None:
             raise RuntimeError(f"no state is kept at token {position} of request {request.key!r}")
         return slot
-
-    def _allocate(self, count: int) -> list[KVCacheBlock]:
-        evicted = len(self.pool.hashes())
-        slots = self.pool.allocate(count)
-        self._num_evictions += evicted - len(self.pool.hashes())
-        return slots
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, StateStep]:
         """Return the states that each request of a step reads and writes. Call it once per scheduled step."""
@@ -151,7 +171,7 @@ class StateSlots:
             if end not in states.shared:
                 if not self.pool.num_free_blocks:
                     continue
-                states.shared[end] = self._allocate(1)[0]
+                states.shared[end] = self.pool.allocate(1)[0]
             kept.append(end)
         return kept
 
@@ -167,9 +187,12 @@ class StateSlots:
                 self.pool.free([states.shared.pop(end)])
 
     def _keep(self, request: Request, slot: KVCacheBlock, end: int) -> None:
+        """Make the state at token ``end`` findable, unless another slot has the same state or the prefix has no hash."""
         index = end // SPAN - 1
-        if self._keeps and 0 <= index < len(request.block_hashes):
-            self.pool.cache(slot, request.block_hashes[index])
+        if not self._keeps or not 0 <= index < len(request.block_hashes):
+            return
+        if self.pool.cache(slot, request.block_hashes[index]):
+            self._events.kept(KvMedium.STATE, request.block_hashes[index])
 
     def free(self, request: Request, *, keep: bool) -> None:
         """Release the slots and rows of a request. With ``keep``, its last closed state stays findable."""
@@ -184,7 +207,12 @@ class StateSlots:
 
     def forget(self) -> bool:
         """Forget all kept states. Return False, and do nothing, while a request runs."""
-        return self.pool.forget()
+        kept = list(self.pool.hashes())
+        if not self.pool.forget():
+            return False
+        for block_hash in kept:
+            self._events.lost(KvMedium.STATE, block_hash)
+        return True
 
     def stats(self) -> StateStats:
         """Return the use of the pool. Thread-safe."""
@@ -193,7 +221,7 @@ class StateSlots:
             num_slots=pool.num_usable_blocks,
             num_used_slots=pool.num_usable_blocks - pool.num_free_blocks,
             num_kept=len(pool.hashes()),
-            num_evictions=self._num_evictions,
+            num_evictions=self._evictions.count,
             num_recomputed_tokens=self._num_recomputed_tokens,
             max_running_reqs=self.config.num_requests,
         )
