@@ -253,7 +253,7 @@ async def test_a_stream_has_its_parameters_in_the_chunk_that_ends_it(
         (
             {"n": 2},
             "n",
-            "kv_transfer_params.do_remote_decode is true and n 2; only one sequence can be handed over: n must be 1",
+            "kv_transfer_params.do_remote_decode is true and n is 2; only one sequence can be handed over, so n must be 1",
         ),
         ({"best_of": 3}, "best_of", "do_remote_decode is true and best_of 3"),
         ({"prompt": ["a", "b"]}, "prompt", "do_remote_decode is true and prompt has 2 prompts"),

@@ -1,4 +1,4 @@
-"""LoRA adapters that requests can name, and the engines that hold them. Does no I/O."""
+"""LoRA adapters that requests can name, and the engines that have loaded these adapters. Does no I/O."""
 
 import enum
 import hashlib
@@ -24,7 +24,11 @@ from penstock_frontend.config.frontend import LoraConfig, name_refusal
 
 
 class LoraSource(enum.IntEnum):
-    """Source of an adapter's name. The first source in this order wins. Values equal ``penstock.admin.v1.LoraSource``."""
+    """Source of an adapter's name.
+
+    If several sources define a name, the first of them in this order is used. The values equal
+    ``penstock.admin.v1.LoraSource``.
+    """
 
     CONFIG = 1
     DIRECTORY = 2
@@ -32,7 +36,7 @@ class LoraSource(enum.IntEnum):
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """An adapter with the source of its name."""
+    """An adapter, and the source that defines its name."""
 
     adapter: LoraAdapter
     source: LoraSource
@@ -48,9 +52,10 @@ class Adapters:
     """Resolves adapter names from the configuration, the watched directory and run-time registration, in this order of
     precedence.
 
-    Run-time names are shared with other frontends: the code that exchanges them merges into ``registry``, and
-    ``on_change`` reports registrations made here. For all other adapters this class keeps the content digests that
-    engines report, while the adapters' paths stay.
+    Names registered at run time are shared with other frontends. The code that exchanges these names merges names of
+    other frontends into ``registry``. ``on_change`` reports registrations on this frontend. For adapters that were not
+    registered at run time, this class stores the content digests that engines report. A digest is valid until the
+    adapter's path changes.
     """
 
     def __init__(
@@ -64,9 +69,9 @@ class Adapters:
     ) -> None:
         """Args:
         config: the LoRA settings.
-        model: the base model's name, which means no adapter.
+        model: the base model's name. A request with this name uses no adapter.
         frontend_id: name of this frontend in registrations.
-        aliases: further names, each with its target.
+        aliases: further names of models or adapters. The value is the name that the alias stands for.
         on_change: called when a name was registered or removed here.
         """
         self._aliases = {name: target or model for name, target in aliases.items()}
@@ -80,9 +85,9 @@ class Adapters:
             LoraSource.DIRECTORY: {},
         }
         self._digests: dict[tuple[str, str], bytes] = {}
-        """Digest that an engine reported for adapters not registered at run time, by name and path."""
+        """Digests that engines reported for adapters that were not registered at run time, by name and path."""
         self._pinned: set[tuple[str, str]] = set()
-        """Pinned adapters among those not registered at run time, by name and path."""
+        """Pinned adapters that were not registered at run time, by name and path."""
 
     @property
     def serves(self) -> bool:
@@ -90,19 +95,19 @@ class Adapters:
         return self._config.serves
 
     def count(self) -> dict[str, int]:
-        """Return the number of names by source."""
+        """Return the number of adapter names from each source."""
         counts = Counter(named.source for named in self.all())
         return {source.name.lower(): counts[source] for source in LoraSource}
 
     @property
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Names of all adapters, sorted."""
         known = {each.name for each in self.registry.loaded()}.union(*self._paths.values())
         return sorted(known - {self._model, *self._aliases})
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Aliases with their targets, sorted. A target may be an adapter that does not exist (yet)."""
+        """Aliases and the names they stand for, sorted. An alias may stand for an adapter that does not exist (yet)."""
         return dict(sorted(self._aliases.items()))
 
     def all(self) -> list[NamedAdapter]:
@@ -110,7 +115,7 @@ class Adapters:
         return [named for name in self.names if (named := self.get(name)) is not None]
 
     def get(self, name: str) -> NamedAdapter | None:
-        """Return the adapter of a name or alias, or None."""
+        """Return the adapter with this name or alias, or None."""
         name = self._aliases.get(name, name)
         if name == self._model:
             return None
@@ -125,7 +130,7 @@ class Adapters:
         return NamedAdapter(registered.adapter, LoraSource.RUN_TIME, registered.pinned)
 
     def named(self, name: str, *, field: str = "name") -> NamedAdapter:
-        """Return the adapter of a name. Raises NotFound."""
+        """Return the adapter with this name. Raises NotFound."""
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
@@ -139,9 +144,9 @@ class Adapters:
         """Return the name of the adapter that a request names by ``model`` or ``lora``; empty for the base model.
 
         Raises:
-            NotFound: no model or adapter has that name.
-            InvalidArgument: the fields name two different adapters.
-            Unimplemented: ``lora`` is set, but no adapters are served.
+            NotFound: no model or adapter has the requested name.
+            InvalidArgument: ``model`` and ``lora`` name two different adapters.
+            Unimplemented: ``lora`` is set, but this frontend serves no adapters.
         """
         asked, (model, lora) = model, (self._aliases.get(name, name) for name in (model, lora))
         model, lora = ("" if name == self._model else name for name in (model, lora))
@@ -164,7 +169,10 @@ class Adapters:
         return lora or model
 
     def check_registrable(self, name: str) -> None:
-        """Check that an adapter may get this name at run time. Raises a RequestFailed that says why not."""
+        """Check that an adapter can be registered under this name at run time.
+
+        Raises RequestFailed with the reason if not.
+        """
         if refusal := name_refusal(name):
             raise InvalidArgument(f"name {refusal}", field="name")
         if name == self._model:
@@ -200,7 +208,7 @@ class Adapters:
         return named
 
     def pin(self, named: NamedAdapter, *, pinned: bool) -> NamedAdapter:
-        """Record whether engines keep an adapter in memory."""
+        """Record whether an adapter is pinned, which means that engines always keep it in memory."""
         adapter = named.adapter
         if named.source is LoraSource.RUN_TIME:
             return self.register(adapter, pinned=pinned)
@@ -208,22 +216,22 @@ class Adapters:
         return NamedAdapter(adapter, named.source, pinned)
 
     def learned(self, adapter: LoraAdapter) -> None:
-        """Record the content digest that an engine reported for an adapter not registered at run time."""
+        """Record the content digest that an engine reported for an adapter that was not registered at run time."""
         self._digests[adapter.name, adapter.path] = adapter.digest
 
     def forget(self, adapter: LoraAdapter) -> None:
-        """Drop a recorded digest, because the adapter's content differs from it."""
+        """Drop the recorded digest of an adapter, because the adapter's content has changed."""
         if self._digests.get(key := (adapter.name, adapter.path)) == adapter.digest:
             del self._digests[key]
 
     def follow_directory(self, paths: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
-        """Apply a scan of the watched directory. Return the names that were not accepted.
+        """Apply a scan of the watched directory. Return the names that were refused.
 
-        A name is refused if there are too many, if it is not valid, or if it is the model's name or an alias.
+        A name is refused if there are too many names, if it is not valid, or if it is the model's name or an alias.
 
         Args:
             paths: path of each adapter, by name.
-            changed: adapters whose content has changed.
+            changed: path of each adapter whose content has changed, by name.
         """
         for key in changed.items():
             self._digests.pop(key, None)
@@ -268,7 +276,10 @@ _LISTED = 5
 
 
 def _some_of(name: str, names: Collection[str]) -> str:
-    """Return the number of names and the most similar one, or the first names if none is similar."""
+    """Return text for an error message: the number of names, and the most similar name.
+
+    If no name is similar, the text lists the first names.
+    """
     hint = nearest(name, names)
     return f"there {'is 1' if len(names) == 1 else f'are {len(names)}'}{hint}" if hint else _listed(names)
 
@@ -278,22 +289,24 @@ def _listed(names: Collection[str]) -> str:
     return f"known: {', '.join(first) or 'none'}{f' and {more} more' if more > 0 else ''}"
 
 
-# Placement of LoRA adapters on engines.
+# The code below decides which engine should load which LoRA adapter.
 
 LOADING = 4.0
-"""Minimum score of loading an adapter: as much as a waiting request."""
+"""Minimum score for loading an adapter. The score equals the score of one waiting request."""
 MOST_LOADING = 64.0
 EVICTING = 8.0
-"""Additional score of loading if it evicts other adapters, because those will have to be loaded again later."""
+"""Additional score if loading evicts other adapters, because the evicted adapters must be loaded again later."""
 CACHED = 0.5
-"""Score of an adapter that is in memory but not in a slot: less than a running request."""
+"""Score of an adapter that is in host memory but has no slot. The score is less than the score of a running request."""
 SLOTS_FULL = 16.0
-"""Score of waiting for a free slot: as much as four waiting requests."""
+"""Score of waiting for a free slot. The score equals the score of four waiting requests."""
 MOST_HELD = 64
-"""Number of adapters, the most recently sent ones, that an engine is assumed to hold if it does not report them."""
+"""Number of adapters that an engine is assumed to have loaded, if the engine does not report its adapters. These are
+the adapters of the requests that were last sent to the engine.
+"""
 HINT_SECONDS = 1.0
-"""Seconds for which a sent adapter counts as loaded on an engine that reports its adapters. A report is expected by
-then.
+"""Seconds for which the adapter of a sent request counts as loaded, if the engine reports its adapters. The engine's
+next report is expected within this time.
 """
 _WAITING = 4.0
 """Score of a waiting request."""
@@ -310,11 +323,11 @@ class Where(enum.Enum):
 
 
 class LoraPlaces:
-    """Tracks which adapters each engine holds: those it reports, or, before a report, those of the requests that were
-    last sent to it.
+    """Tracks which adapters each engine has loaded.
 
-    Rendezvous hashing gives each adapter home engines, the same for all frontends. As a result, each adapter is on few
-    engines, and an engine that joins or leaves changes few homes.
+    The engine reports its adapters. Before the first report, the adapters of the requests that were last sent to the
+    engine count as loaded. Rendezvous hashing gives each adapter a home engine, which is the same for all frontends. As
+    a result, few engines load the same adapter. If an engine joins or leaves, few adapters get another home engine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -322,7 +335,7 @@ class LoraPlaces:
         self._clock = clock
         self._told: dict[str, _Told] = {}
         self._sent: dict[str, OrderedDict[bytes, float]] = {}
-        """Time at which each adapter was last sent, by engine."""
+        """Time at which a request with the adapter was last sent, by engine and adapter digest."""
         self._most: dict[str, int] = {}
 
     def sent(self, engine: str, digest: bytes) -> None:
@@ -333,27 +346,27 @@ class LoraPlaces:
         self._cut(engine)
 
     def lacks(self, engine: str, digest: bytes) -> None:
-        """Record that an engine does not have this adapter."""
+        """Record that an engine has not loaded this adapter."""
         self._sent.get(engine, OrderedDict()).pop(digest, None)
 
     def holds(self, engine: str, count: int) -> None:
-        """Record how many adapters an engine reports to hold."""
+        """Record the number of adapters that an engine has in memory or is loading, according to its report."""
         self._most[engine] = count
         self._cut(engine)
 
     def told(self, engine: str, held: LoraHeld) -> None:
-        """Record which adapters an engine holds. Ignore reports older than the known one."""
+        """Record an engine's report about its adapters. Ignore a report that is older than the recorded report."""
         known = self._told.get(engine)
         if known is None or known.version < held.version:
             self._told[engine] = _Told(held)
 
     def forget(self, engine: str) -> None:
-        """Forget an engine that is gone. After a restart it holds no adapters."""
+        """Forget a lost engine. After a restart, the engine has no adapters."""
         for known in (self._told, self._sent, self._most):
             known.pop(engine, None)
 
     def where(self, engine: str, digest: bytes) -> Where:
-        """Return the state of an adapter on an engine, as far as known."""
+        """Return the state of an adapter on an engine, as far as the frontend knows it."""
         told = self._told.get(engine)
         sent_at = self._sent.get(engine, _NOTHING).get(digest)
         if sent_at is not None and (told is None or self._clock() - sent_at < HINT_SECONDS):
@@ -366,7 +379,7 @@ class LoraPlaces:
         return Where.CACHED if number in told.held else Where.ABSENT
 
     def term(self, engine: str, digest: bytes) -> float:
-        """Return the amount to add to an engine's score for a request with this adapter."""
+        """Return the score that a request with this adapter adds to an engine's score."""
         where = self.where(engine, digest)
         if where is Where.ACTIVE:
             return 0.0
@@ -377,7 +390,10 @@ class LoraPlaces:
         return cost + SLOTS_FULL if told.full else cost
 
     def in_order(self, engines: Iterable[str], digest: bytes) -> list[str]:
-        """Return the engines in order of rendezvous hash, with the adapter's home first."""
+        """Return the engines in order of their rendezvous hash with the adapter.
+
+        The adapter's home engine comes first.
+        """
         return sorted(engines, key=lambda engine: _weight(engine, digest))
 
     def _cut(self, engine: str) -> None:

@@ -1,4 +1,4 @@
-"""Engine client of the frontend: takes requests, passes on engine events, and remembers lost engines."""
+"""Engine client of the frontend. Sends requests to engines, handles the engines' events, and remembers lost engines."""
 
 import asyncio
 import time
@@ -33,34 +33,34 @@ from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
 MAX_KEPT = 20
-"""Maximum number of remembered losses. The oldest are dropped first."""
+"""Maximum number of remembered engine losses. The oldest losses are dropped first."""
 
 
 class LostEngine(msgspec.Struct, frozen=True):
-    """An engine whose session ended without an announced stop."""
+    """An engine whose session ended although the engine had not announced its stop."""
 
     engine_id: str
     address: str
     reason: str
     at: float
-    """Time of the loss, in seconds of the clock."""
+    """Time of the loss in seconds, on the clock of ``LostEngines``."""
     num_moved: int
-    """Number of this frontend's sequences that left the engine and resume on others."""
+    """Number of this frontend's sequences that resume on other engines because of the loss."""
 
 
 class LostEngines:
-    """Remembers lost engines for ten minutes, even if they have come back. ``clock``: monotonic seconds."""
+    """Remembers lost engines for ten minutes, even if they are connected again. ``clock`` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lost: deque[LostEngine] = deque(maxlen=MAX_KEPT)
 
     def add(self, engine_id: str, address: str, why: str, num_moved: int) -> None:
-        """Record that an engine was lost now."""
+        """Record the loss of an engine, with the current time."""
         self._lost.append(LostEngine(engine_id, address, why, self._clock(), num_moved))
 
     def recent(self) -> list[tuple[LostEngine, float]]:
-        """Return the losses, latest first, each with the seconds since then."""
+        """Return the losses, latest first, each with the seconds since the loss."""
         now = self._clock()
         while self._lost and now - self._lost[0].at > KEPT_SECONDS:
             self._lost.popleft()
@@ -68,16 +68,16 @@ class LostEngines:
 
 
 class EngineEvents:
-    """Listens to all connections, and passes events to dispatch, router and the other components in the required order.
+    """Listens to all connections, and passes their events to the other components in the required order.
 
     Args:
         dispatch: moves requests between engines.
-        router: keeps the engines' load.
+        router: tracks the engines' load.
         loads: the frontend's view of the engines.
-        kv_events: the feed for external gateways.
-        caches: tracks prefix caches, None if routing does not use them.
+        kv_events: the feed of KV cache events for external gateways.
+        caches: tracks prefix caches; None if routing does not use prefix caches.
         lost: records lost engines.
-        on_change: called whenever engines may have started or stopped to accept requests.
+        on_change: called whenever an engine may have started or stopped accepting requests.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class EngineEvents:
         self._lost = lost
         self._on_change = on_change
         self._variants: list[str] = []
-        """Variants at the last check; kept while no engine is connected."""
+        """Hashes of the variants at the last check. The list stays unchanged while no engine is connected."""
 
     def on_up(self, connection: EngineConnection) -> None:
-        """Handle a ready engine: forget the counts of earlier incarnations, and let held requests use it."""
+        """Handle a ready engine: forget the counts of earlier incarnations, and send held requests to the engine."""
         self._router.forget(connection.address)
         if self._caches is not None:
             self._caches.up(connection)
@@ -126,14 +126,18 @@ class EngineEvents:
             self._dispatch.take(connection.address, engine_id, outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """Handle a draining engine. Requests that it will not finish in ``time_left`` seconds move to other engines."""
+        """Handle a draining engine.
+
+        Requests that the engine cannot finish within ``time_left`` seconds move to other engines.
+        """
         self._on_change()
         if time_left is not None:
             self._dispatch.drain(connection.address, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """Handle the end of a session: move its requests to other engines, then forget its counts, which the move still
-        needs.
+        """Handle the end of a session.
+
+        Move the engine's requests to other engines, then forget the engine's counts. The move needs these counts.
         """
         if self._caches is not None:
             self._caches.down(connection)
@@ -148,7 +152,7 @@ class EngineEvents:
         self._kv_events.gone(connection.address)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """Resolve a doubtful loss: the engine lives, or it has died."""
+        """Resolve a loss in doubt. ``lives`` is True if the engine is alive, and False if it has died."""
         if lives:
             self._dispatch.acquit(connection.address)
         else:
@@ -161,9 +165,10 @@ class EngineEvents:
         return self._dispatch.num_on(connection.address) > 0
 
     def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:
-        """Publish cache events to the frontend's own index and to external routers.
+        """Publish cache events to the frontend's own index and to external gateways.
 
-        External routers know only the KV cache, and look up prompts by tokens, which not every engine reports.
+        External gateways get only events of the KV cache, and need the blocks' tokens. Some engines do not report
+        tokens.
         """
         if self._caches is not None:
             self._caches.changed(connection, events)
@@ -173,7 +178,7 @@ class EngineEvents:
             return
         try:
             self._kv_events.publish(connection.address, connection.rank or 0, changes)
-        except Exception as e:  # a failure for observers must not end requests
+        except Exception as e:  # a failure to publish cache events must not end requests
             incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
 
     def _tell_variants(self) -> None:
@@ -190,20 +195,20 @@ class EngineEvents:
 
 
 _OF_GROUPS = ("pause", "resume")
-"""Methods that all ranks of a data-parallel group run together. Engines that join later get the current state then."""
+"""Methods that all ranks of a data-parallel group run together. A rank that joins later gets the current state."""
 
 
 class GrpcEngineClient:
-    """Implements ``EngineClient`` with one session per engine.
+    """Engine client with one gRPC session per engine. Implements ``EngineClient``.
 
     Args:
         config: the frontend's settings.
         incarnation: incarnation of this frontend.
-        outputs: receives outputs.
+        outputs: receives the outputs of the engines.
         on_change: called whenever ``usable`` or ``num_held`` may have changed.
         on_moved: called with the number of sequences that have left their engines.
-        kv_events: receives changes of the engines' prefix caches.
-        certificates: learns when the connections' certificates expire.
+        kv_events: receives the changes of the engines' prefix caches.
+        certificates: records when the certificates of the connections expire.
         on_planned: called with each decision about disaggregated prefill.
         on_gap: called with the duration of each handoff in seconds.
     """
@@ -229,7 +234,7 @@ class GrpcEngineClient:
         """New requests that wait for an engine."""
         self._tell_change = on_change
         self.on_first_request: Callable[[FirstRequest], None] = lambda _: None
-        """Reports to the coordinator that a request went to an idle data-parallel group."""
+        """Callback that reports to the coordinator that a request was sent to an idle data-parallel group."""
         self._pool = EnginePool(
             config,
             incarnation=incarnation,
@@ -237,7 +242,7 @@ class GrpcEngineClient:
             on_first_request=lambda message: self.on_first_request(message),
         )
         routing = config.routing
-        router = Router(hash(incarnation), routing.policy)  # frontends start their rotation at different engines
+        router = Router(hash(incarnation), routing.policy)  # the hash lets each frontend start at another engine
         self.view = EngineLoads(self._pool, router)
         caches = PrefixCaches(routing.max_cached_blocks)
         follower = CacheFollower(caches) if routing.policy == "prefix_aware" else None
@@ -272,7 +277,7 @@ class GrpcEngineClient:
         self._pool.follow(addresses)
 
     def follow_view(self, view: ClusterView) -> None:
-        """Use the engines in a coordinator's view, and its request counts."""
+        """Use the engines and the request counts of a coordinator's view."""
         self._pool.follow_view(view)
         self.view.report_view(view)
         self._engines_changed()
@@ -293,7 +298,7 @@ class GrpcEngineClient:
 
     @property
     def full(self) -> bool:
-        """True if a new request would be refused, because the maximum number of requests wait for an engine."""
+        """True if a new request would be refused, because ``max_held_requests`` requests already wait for an engine."""
         return not self._usable.is_set() and self._waiting.full(self._max_held)
 
     @property
@@ -302,17 +307,18 @@ class GrpcEngineClient:
         return self._waiting.count + self._dispatch.num_held
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
-        """Wait until an engine accepts requests, at most ``engine_wait_timeout`` seconds. Return the limits that all
-        engines share.
+        """Wait until an engine accepts requests, at most ``engine_wait_timeout`` seconds.
+
+        Return limits that every engine supports.
 
         Args:
-            deadline: end of the wait in Unix seconds, or None.
-            tenant: tenant of the request. All tenants have the same share of the waiting places.
+            deadline: time at which the wait ends, in Unix seconds, or None.
+            tenant: tenant of the request. Each tenant may have the same number of waiting requests.
 
         Raises:
             Unavailable: no engine accepted requests in time, or the frontend is shutting down.
             DeadlineExceeded: the deadline passed.
-            ResourceExhausted: ``max_held_requests`` wait already, and ``tenant`` has used up its share.
+            ResourceExhausted: ``max_held_requests`` requests wait already, and ``tenant`` may not add another.
         """
         if self._closed or not self._usable.is_set():
             await self._until_usable(deadline, tenant)
@@ -320,7 +326,7 @@ class GrpcEngineClient:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
         limits = self.view.limits
         if limits is None:
-            raise Internal("an engine is usable and none is connected")
+            raise Internal("an engine counts as usable, but no engine is connected")
         return limits
 
     async def _until_usable(self, deadline: float | None, tenant: str) -> None:
@@ -335,7 +341,7 @@ class GrpcEngineClient:
         self._on_change()
         try:
             async with asyncio.timeout(wait):
-                while not self._usable.is_set():  # it may have been cleared before this task ran
+                while not self._usable.is_set():  # the event may have been cleared again before this task ran
                     await self._usable.wait()
         except TimeoutError:
             if left is not None and left < self._wait_timeout:
@@ -346,10 +352,11 @@ class GrpcEngineClient:
             self._on_change()
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests that belong together on one engine. If the last engine has just gone, they wait for another
-        one.
+        """Start the requests of one call on one engine.
 
-        Raises InvalidArgument if they name an unknown engine.
+        If no engine accepts requests any more, the requests wait for an engine.
+
+        Raises InvalidArgument if the requests name an unknown rank.
         """
         self._dispatch.add(requests)
 
@@ -377,11 +384,11 @@ class GrpcEngineClient:
         await self._pool.close()
 
     def _engines_changed(self) -> None:
-        """Retry held requests and update ``usable``, because engines may have started or stopped to accept requests."""
+        """Retry held requests and update ``usable`` after an engine may have started or stopped accepting requests."""
         if self._closed:
             return
         if self.view.num_engines:
-            self._dispatch.engines_changed()  # held requests go first
+            self._dispatch.engines_changed()  # send held requests before new requests
             self._usable.set()
         else:
             self._usable.clear()
@@ -390,5 +397,5 @@ class GrpcEngineClient:
     def _on_change(self) -> None:
         try:
             self._tell_change()
-        except Exception as e:  # a failure for observers must not end requests or sessions
+        except Exception as e:  # a failing callback must not end requests or sessions
             incident(e, request="", doing="reporting a change of the engines")

@@ -1,4 +1,4 @@
-"""Connection to one engine address, with a session that is renewed whenever it breaks."""
+"""Connection to one engine address. If the session breaks, the connection starts a new session."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _MAX_RECONNECT_DELAY = 2.0
 
 
 class ConnectionListener(Protocol):
-    """Receives the events of a connection. All calls come on the event loop."""
+    """Receives the events of a connection. All methods are called on the event loop."""
 
     def on_up(self, connection: "EngineConnection") -> None:
         """Handle an engine that is ready."""
@@ -34,16 +34,19 @@ class ConnectionListener(Protocol):
         """Handle the outputs of a step. Raises EngineFaultError if the engine can no longer be trusted."""
 
     def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
-        """Handle a draining engine. The engine ends its requests in ``time_left`` seconds, None if unknown."""
+        """Handle a draining engine. The engine stops in ``time_left`` seconds; None: the time is unknown."""
 
     def on_down(self, connection: "EngineConnection", end: SessionEnd) -> None:
-        """Handle the end of the session. The engine no longer has any of its requests."""
+        """Handle the end of the session. The engine has dropped the requests of this session."""
 
     def on_fate(self, connection: "EngineConnection", *, lives: bool) -> None:
-        """Handle the outcome of a broken session: the engine lives (the network failed), or it has died."""
+        """Handle the outcome of a broken session.
+
+        ``lives`` is True if the engine is alive and only the network failed. Otherwise the engine has died.
+        """
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Handle a start message: the engine, a rank of a data-parallel group, waits for the others."""
+        """Handle the start message of an engine that waits for the other ranks of its data-parallel group."""
 
     def has_work(self, connection: "EngineConnection") -> bool:
         """Return True if the engine has requests of this frontend."""
@@ -52,8 +55,8 @@ class ConnectionListener(Protocol):
 class EngineConnection:
     """Keeps a session to one address open until ``close``.
 
-    ``status`` is the engine's status in the coordinator's view. The state in it applies only to the incarnation it
-    names.
+    ``status`` is the engine's status in the coordinator's view. The state in ``status`` is valid only for the
+    incarnation in ``status``.
     """
 
     def __init__(
@@ -67,25 +70,25 @@ class EngineConnection:
         credentials: ClientCredentials,
         media: MediaTransport,
     ) -> None:
-        """``on_lost`` is called when a session is over, after the listener's ``on_down``."""
+        """``on_lost`` is called when a session has ended, after the listener's ``on_down``."""
         self.address = address
         self.status: EngineStatus | None = None
         self.rank: int | None = None
-        """Rank by which requests may name the engine: its index at the coordinator, or its position in the list of
-        engines.
+        """Rank by which requests may name the engine. The rank is the engine's index at the coordinator, or its
+        position in the list of engines.
         """
         self.ready: EngineReady | None = None
         self.stats = SchedulerStats()
         """Latest load report of the engine."""
         self.session: EngineSession | None = None
-        """The session while the engine is ready, else None."""
+        """Session with the engine while the engine is ready, else None."""
         self.draining = False
         self._config = config
         self._detection = config.detection
         self._lease_lost = False
         self._wedged = False
         self._in_doubt = False
-        """True if the last session ended, the engine did not end it, and its state is not known yet."""
+        """True if the last session broke, and it is not known yet whether the engine died."""
         self._watchdog = Watchdog(config.detection, loop_time())
         self._incarnation = incarnation
         self._listener = listener
@@ -99,7 +102,7 @@ class EngineConnection:
 
     @property
     def name(self) -> str:
-        """Name of the engine in messages: its id, once known, and its address."""
+        """Name of the engine in messages: the engine's id, once it is known, and the address."""
         return f"{self.ready.engine_id} at {self.address}" if self.ready else f"at {self.address}"
 
     @property
@@ -109,7 +112,10 @@ class EngineConnection:
 
     @property
     def group_rank(self) -> str | None:
-        """Name of the engine's rank in a data-parallel group, or None if it is not in a group or that is not known yet."""
+        """Name of the engine's rank in a data-parallel group.
+
+        None if the engine is in no group, or if its group is not known yet.
+        """
         ready = self.ready
         if ready is None or ready.data_parallel_size < 2:
             return None
@@ -133,19 +139,19 @@ class EngineConnection:
     def in_view(self, named: bool) -> None:
         """Record whether the coordinator's view names the engine.
 
-        If it does not, the engine has lost its lease, or the coordinator has restarted and does not know the engine
-        yet.
+        If the view does not name the engine, the engine has lost its lease, or the coordinator has restarted and does
+        not know the engine yet.
         """
         if not named and not self._lease_lost and self.session is not None:
             get_logger().warning("the coordinator does not list the engine; its connection is open", engine=self.name)
         self._lease_lost = not named
 
     def heard(self) -> None:
-        """Record that the engine was not silent until now."""
+        """Record a sign of life of the engine, so that its silence counts from now."""
         self._watchdog.heard(loop_time())
 
     def presume_dead(self) -> None:
-        """Treat the engine as dead, because its connection is given up."""
+        """Treat the engine as dead, because the frontend stops connecting to it."""
         self._settle(lives=False)
 
     def _settle(self, *, lives: bool) -> None:
@@ -159,7 +165,7 @@ class EngineConnection:
         await self._task
 
     async def _serve(self) -> None:
-        """Run one session, from greeting to end."""
+        """Run one session, from the greeting to the session's end."""
         if self._in_doubt and await refuses(self.address, within=self._detection.probe_timeout):
             self._settle(lives=False)
         session = EngineSession(
@@ -187,7 +193,7 @@ class EngineConnection:
             end = SessionEnd(f"{type(e).__name__}: {e}", by_engine=True)
             raise
         finally:
-            self._down(end)  # first of all, so that no request is sent on this session any more
+            self._down(end)  # do this first, so that no further request is sent in this session
             await session.close(end.why)
 
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
@@ -200,7 +206,7 @@ class EngineConnection:
         self.ready, self.session, self.draining = ready, session, False
         self._wedged = False
         self.heard()
-        self.stats = SchedulerStats()  # those of an earlier incarnation do not apply
+        self.stats = SchedulerStats()  # drop the statistics of an earlier incarnation
         self._reconnector.established()
         get_logger().info(
             "engine ready", engine=self.name, max_model_len=ready.max_model_len, num_kv_blocks=ready.num_kv_blocks
@@ -221,7 +227,7 @@ class EngineConnection:
         self._on_lost(self)
 
     async def _run(self, session: EngineSession) -> SessionEnd:
-        """Process the engine's messages and watch it. Return why the session is over."""
+        """Process the engine's messages, and watch the engine. Return why the session has ended."""
         running = asyncio.create_task(session.run())
         watching = asyncio.create_task(self._watch(session))
         try:
@@ -233,7 +239,7 @@ class EngineConnection:
             await asyncio.gather(running, watching, return_exceptions=True)
 
     async def _watch(self, session: EngineSession) -> SessionEnd:
-        """Probe the engine when there is reason to. Return why it is lost."""
+        """Probe the engine when the watchdog has a reason. Return why the engine is lost."""
         while True:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
             session.drop_stale()

@@ -1,4 +1,7 @@
-"""Disaggregated prefill: whether a request runs on one engine or on a prefill and a decode engine. Does no I/O."""
+"""Disaggregated prefill.
+
+Decides whether a request runs on one engine, or on a prefill engine and a decode engine. Does no I/O.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,11 +15,14 @@ _FIRST_LEG_TOKENS = 1
 """Number of output tokens that the prefill engine generates."""
 
 Planned = Callable[[str, str], None]
-"""Callback for each plan: ``one`` or ``two`` engines (legs), and the reason."""
+"""Callback for each plan. The arguments are the number of engines (legs), ``one`` or ``two``, and the reason."""
 
 
 class Plan(NamedTuple):
-    """Candidate engines for a request, and the number of tokens after which the engine hands it over; 0: never."""
+    """Candidate engines for a request.
+
+    The engine hands the request over after this number of output tokens; 0: never.
+    """
 
     candidates: Sequence[Candidate]
     handoff_after_tokens: int = 0
@@ -30,26 +36,29 @@ class _Roles:
         self.prefill = [c for c in candidates if c.role is EngineRole.PREFILL]
         others = [c for c in candidates if c.role is not EngineRole.PREFILL]
         self.others = others if any(c.accepting for c in others) else candidates
-        """Engines for requests that run on one engine, and for the second leg. If no such engine accepts requests, all
-        engines.
+        """Engines that are not prefill engines. They serve second legs, and requests that run on one engine. If no such
+        engine accepts requests, this is all engines.
         """
         given = {c.fingerprint for c in self.prefill if c.accepting and c.fingerprint}
         self.takers = [c for c in others if c.accepting and c.fingerprint in given]
-        """Engines that can take over KV blocks from some accepting prefill engine."""
+        """Engines that can receive KV blocks from at least one accepting prefill engine."""
 
 
 class Legs:
-    """Decides whether a request runs in two legs: prompt and first token on a prefill engine, the rest on a decode
-    engine.
+    """Decides whether a request runs in two legs.
 
-    Roles are preferences. If all accepting engines have one role, they serve everything.
+    The first leg computes the prompt and the first token on a prefill engine. The second leg computes the other tokens
+    on a decode engine.
+
+    Roles are preferences. If all accepting engines have the same role, they serve both legs.
 
     A request runs in two legs under two conditions. A prefill engine and a decode engine have blocks with the same
     fingerprint. The decode engine that would probably serve the request would have to compute many tokens.
 
-    If prompts are queued at the prefill engines and the decode engine has a lower load, the request goes to the decode
-    engine directly. There it starts sooner, and delays few running streams. Otherwise the decode engine is chosen when
-    the prefill engine hands the request over. ``on_planned`` is called for requests while there are prefill engines.
+    If prompts are queued at the prefill engines and the decode engine has a lower load, the request is sent directly to
+    the decode engine. The request starts sooner there, and delays few running streams. Otherwise the decode engine is
+    chosen when the prefill engine hands the request over. ``on_planned`` is called for each request while there are
+    prefill engines.
     """
 
     def __init__(self, config: DisaggregationConfig, router: Router, on_planned: Planned = lambda *_: None) -> None:
@@ -59,19 +68,19 @@ class Legs:
         self._roles = _Roles(())
 
     def plan(self, entry: JournalEntry, candidates: Sequence[Candidate], cached: Mapping[str, int]) -> Plan:
-        """Return the engines that an entry may go to now.
+        """Return the engines to which an entry may be sent now.
 
         Args:
             entry: the sequence.
             candidates: the engines to choose from.
-            cached: number of tokens that an engine need not compute, by engine.
+            cached: number of the entry's tokens that each engine has cached.
         """
         if self._roles.candidates is not candidates:
             self._roles = _Roles(candidates)
         roles = self._roles
         if not roles.prefill:
             return Plan(_with_its_blocks(entry, candidates))
-        if entry.request.context.kv.lease:  # an external gateway starts the second leg
+        if entry.request.context.kv.lease:  # an external gateway will send the second leg
             return Plan([c for c in roles.prefill if c.accepting] or candidates)
         if entry.num_handoffs or entry.kv_source is not None:
             return Plan(_with_its_blocks(entry, roles.others))
@@ -82,7 +91,7 @@ class Legs:
     def _first_leg(
         self, entry: JournalEntry, roles: _Roles, cached: Mapping[str, int]
     ) -> tuple[Sequence[Candidate], str]:
-        """Return the prefill engines for the prompt, or no engine if one leg is better, and the reason."""
+        """Return the prefill engines for the prompt, and the reason. Return no engines if one leg is better."""
         params = entry.request.sampling_params
         if entry.request.pooling_params is not None or params.prompt_logprobs is not None:
             return (), "kind"
@@ -104,8 +113,8 @@ class Legs:
     def _has_less_to_do(
         self, likely: Candidate, able: Sequence[Candidate], entry: JournalEntry, cached: Mapping[str, int]
     ) -> bool:
-        """Return True if prompts are queued at the prefill engines and the decode engine has a lower load than any of
-        them.
+        """Return True if prompts are queued at the prefill engines, and the decode engine has a lower load than each
+        prefill engine.
         """
         first = self._router.likely(able, cached=cached, lora=entry.lora_digest)
         load = self._router.load(first.key)
@@ -113,8 +122,9 @@ class Legs:
 
 
 def _with_its_blocks(entry: JournalEntry, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the accepting engines that can fetch the blocks kept for an entry. If there are none, return all
-    candidates.
+    """Return the accepting engines that can fetch the blocks that another engine keeps for an entry.
+
+    If there is no such engine, return all candidates.
     """
     source = entry.kv_source
     if source is None:

@@ -1,4 +1,4 @@
-"""Dispatch of requests to engines, with retry on another engine when one is lost."""
+"""Dispatch of requests to engines. If an engine is lost, its requests are retried on another engine."""
 
 import math
 from collections import Counter
@@ -19,15 +19,17 @@ from penstock_frontend.dispatch.wait_queue import Waiting
 from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.loop_yield import loop_time
 
-# Choice of an engine for the sequences of a call.
+# The classes below choose an engine for the sequences of a call.
 
 
 class Choice:
-    """Chooses an engine for a call: filters the engines by capability, applies disaggregated prefill, then asks the
-    router.
+    """Chooses an engine for a call.
 
-    A handed-over sequence goes to the same engine as the previous sequence of its call, if that accepts requests: it
-    has the prompt, or will have it soon. ``clock`` is the clock of ``JournalEntry.excluded``.
+    Filters the engines by capability, applies disaggregated prefill, then asks the router.
+
+    A handed-over sequence goes to the same engine as the previous sequence of its call, if this engine accepts
+    requests. The engine has cached the prompt already, or will soon. ``clock`` is the clock of
+    ``JournalEntry.excluded``.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class Choice:
         return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
     def pick(self, entries: Sequence[JournalEntry], rank: int | None) -> Candidate | None:
-        """Return the engine for entries that belong together, or None if no engine accepts them now.
+        """Return the engine for the entries of one call, or None if no engine accepts them now.
 
-        If they already have output, engines of the same variant are preferred. Raises InvalidArgument for an unknown
-        rank.
+        If the entries already have output, engines of the same variant are preferred. Raises InvalidArgument for an
+        unknown rank.
         """
         first = entries[0]
         candidates = self.others(first)
@@ -73,18 +75,18 @@ class Choice:
         return picked
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
-        """Return the number of tokens of the entry that each engine need not compute."""
+        """Return, by engine, how many tokens of the entry are cached and need no computation."""
         features = entry.request.mm_features
         try:
             cached = self._caches.cached_tokens(entry.request, entry.token_ids)
             return with_media(cached, self._engines.holding(features)) if features else cached
-        except Exception as e:  # the least loaded engine is used then
+        except Exception as e:  # without this information, the least loaded engine is chosen
             incident(e, request=entry.request.context.external_request_id, doing="looking up its cached prefix")
             return {}
 
 
 def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: str | None) -> Candidate | None:
-    """Return the engine that took the previous handed-over sequence of the same call, if it accepts this one."""
+    """Return the engine that received the call's previous handed-over sequence, if it accepts this sequence too."""
     if not entry.num_handoffs or not entry.call.taker:
         return None
     return next(
@@ -94,26 +96,26 @@ def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: 
 
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0
-"""Default exclusion from a full engine that gives no retry time, in seconds."""
+"""Seconds for which a request is not sent to a full engine again, if the engine gives no retry time."""
 
 
 class Dispatch:
-    """Sends sequences to engines and tracks where each one is.
+    """Sends sequences to engines, and tracks the engine of each sequence.
 
-    Sequences that an engine refuses, drops or loses are retried on other engines, up to a limit. Sequences that no
-    engine accepts are held until one does.
+    If an engine refuses or drops a sequence, or is lost, the sequence is retried on another engine, up to a limit. If
+    no engine accepts a sequence, it is held until an engine does.
 
     Args:
-        engines: the engines.
-        outputs: receives the outputs.
+        engines: all engines.
+        outputs: receives the outputs of the engines.
         router: chooses among engines.
         retries: the limits of retries.
-        caches: the engines' known prefix caches.
-        hold_timeout: seconds that a sequence may wait without an engine.
+        caches: the known contents of the engines' prefix caches.
+        hold_timeout: maximum seconds that a sequence may wait without an engine.
         on_held: called when the number of held sequences has changed.
         on_moved: called with the number of sequences that lost their engine.
         legs: decides about disaggregated prefill.
-        on_gap: called with the duration of handoffs in seconds.
+        on_gap: called with the duration of each handoff in seconds.
     """
 
     def __init__(
@@ -153,7 +155,10 @@ class Dispatch:
 
     @property
     def num_held(self) -> int:
-        """Number of sequences that wait for an engine, for their trial as suspects, or for the state of lost engines."""
+        """Number of held sequences.
+
+        They wait for an engine, for their trial as suspects, or until it is known whether lost engines died.
+        """
         return len(self._waiting)
 
     def num_on(self, engine: str) -> int:
@@ -171,7 +176,7 @@ class Dispatch:
         self._send(entries, picked)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort the given sequences that have not ended."""
+        """Abort the given sequences. Ignore sequences that have already ended."""
         by_engine: dict[str, list[str]] = {}
         for entry in self._journal.end(request_ids):
             if entry.engine:
@@ -212,7 +217,8 @@ class Dispatch:
     def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> int:
         """Handle the loss of an engine. Return the number of its sequences that resume on other engines.
 
-        If ``in_doubt`` is True, the engine may still be alive. ``acquit`` or ``accuse`` is called once that is known.
+        If ``in_doubt`` is True, the engine may still be alive. Once its state is known, the caller must call ``acquit``
+        (alive) or ``accuse`` (dead).
         """
         self._drains.forget(engine)
         self._journal.readmit(engine)
@@ -220,7 +226,7 @@ class Dispatch:
         num_there = load.waiting + load.running
         entries = self._journal.lose(engine)
         for entry in entries:
-            entry.admitted = True  # The engine may have admitted it. An admitted sequence is never refused again.
+            entry.admitted = True  # The engine may have admitted the sequence, so no later engine may refuse it.
         is_one_call = len({entry.call for entry in entries}) == 1
         alone = is_one_call and num_there <= len(entries)
         blame = Blame.ALONE if alone else Blame.SHARED
@@ -230,7 +236,7 @@ class Dispatch:
         return moved
 
     def acquit(self, engine: str) -> None:
-        """Clear an engine's requests of blame: the engine is alive, so the network failed."""
+        """Remove the blame from a lost engine's requests: the engine is alive, only its connection broke."""
         for entry in self._journal.doubting(engine):
             self._retries.acquit(entry, engine)
         waiting = self._waiting
@@ -242,7 +248,7 @@ class Dispatch:
         self._try_next()
 
     def accuse(self, engine: str) -> None:
-        """Confirm that a lost engine has died, so its requests may be the cause."""
+        """Confirm that a lost engine has died. Its requests may be the cause."""
         for entry in self._journal.doubting(engine):
             self._quarantine(entry, self._retries.accuse(entry, engine))
         self._try_next()
@@ -253,14 +259,17 @@ class Dispatch:
         self._try_next()
 
     def _quarantine(self, entry: JournalEntry, error: RequestFailed | None) -> None:
-        """End an entry that waits for the state of lost engines. If ``error`` is None, it keeps waiting."""
+        """End an entry that waits until the state of its lost engines is known.
+
+        If ``error`` is None, the entry keeps waiting.
+        """
         if error is not None:
             if self._waiting.discard(entry):
                 self._on_held()
             self._end_moving(entry, error)
 
     def drain(self, engine: str, time_left: float) -> None:
-        """Move requests away from an engine that ends its requests in ``time_left`` seconds."""
+        """Move requests away from a draining engine, which stops in ``time_left`` seconds."""
         self._drains.begin(engine, time_left)
 
     def _leave_draining(self, entries: Sequence[JournalEntry], why: str) -> None:
@@ -281,7 +290,7 @@ class Dispatch:
             self._place(going)
 
     def engines_changed(self) -> None:
-        """Retry held sequences, because an engine came up or accepts requests again."""
+        """Retry held sequences, because an engine started or accepts requests again."""
         held = self._waiting.for_engine
         if len(held):
             self._place(held.take_all())
@@ -308,18 +317,21 @@ class Dispatch:
         self._move(moves)
 
     def _exclude(self, entry: JournalEntry, seconds: float) -> None:
-        """Exclude the current engine for an entry for this many seconds, or until the engine is lost."""
+        """Do not send an entry to its current engine again for ``seconds`` seconds, or until the engine is lost."""
         entry.excluded[entry.engine] = loop_time() + seconds
 
     def _exclusion(self, error: RequestFailed) -> float:
-        """Return for how many seconds a full engine gets no request: its retry time, but less than the hold timeout."""
+        """Return for how many seconds a refused request is not sent to the full engine again.
+
+        This is the engine's retry time, but less than the hold timeout.
+        """
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
 
     def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> int:
         """Move entries to other engines if their retry limits allow it. Return the number that moved.
 
-        Each item has the entry, the reason, and how far the entry may be responsible.
+        Each item has the entry, the reason for the move, and how far the entry may be responsible for it.
         """
         moving = []
         for entry, why, blame in entries:
@@ -331,7 +343,7 @@ class Dispatch:
             self._journal.leave(entry)
             moving.append(entry)
         if moving:
-            # An entry that a full engine refused was never admitted, so it did not lose an engine.
+            # Do not count entries that a full engine refused: no engine had admitted them.
             self._on_moved(sum(entry.admitted for entry in moving))
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
@@ -339,7 +351,7 @@ class Dispatch:
         return len(moving)
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
-        """Send entries to engines, all entries of a call to the same one. Hold those that no engine accepts."""
+        """Send entries to engines, all entries of a call to the same engine. Hold entries that no engine accepts."""
         calls: dict[Call, list[JournalEntry]] = {}
         for entry in entries:
             if entry.ended:
@@ -358,7 +370,7 @@ class Dispatch:
             rank = None if call[0].has_left else call[0].request.context.data_parallel_rank
             try:
                 picked = self._choice.pick(call, rank)
-            except InvalidArgument as e:  # no engine has that rank any more
+            except InvalidArgument as e:  # no engine has the requested rank any more
                 for entry in call:
                     self._end(entry, e)
                 continue
@@ -374,7 +386,7 @@ class Dispatch:
             )
 
     def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
-        """Send entries that belong together to an engine, or hold them if there is none."""
+        """Send the entries of one call to an engine, or hold them if ``picked`` is None."""
         if picked is None:
             self._waiting.hold(entries)
             self._on_held()

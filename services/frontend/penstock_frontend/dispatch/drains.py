@@ -1,4 +1,4 @@
-"""Schedule by which requests leave a draining engine, with their KV blocks where possible."""
+"""Schedule for moving requests away from a draining engine. If possible, the KV blocks move too."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -9,21 +9,21 @@ from penstock_frontend.dispatch.journal import Journal, JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Engines
 from penstock_frontend.loop_yield import loop_time
 
-# The schedule of one drain: which requests must leave before the engine ends them. Does no I/O.
+# The class below decides which requests must leave a draining engine before the engine stops. It does no I/O.
 
 _MARGIN = 1.0
-"""Margin before the deadline at which all remaining requests leave, in seconds."""
+"""Seconds before the deadline at which all remaining requests leave the draining engine."""
 _MARGIN_PART = 0.1
-"""Margin as a fraction of the available time, used if that is shorter than ``_MARGIN``."""
+"""Fraction of the available time that is used as the margin, if the result is shorter than ``_MARGIN``."""
 
 
 class Drain:
-    """Estimates which requests of one draining engine will not finish in time. Times are those of the event loop's
-    clock.
+    """Estimates which requests of one draining engine will not finish in time. All times are on the event loop's clock.
 
-    At ``deadline`` the engine ends the requests it still has. A margin before that, at the last check, all remaining
-    requests leave. Requests that will take longer, by their ``max_tokens`` and their speed so far, leave earlier. The
-    estimate is repeated half-way to the last check, then half-way of the rest, and so on.
+    At ``deadline``, the engine ends its remaining requests. The last check is a margin before the deadline. All
+    remaining requests leave the engine at the last check. Some requests cannot finish in time according to their
+    ``max_tokens`` and their speed so far. These requests leave earlier. Each check is half-way between the previous
+    check and the last check.
     """
 
     def __init__(self, now: float, time_left: float) -> None:
@@ -38,8 +38,9 @@ class Drain:
         return now + half if half > _MARGIN else self._last_look
 
     def late(self, entries: Iterable[JournalEntry], now: float) -> Sequence[JournalEntry]:
-        """Return the entries that will not finish in time. An entry without a measured speed is assumed to have the
-        median speed.
+        """Return the entries that will not finish in time.
+
+        For an entry without a measured speed, assume the median speed.
         """
         entries = list(entries)
         if now >= self._last_look:
@@ -53,30 +54,31 @@ class Drain:
 
 
 def _needs(entry: JournalEntry, pace: float) -> float:
-    """Return the maximum number of seconds to the entry's last token, at ``pace`` seconds per token. Return 0 if it has
-    no ``max_tokens``.
+    """Return the maximum number of seconds until the entry's last token, at ``pace`` seconds per token.
+
+    Return 0 if the entry has no ``max_tokens``.
     """
     max_tokens = entry.request.sampling_params.max_tokens
     return 0.0 if max_tokens is None else pace * (max_tokens - len(entry.token_ids))
 
 
 MOST_AT_ONCE = 8
-"""Maximum number of requests in the process of being handed over per draining engine."""
+"""Maximum number of requests that one draining engine hands over at the same time."""
 
 
 class Drains:
-    """Moves requests away from draining engines. ``Dispatch`` uses it.
+    """Moves requests away from draining engines. ``Dispatch`` uses this class.
 
-    While another engine accepts requests and blocks of the same fingerprint, the draining engine hands requests over a
-    few at a time. The remaining requests are aborted there and restarted on another engine: all of them shortly before
-    the deadline, and late ones earlier if the engine cannot hand blocks over.
+    While another engine accepts requests and blocks of the same fingerprint, the draining engine hands over a few
+    requests at a time. Shortly before the deadline, the remaining requests are aborted on the draining engine and
+    resume on another engine. If the engine cannot hand blocks over, requests that will not finish in time move earlier.
 
     Args:
-        engines: the engines.
-        journal: the sequences and the engines they run on.
-        others: returns the engines that an entry may be sent to.
+        engines: all engines.
+        journal: the sequences and their engines.
+        others: returns the engines to which an entry may be sent.
         may_leave: returns True if an entry may move once more.
-        move: takes entries that must move, and the reason.
+        move: called with the entries that must move, and the reason.
     """
 
     def __init__(
@@ -96,22 +98,23 @@ class Drains:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Timer of the next check for late requests, by draining engine."""
         self._asked: dict[str, list[JournalEntry]] = {}
-        """Requests that a draining engine was asked to hand over and that have not resumed yet, by engine."""
+        """Requests that have not resumed yet after a draining engine was asked to hand them over, by engine."""
 
     def begin(self, engine: str, time_left: float) -> None:
-        """Start to move requests away from an engine that ends its requests in ``time_left`` seconds."""
+        """Start to move requests away from a draining engine, which stops in ``time_left`` seconds."""
         self._asked[engine] = []
         self._check(engine, Drain(loop_time(), time_left))
 
     def forget(self, engine: str) -> None:
-        """Stop tracking an engine that is gone."""
+        """Stop tracking a lost engine."""
         self._asked.pop(engine, None)
         if (timer := self._timers.pop(engine, None)) is not None:
             timer.cancel()
 
     def look(self) -> None:
-        """Ask draining engines for more handovers if the limit allows it. Called after outputs; cheap if no engine
-        drains.
+        """Ask draining engines to hand over further requests, if the limit allows it.
+
+        Called after outputs. The call costs little if no engine drains.
         """
         for engine in list(self._asked):
             self._ask(engine)
@@ -139,7 +142,7 @@ class Drains:
         self._move(going, why)
 
     def _ask(self, engine: str) -> bool:
-        """Ask the engine to hand over requests, up to the limit. Return True if it can hand over requests at all."""
+        """Ask the engine to hand over requests, up to the limit. Return True if the engine can hand over requests."""
         fingerprint = self._fingerprint(engine)
         if not fingerprint:
             return False
@@ -163,12 +166,14 @@ class Drains:
         return True
 
     def _fingerprint(self, engine: str) -> bytes:
-        """Return the fingerprint of the engine's blocks, or an empty value if no accepting engine has the same one."""
+        """Return the fingerprint of the engine's blocks, or an empty value if no accepting engine has the same
+        fingerprint.
+        """
         candidates = self._engines.candidates()
         own = next((c.fingerprint for c in candidates if c.key == engine), b"")
         return own if any(c.accepting and c.fingerprint == own for c in candidates) else b""
 
 
 def _under_way(entry: JournalEntry, engine: str) -> bool:
-    """Return True if an entry that an engine was asked to hand over has not resumed yet."""
+    """Return True if an engine was asked to hand an entry over, and the entry has not resumed yet."""
     return not entry.ended and (entry.engine == engine or not entry.progressed)

@@ -1,4 +1,4 @@
-"""The frontend's view of its engines: limits, loads and variants."""
+"""Limits, loads and variants of the engines, as far as the frontend knows them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from penstock_frontend.interfaces import ModelLimits, RankLoad, Variant
 
 
 def variants_of(engines: Iterable[EngineReady]) -> list[Variant]:
-    """Return the variants among engines, sorted by hash."""
+    """Return the distinct variants of these engines, sorted by hash."""
     found: dict[str, list[EngineReady]] = {}
     for engine in engines:
         found.setdefault(engine.config_hash, []).append(engine)
@@ -53,8 +53,8 @@ def _values(variant: Variant) -> str:
 class EngineLoads:
     """Implements ``EngineView`` for the engines of a pool.
 
-    Request counts are the router's: those of the last frame or of a later coordinator view, plus the requests sent
-    since then.
+    The request counts come from the router. The router uses the last frame, or a later view of the coordinator, and
+    adds the requests sent since then.
     """
 
     def __init__(self, pool: EnginePool, router: Router) -> None:
@@ -63,8 +63,9 @@ class EngineLoads:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """Limits that every connected engine supports, or None without engines. ``max_model_len`` may differ with the
-        engines' memory, so the smallest one counts.
+        """Limits that every connected engine supports, or None without engines.
+
+        ``max_model_len`` depends on an engine's memory, so this is the smallest ``max_model_len`` of all engines.
         """
         ready = [ready for _, ready in self._ready()]
         if not ready:
@@ -80,7 +81,7 @@ class EngineLoads:
 
     @property
     def capabilities(self) -> Sequence[str]:
-        """Capabilities of at least one connected engine, sorted."""
+        """Capabilities that at least one connected engine has, sorted."""
         return sorted({word for _, ready in self._ready() for word in ready.capabilities})
 
     def serving(self, capability: str) -> Sequence[str]:
@@ -91,8 +92,10 @@ class EngineLoads:
         return sum(candidate.accepting for candidate in self._pool.candidates())
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """Return every engine with its own address: those of the pool as it sees them, others from the coordinator's
-        view.
+        """Return every engine that has its own address.
+
+        Engines of this frontend's pool have the status that the pool knows. Other engines have the status in the
+        coordinator's view.
         """
         known = {connection.address: self._status(connection) for connection in self._pool}
         told = self._pool.view.engines
@@ -125,7 +128,7 @@ class EngineLoads:
         return sorted(loads, key=lambda load: load.rank)
 
     def for_metrics(self) -> list[EngineLoad]:
-        """Return the connected engines' load for metrics."""
+        """Return the load of each connected engine, for metrics."""
         return [
             EngineLoad(
                 model=ready.model,
@@ -154,7 +157,7 @@ class EngineLoads:
                 self._router.loras.told(connection.address, stats.lora.held)
 
     def report_view(self, view: ClusterView) -> None:
-        """Record the loads in a coordinator's view, and forget engines that are in no list any more."""
+        """Record the loads in a coordinator's view. Forget engines that neither the pool nor the view lists."""
         for status in view.engines:
             self._router.report(
                 status.address,
@@ -166,20 +169,20 @@ class EngineLoads:
         self._router.keep_only(connection.address for connection in self._pool)
 
     def _take_loras(self, view: ClusterView) -> None:
-        """Record the adapters that engines reported to the coordinator, unless the engine has restarted meanwhile."""
+        """Record the adapters that engines reported to the coordinator. Ignore reports of an earlier incarnation."""
         incarnations = {connection.address: ready.incarnation for connection, ready in self._ready()}
         for status in view.engines:
             if status.loras is not None and incarnations.get(status.address) == status.incarnation:
                 self._router.loras.told(status.address, status.loras)
 
     def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
-        """Yield the engines with a session, and their greetings."""
+        """Yield each engine with a session, and the engine's greeting."""
         for connection in self._pool.connected():
             if connection.ready is not None:
                 yield connection, connection.ready
 
     def _stats(self, connection: EngineConnection) -> SchedulerStats:
-        load = self._router.load(connection.address)  # newer than the last frame if a view came later
+        load = self._router.load(connection.address)  # newer than the last frame if a view arrived after the frame
         return msgspec.structs.replace(
             connection.stats,
             num_waiting_reqs=load.waiting,
@@ -211,7 +214,7 @@ class EngineLoads:
 
 
 def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:
-    """Return the smallest limits of each modality, among the engines that take it."""
+    """Return, for each modality, the smallest limits among the engines that accept this modality."""
     limits: dict[Modality, MediaLimits] = {}
     for each in (each for engine in ready for each in engine.media):
         known = limits.get(each.modality, each)

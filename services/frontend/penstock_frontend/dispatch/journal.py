@@ -1,7 +1,8 @@
-"""Journal of requests sent to engines and of their outputs, from which another engine can resume. Does no I/O.
+"""Journal of the requests sent to engines and of their outputs. With it, another engine can resume a request.
 
-Every output carries its attempt and the offset of its first token. The journal records each token before others see
-it. It drops repeated tokens and outputs of earlier attempts, and knows the token at which another engine must resume.
+Every output carries its attempt and the offset of its first token. The journal records each token before clients
+receive the token. It drops repeated tokens and outputs of earlier attempts. It knows the token at which another engine
+must resume. The journal does no I/O.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,11 +28,11 @@ from penstock_common.types.request import EngineCoreRequest
 
 
 class EngineFaultError(Exception):
-    """Raised if an engine breaks the contract of its outputs, so that its messages can no longer be trusted."""
+    """Raised if an engine's outputs break the contract. The frontend then stops trusting the engine's messages."""
 
 
 class Call:
-    """State shared by the sequences of one call. ``taker`` is the engine that the last handed-over sequence went to."""
+    """State shared by the sequences of one call. ``taker`` is the engine to which the last sequence was handed over."""
 
     __slots__ = ("taker",)
 
@@ -83,16 +84,18 @@ class JournalEntry:
         self.engine = ""
         """Key of the current engine; empty while the sequence has none."""
         self.number = 0
-        """Number of the sequence and its attempt on the engine's session; 0 while it has no engine."""
+        """Number that identifies this attempt of the sequence in the engine's session; 0 while there is no engine."""
         self.attempt = request.attempt
         self.admitted = False
-        """True if an engine had admitted the sequence. Other engines must not refuse it for lack of capacity."""
+        """True if any engine has admitted the sequence. Other engines must then not refuse it for lack of capacity."""
         self.token_ids = list(request.prior_output_token_ids)
         """All output tokens so far."""
         self.speculation: SpecDecodingStats | None = None
         """Statistics of speculative decoding for the current attempt."""
         self.speculation_before: SpecDecodingStats | None = None
-        """Sum of these statistics over all earlier attempts. For a lost attempt, the last ones it reported."""
+        """Sum of the speculative decoding statistics over all earlier attempts. A lost attempt counts with its last
+        reported statistics.
+        """
         self.num_prompt_logprobs = 0
         """Number of prompt positions with known log-probabilities, over all attempts."""
         self.num_prompt_scored = 0
@@ -102,66 +105,69 @@ class JournalEntry:
         self.progressed = False
         """True if the current attempt has produced new output."""
         self.began_at: float | None = None
-        """Time of the attempt's first new output, on the journal's clock."""
+        """Time of the current attempt's first new output, on the journal's clock."""
         self.num_tokens_then = 0
-        """Length of the output at that time."""
+        """Number of output tokens at the time ``began_at``."""
         self.ended = False
         self.num_moves = 0
-        """Number of engines the sequence has left, except by a planned handoff."""
+        """Number of times the sequence left an engine without a planned handoff."""
         self.num_handoffs = 0
         """Number of planned handoffs."""
         self.handed_at: float | None = None
         """Time of the last handoff on the journal's clock, until the next engine produces output."""
         self.handoff_after_tokens = 0
-        """Number of output tokens of the current attempt after which it is handed over; 0: never."""
+        """Number of output tokens after which the current attempt is handed over to another engine; 0: never."""
         self.asked_away = False
-        """True if the engine was asked to hand the sequence over."""
+        """True if the frontend has asked the engine to hand the sequence over."""
         self.kv_source = request.kv_source
-        """Engine that keeps the sequence's KV blocks, until the next engine has produced output."""
+        """Earlier engine that keeps the sequence's KV blocks. None once the next engine has produced output."""
         self.losses = 0
-        """Number of engines lost in a row before they produced output for the sequence."""
+        """Number of consecutive engines that were lost before they produced output for the sequence."""
         self.losses_alone = 0
-        """Number of these losses in which the engine had no other requests."""
+        """Number of the losses in ``losses`` in which the engine had no other requests."""
         self.doubts: dict[str, bool] = {}
-        """Losses, by engine, for which it is not known whether the engine died. True: it had no other requests."""
+        """Lost engines that may still be alive. The value is True if the engine had no other requests."""
         self.last_loss = ""
         """Reason why the sequence left its last engine."""
         self.failed_steps = 0
-        """Number of engines on which its steps failed."""
+        """Number of engines on which steps with the sequence failed."""
         self.held_for = 0.0
-        """Seconds without an engine since its last new output."""
+        """Seconds that the sequence has spent without an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines that must not get the sequence, each with the end of the exclusion on the event loop's clock."""
+        """Engines to which the sequence must not be sent. The value is the end time of the exclusion on the event
+        loop's clock.
+        """
         self.variant: str | None = None
-        """Variant of the engine that produced its latest output, or None before the first output."""
+        """Variant of the engine that produced the sequence's latest output, or None before the first output."""
         self.engine_variant = ""
         """Variant of the current engine."""
 
     @property
     def request_id(self) -> str:
-        """Request id that engines use for the sequence."""
+        """Request id of the sequence on engines."""
         return self.request.request_id
 
     @property
     def has_left(self) -> bool:
-        """True if the sequence has left an engine."""
+        """True if the sequence has left at least one engine."""
         return self.attempt != self.request.attempt
 
     @property
     def leaves_as_asked(self) -> bool:
-        """True if its engine was asked to hand it over."""
+        """True if the frontend has asked the engine to hand the sequence over."""
         return self.asked_away or self.handoff_after_tokens > 0
 
     @property
     def lora_digest(self) -> bytes:
-        """Digest of its LoRA adapter; empty: none."""
+        """Digest of the sequence's LoRA adapter, or empty without an adapter."""
         return b"" if self.request.lora is None else self.request.lora.digest
 
     def to_send(self) -> EngineCoreRequest:
-        """Return the request for the current attempt. ``data_parallel_rank`` is cleared, because the engine is chosen.
+        """Return the engine request for the current attempt.
 
-        Tokens that the client already has are prior output, never prompt. If all log-probabilities of the prompt are
-        known, they are not requested again: computing them needs the whole prompt, which the engine may have cached.
+        The request has no ``data_parallel_rank``, because the frontend has chosen the engine already. Tokens that the
+        client has received are prior output, never prompt. If the journal knows all prompt log-probabilities, it does
+        not request them again. Otherwise the engine would have to recompute prompt tokens that it has cached.
         """
         params = self.request.sampling_params
         if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
@@ -182,7 +188,7 @@ class JournalEntry:
         )
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Record an output of the current attempt and cut off repeated tokens. Return True if anything new is left.
+        """Record an output of the current attempt, and remove repeated tokens. Return True if new content remains.
 
         Raises EngineFaultError if tokens are missing.
         """
@@ -191,7 +197,7 @@ class JournalEntry:
             self._take_prompt_logprobs(output)
         if output.prefill_stats is not None:
             if self.prefilled:
-                output.prefill_stats = None  # the prompt counts once, as the first engine computed it
+                output.prefill_stats = None  # count the prompt once, with the statistics of the first engine
             self.prefilled = True
         if repeated and output.new_token_ids:
             _drop_first(output, repeated)
@@ -203,13 +209,13 @@ class JournalEntry:
         return True
 
     def take_speculation(self, output: EngineCoreOutput) -> None:
-        """Record the attempt's draft statistics. The output gets the sum over all attempts instead."""
+        """Record the attempt's draft statistics, and replace them in the output by the sum over all attempts."""
         if output.spec_decoding_stats is not None:
             self.speculation = output.spec_decoding_stats
         output.spec_decoding_stats = _sum(self.speculation_before, self.speculation)
 
     def take_drafts(self, num_drafts: int, num_accepted: int) -> SpecDecodingStats:
-        """Count the drafts that a step of the current attempt verified. Return the statistics over all attempts."""
+        """Add the drafts that one step of the current attempt verified. Return the statistics over all attempts."""
         if self.speculation is None:
             self.speculation = SpecDecodingStats()
         self.speculation.count(num_drafts, num_accepted)
@@ -241,7 +247,8 @@ class JournalEntry:
         if logprobs is None:
             return
         if self.token_ids and output.offset < len(self.token_ids):
-            output.new_prompt_logprobs = None  # a repeated output: prompt log-probabilities come before the first token
+            # The output is a repetition, because engines send prompt log-probabilities before the first token.
+            output.new_prompt_logprobs = None
             return
         known = self.num_prompt_logprobs - self.num_prompt_scored
         self.num_prompt_scored += len(logprobs)
@@ -265,17 +272,17 @@ class JournalEntry:
         self.num_tokens_then = len(self.token_ids)
 
     def seconds_per_token(self, now: float) -> float | None:
-        """Return the pace of the current attempt, or None before it has produced a second output."""
+        """Return the seconds per token of the current attempt, or None before the attempt's second output."""
         num_tokens = len(self.token_ids) - self.num_tokens_then
         return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
 
     def leave(self) -> None:
-        """Leave a lost, draining or refusing engine. The next engine gets a new attempt."""
+        """Leave an engine that is lost, drains or refused the sequence. The next engine gets a new attempt."""
         self.num_moves += 1
         self._next_attempt()
 
     def hand_over(self, source: KvSource | None, now: float) -> None:
-        """Leave the engine by a planned handoff. ``source`` keeps the KV blocks. This does not count as a move."""
+        """Leave the engine by a planned handoff, which does not count as a move. ``source`` keeps the KV blocks."""
         self.num_handoffs += 1
         self.handed_at = now
         self.kv_source = source or self.kv_source
@@ -315,10 +322,10 @@ def _drop_first(output: EngineCoreOutput, count: int) -> None:
 
 
 LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
-"""Reason with which an engine refuses a request whose adapter it cannot read. Another engine may be able to."""
+"""Reason of an engine that refuses a request because it cannot read the adapter. Another engine may read it."""
 
 _ELSEWHERE = ("QUEUE_FULL", LORA_UNAVAILABLE, "MEDIA_NOT_CACHED", "MEDIA_CACHE_FULL", "SHARED_MEMORY_UNREADABLE")
-"""Further reasons specific to one engine. Requests with media errors have already been retried on the same engine."""
+"""Reasons for which another engine may accept the request. Media errors were already retried on the same engine."""
 
 _MAX_NUMBER = 2**32 - 1
 
@@ -326,7 +333,10 @@ _NOBODY: dict[str, "JournalEntry"] = {}
 
 
 class Refusal(NamedTuple):
-    """Refusal of a request for a reason that need not hold on other engines. ``admitted``: the engine had admitted it."""
+    """Refusal of a request by one engine, while other engines may accept the request.
+
+    ``admitted`` is True if the engine had admitted the request before.
+    """
 
     entry: JournalEntry
     error: RequestFailed
@@ -334,16 +344,17 @@ class Refusal(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """Planned handoff of a sequence. ``source`` is the engine that keeps its blocks, or None."""
+    """Planned handoff of a sequence. ``source`` is the engine that keeps the sequence's blocks, or None."""
 
     entry: JournalEntry
     source: KvSource | None
 
 
 class Accepted(NamedTuple):
-    """New content of one frame; ``tokens`` come before ``outputs``. ``drafts`` has statistics of requests in ``tokens``.
+    """New content of one frame.
 
-    ``fault`` is a breach of contract, after which the engine counts as lost.
+    Handle ``tokens`` before ``outputs``. ``drafts`` has the draft statistics of the requests in ``tokens``. If
+    ``fault`` is set, the engine broke the contract of its outputs and counts as lost.
     """
 
     outputs: list[EngineCoreOutput]
@@ -355,10 +366,10 @@ class Accepted(NamedTuple):
 
 
 class Journal:
-    """Tracks every sequence that is on an engine or waits for one, until it ends. ``clock`` returns monotonic seconds.
+    """Tracks every sequence from its start until its end, both on engines and while it waits for an engine.
 
-    ``on_left``: called with engine and request id when a sequence leaves an engine. ``on_gap``: called with the seconds
-    of each handoff.
+    ``clock`` returns monotonic seconds. The journal calls ``on_left`` with engine and request id when a sequence leaves
+    an engine. It calls ``on_gap`` with the duration of each handoff in seconds.
     """
 
     def __init__(
@@ -379,7 +390,7 @@ class Journal:
         return len(self._entries)
 
     def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
-        """Add the sequences of a call. They have no engine yet."""
+        """Add the sequences of a call, without an engine."""
         call = Call()
         entries = [JournalEntry(request, call) for request in requests]
         self._entries.update((entry.request_id, entry) for entry in entries)
@@ -403,7 +414,10 @@ class Journal:
     def accept(
         self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
     ) -> "Accepted":
-        """Return the new part of an engine's outputs, and cut the outputs in place. Content before a fault counts."""
+        """Return the new content of an engine's outputs, and remove repeated tokens from the outputs in place.
+
+        If an output has a fault, the content before this output still counts.
+        """
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
         drafts: list[Drafts] = []
@@ -428,14 +442,14 @@ class Journal:
         refusals: list[Refusal],
         handoffs: list[Handoff],
     ) -> None:
-        """Accept outputs that are messages; see ``accept``. Raises EngineFaultError."""
+        """Accept outputs that have their own message; see ``accept``. Raises EngineFaultError."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         for output in outputs:
             entry = on_engine.get(output.request_id)
             if entry is None or output.attempt != entry.attempt:
-                continue  # ended, moved to another engine, or of an older attempt
+                continue  # the sequence has ended or moved, or the output belongs to an older attempt
             if output.error is not None and (output.finish_reason is None or output.error.reason == INCIDENT):
-                accepted.append(output)  # not readable or not produced: no tokens to record
+                accepted.append(output)  # an error output has no tokens to record
                 if output.finish_reason is not None:
                     self._end(entry)
                 continue
@@ -463,27 +477,28 @@ class Journal:
     def _take_end(
         self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
     ) -> None:
-        """Handle the end of an entry on its engine. The output of a handoff looks unfinished to later components."""
+        """Handle the end of an entry on its engine.
+
+        For a handoff, mark the output as unfinished, because the sequence continues on another engine.
+        """
         if output.finish_reason is not FinishReason.HANDOFF:
             self._end(entry)
             return
         if entry.leaves_as_asked:
-            self._unassign(entry)  # ignore anything more from that engine
+            self._unassign(entry)  # ignore further outputs of this engine
             handoffs.append(Handoff(entry, output.kv_source))
         else:
             refusals.append(
                 Refusal(
                     entry,
-                    Unavailable(
-                        "the engine offered the request to another engine, although this frontend did not ask for it"
-                    ),
+                    Unavailable("the engine handed the request over, but this frontend had not asked for a handover"),
                     admitted=True,
                 )
             )
         output.finish_reason = output.kv_source = None
 
     def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
-        """Return the draft statistics of requests that had drafts in this step."""
+        """Return the draft statistics of the requests with drafts in this step."""
         return [
             (entry.request_id, entry.take_drafts(num_drafts, num_accepted))
             for number, num_drafts, num_accepted in tokens.drafted()
@@ -493,8 +508,10 @@ class Journal:
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
     ) -> None:
-        """Accept outputs that have only tokens; see ``accept``. New tokens go to ``new``, other outputs to ``failed``.
-        An unknown number belongs to a request that has ended or moved. Raises EngineFaultError.
+        """Accept outputs that have only tokens; see ``accept``.
+
+        Add new tokens to ``new``, and error outputs to ``failed``. Ignore unknown numbers: their requests have ended or
+        moved. Raises EngineFaultError.
         """
         by_number = self._by_number
         for number, offset, token_ids in tokens.rows():
@@ -514,7 +531,7 @@ class Journal:
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
-        """Take all sequences, or the given ones, from an engine. Return them in order of arrival."""
+        """Unassign all sequences of an engine, or only the given ones. Return these sequences in order of arrival."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
         for entry in entries:
@@ -522,33 +539,36 @@ class Journal:
         return entries
 
     def doubting(self, engine: str) -> list[JournalEntry]:
-        """Return the sequences that lost this engine while it is not known whether it died."""
+        """Return the sequences that lost this engine, while it is unknown whether the engine died."""
         return [entry for entry in self._entries.values() if engine in entry.doubts]
 
     def readmit(self, engine: str) -> None:
-        """End all exclusions of an engine, because another incarnation will have its address."""
+        """End all exclusions of an engine address, because a new incarnation will use the address."""
         for entry in self._entries.values():
             entry.excluded.pop(engine, None)
 
     def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
-        """Record a planned handoff and start a new attempt. ``source`` is the engine that keeps the blocks, or None."""
+        """Record a planned handoff, and start a new attempt.
+
+        ``source`` is the engine that keeps the blocks, or None.
+        """
         self._unassign(entry)
         entry.hand_over(source, self._clock())
 
     def leave(self, entry: JournalEntry) -> None:
-        """Take an entry from its engine and start a new attempt."""
+        """Unassign an entry from its engine, and start a new attempt."""
         self._unassign(entry)
         entry.leave()
 
     def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
-        """Remove sequences. Return those that had not ended; their ``engine`` is still set."""
+        """Remove sequences. Return the sequences that had not ended, with ``engine`` still set."""
         found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
         for entry in found:
             self._end(entry)
         return found
 
     def _unused_number(self) -> int:
-        """Return a number from 1 to 2**32 - 1 that is not in use, by counting up."""
+        """Return the next unused number from 1 to 2**32 - 1."""
         while True:
             self._last_number = self._last_number % _MAX_NUMBER + 1
             if self._last_number not in self._by_number:
@@ -586,7 +606,7 @@ def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
 
 
 def _refused(output: EngineCoreOutput) -> RequestFailed | None:
-    """Return the error if the request should move to another engine because this one failed or declined it, else None."""
+    """Return the engine's error if the request should move to another engine, else None."""
     error = output.error
     if error is None:
         if output.finish_reason is FinishReason.ERROR:

@@ -1,4 +1,4 @@
-"""Tracking of the engines' prefix caches during their sessions."""
+"""Tracking of the engines' prefix caches while the engines are connected."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.rpc.engine_session import EngineSession
 
 _PART_BLOCKS = 131_072
-"""Approximate number of blocks per answer: 2 MiB."""
+"""Approximate number of blocks per answer of an engine, which is 2 MiB of digests."""
 _ANSWER_WITHIN = 30.0
 """Timeout for each part of an answer, in seconds."""
 
 _TELLING = frozenset({"followed_cache", "kv_events"})
-"""Capabilities of engines that report their cache; one of them is enough. Engines of version 0.1 report to every
-frontend or to none.
+"""Capabilities of engines that report changes of their cache. An engine needs at least one of these capabilities.
+Engines of version 0.1 report their cache either to every frontend or to no frontend.
 """
 
 _STATES = "states"
@@ -27,10 +27,12 @@ _STATES = "states"
 
 
 class CacheFollower:
-    """Feeds ``PrefixCaches``: requests the cached blocks of an engine when its session begins, then applies its events.
+    """Feeds ``PrefixCaches``.
 
-    A failure here ends no request and no session. The engine's prefixes are unknown then, and it is chosen by load
-    only.
+    Requests the cached blocks of an engine when a session begins, then applies the engine's events.
+
+    A failure here ends no request and no session. After a failure, the engine's prefixes are unknown, and the router
+    chooses the engine by load only.
     """
 
     def __init__(self, caches: PrefixCaches) -> None:
@@ -62,7 +64,7 @@ class CacheFollower:
         self._caches.gone(connection.address)
 
     async def _ask(self, connection: EngineConnection, ready: EngineReady, session: EngineSession) -> None:
-        """Request the blocks that the engine has cached already."""
+        """Request the list of blocks that the engine had cached before the session."""
         try:
             answers = {KvMedium.DEVICE: await _cached_blocks(session, ready.num_kv_blocks)}
             if "kv_tier_events" in ready.capabilities:
@@ -97,7 +99,7 @@ class CacheFollower:
 
 
 async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMedium) -> bytes:
-    """Return the digests of about ``num_blocks`` blocks in the KV cache or another medium, fetched in parts.
+    """Fetch the digests of about ``num_blocks`` blocks in the KV cache or another medium, in several calls.
 
     Raises RequestFailed and TimeoutError.
     """
@@ -106,7 +108,7 @@ async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMed
     for part in range(num_parts):
         answer = await _ask(session, "cached_blocks", [part, num_parts, *medium])
         if not isinstance(answer, bytes):
-            raise Internal(f"the engine answered cached_blocks with {type(answer).__name__}, not with bytes")
+            raise Internal(f"the engine's answer to cached_blocks has type {type(answer).__name__}; expected bytes")
         parts.append(answer)
     return b"".join(parts)
 
@@ -115,7 +117,7 @@ async def _kept_blocks(session: EngineSession, medium: KvMedium) -> bytes:
     """Return the digests of all blocks in a medium of unknown size."""
     num_blocks = await _ask(session, "num_cached_blocks", [medium])
     if not isinstance(num_blocks, int):
-        raise Internal(f"the engine answered num_cached_blocks with {type(num_blocks).__name__}, not with a number")
+        raise Internal(f"the engine's answer to num_cached_blocks has type {type(num_blocks).__name__}; expected int")
     return await _cached_blocks(session, num_blocks, medium) if num_blocks else b""
 
 

@@ -13,16 +13,17 @@ from penstock_common.errors import DataLoss
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
-"""First sequence number. Lower numbers are for the batches that describe the initial state."""
+"""First sequence number of changes. Batches that describe the initial state have lower numbers."""
 MAX_BEHIND = 10_000
-"""Maximum number of batches that a subscriber may fall behind. Then it must subscribe again."""
+"""Maximum number of batches that may wait for a slow subscriber. A slower subscriber must subscribe again."""
 _BATCH_BLOCKS = 256
 """Maximum number of blocks in a batch of the initial state, about 100 KiB."""
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of one engine's prefix cache. ``timestamp``: time of arrival at this frontend, in seconds since the Unix
-    epoch.
+    """Changes of one engine's prefix cache.
+
+    ``timestamp`` is the time at which the frontend received them, in seconds since the Unix epoch.
     """
 
     rank: int
@@ -32,16 +33,18 @@ class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvEventFeed:
-    """Numbers the cache events of every engine and sends them to all subscribers. Engines are identified by address.
+    """Numbers the cache events of each engine, and sends the events to all subscribers.
 
-    The feed keeps the reported state of the caches, so every subscriber starts with the current state. Each engine is a
-    rank with its own sequence numbers, without gaps. If two engines report the same rank, one of them gets another. An
-    engine that takes over the rank of a lost engine continues its numbers.
+    Engines are identified by address.
+
+    The feed stores the reported state of the caches, so every subscriber starts with the current state. Each engine is
+    a rank with its own sequence numbers, without gaps. If two engines report the same rank, one engine gets another
+    rank. If an engine gets the rank of a lost engine, the sequence numbers of this rank continue.
     """
 
     def __init__(self) -> None:
         self._engines: dict[str, _Cache] = {}
-        self._sequences: dict[int, int] = {}  # the last number of every rank used so far
+        self._sequences: dict[int, int] = {}  # the last sequence number of each rank that was ever used
         self._subscriptions: set[KvSubscription] = set()
 
     def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
@@ -54,8 +57,10 @@ class KvEventFeed:
         self._send(cache.rank, events)
 
     def gone(self, engine: str) -> None:
-        """Handle the loss of an engine. Its blocks are removed one by one, because some subscribers apply a cleared
-        cache to all engines.
+        """Handle the loss of an engine.
+
+        The feed reports each block as removed. It does not report a cleared cache, because some subscribers then clear
+        the caches of all engines.
         """
         cache = self._engines.pop(engine, None)
         if cache is not None and cache.blocks:
@@ -78,7 +83,7 @@ class KvEventFeed:
             batches = list(_batches(cache.runs()))
             last = self._sequences[cache.rank]
             for index, runs in enumerate(batches):
-                sequence = last - len(batches) + 1 + index  # the last batch has the number of the current state
+                sequence = last - len(batches) + 1 + index  # the last batch gets the number of the latest change
                 yield KvEventBatch(rank=cache.rank, sequence=sequence, timestamp=time.time(), events=runs)
 
     def _free_rank(self, wanted: int) -> int:
@@ -87,7 +92,7 @@ class KvEventFeed:
 
 
 class KvSubscription:
-    """The batches of one subscriber: an asynchronous iterator without an end."""
+    """Subscription of one subscriber: an endless asynchronous iterator over batches."""
 
     def __init__(self, state: Iterable[KvEventBatch], on_close: "Callable[[KvSubscription], None]") -> None:
         self._batches = deque(state)
@@ -156,7 +161,7 @@ class _Cache:
                 self.blocks.clear()
 
     def runs(self) -> Iterator[BlockStored]:
-        """Yield all blocks in runs of consecutive blocks, parents before children."""
+        """Yield all blocks as runs of consecutive blocks. A parent block comes before its children."""
         run: list[bytes] = []
         for chain in self._chains():
             if run and (self.blocks[chain[0]].parent_hash != run[-1] or len(run) >= _BATCH_BLOCKS):
@@ -167,7 +172,10 @@ class _Cache:
             yield self._stored(run)
 
     def _chains(self) -> Iterator[list[bytes]]:
-        """Yield every block once, in chains. A chain has a block and those ancestors that were not yielded yet."""
+        """Yield every block once, in chains.
+
+        A chain consists of a block and of its ancestors that were not yielded yet.
+        """
         seen: set[bytes] = set()
         for block_hash in self.blocks:
             chain = []
@@ -191,7 +199,7 @@ class _Cache:
 
 
 def _batches(runs: Iterable[BlockStored]) -> Iterator[list[BlockStored]]:
-    """Group runs of blocks into batches that fit into a message."""
+    """Group runs of blocks into batches, so that each batch fits into one message."""
     batch: list[BlockStored] = []
     count = 0
     for run in runs:

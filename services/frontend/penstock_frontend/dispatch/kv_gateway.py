@@ -1,5 +1,6 @@
-"""``kv_transfer_params`` of external gateways that split a request between two servers, in the format of vLLM's NIXL
-connector.
+"""Parameters ``kv_transfer_params`` for external gateways that split a request between two servers.
+
+The format is that of vLLM's NIXL connector.
 """
 
 from typing import Annotated, Any
@@ -15,20 +16,21 @@ from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.interfaces import EngineView
 
 CONNECTOR = "NixlConnector"
-"""Connector name reported to gateways if the engines have no connector of their own."""
+"""Connector name that gateways receive if the engines have no custom connector."""
 _ID_BYTES = 16
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _OWN = "penstock"
-"""Key of Penstock's additional values in ``kv_transfer_params``."""
+"""Key in ``kv_transfer_params`` for the values that only Penstock uses."""
 _NONE = KvParams()
 
 
 class KvGateway:
-    """Reads ``kv_transfer_params`` of requests and writes those of answers.
+    """Reads ``kv_transfer_params`` of requests, and writes ``kv_transfer_params`` of responses.
 
-    If a request has ``do_remote_decode``, its engine keeps the KV blocks when it ends. The client copies the answer's
-    parameters into the second request. The second request then fetches the blocks. Blocks are fetched only from engines
-    in ``view`` and allowed addresses. If the engines have a connector of their own, it gets the parameters unchanged.
+    If a request has ``do_remote_decode``, the engine keeps the KV blocks when the request ends. The client copies the
+    response's parameters into the second request. The engine of the second request then fetches the blocks. Blocks are
+    fetched only from engines in ``view`` and from allowed addresses. If the engines have a custom connector, the
+    connector gets the parameters unchanged.
     """
 
     def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
@@ -37,16 +39,16 @@ class KvGateway:
 
     @property
     def serves(self) -> bool:
-        """True if ``kv_transfer_params`` are served."""
+        """True if this frontend accepts ``kv_transfer_params``."""
         return self._config.gateway
 
     @property
     def connector(self) -> str:
-        """Name of the connector whose parameters are used."""
+        """Name of the connector that defines the parameters."""
         return self._config.connector or CONNECTOR
 
     def read(self, given: Any, *, n: int, field: str, of: str = "n") -> KvParams:
-        """Return the parsed parameters of a request. null and an empty object are the same as no parameters.
+        """Return the parsed parameters of a request. null and an empty object mean no parameters.
 
         Args:
             given: the decoded JSON value.
@@ -55,8 +57,8 @@ class KvGateway:
             of: name of the field that ``n`` comes from, in errors.
 
         Raises:
-            Unimplemented: parameters are not served.
-            InvalidArgument: parameters are not valid.
+            Unimplemented: this frontend does not accept the parameters.
+            InvalidArgument: the parameters are not valid.
         """
         if given is None or given == {}:
             return _NONE
@@ -74,7 +76,8 @@ class KvGateway:
             raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
         if flags["do_remote_decode"] and n > 1:
             raise InvalidArgument(
-                f"{field}.do_remote_decode is true and {of} {n}; only one sequence can be handed over: {of} must be 1",
+                f"{field}.do_remote_decode is true and {of} is {n}; only one sequence can be handed over, "
+                f"so {of} must be 1",
                 field=of,
             )
         source = _source(given, field) if flags["do_remote_prefill"] else None
@@ -103,7 +106,7 @@ class KvGateway:
 
 
 def answer_of(finish: Finish) -> dict[str, Any] | None:
-    """Return the parameters for the answer of a finished sequence, or None if it has none."""
+    """Return the parameters for the response of a finished sequence, or None without parameters."""
     if finish.kv_params:
         said: dict[str, Any] = msgspec.json.decode(finish.kv_params)
         return said
@@ -111,7 +114,7 @@ def answer_of(finish: Finish) -> dict[str, Any] | None:
 
 
 def params_of(source: KvSource) -> dict[str, Any]:
-    """Return the engine that keeps the blocks, in NIXL's format."""
+    """Return the parameters that name the engine with the blocks, in NIXL's format."""
     host, port = split(source.address)
     return {
         "do_remote_prefill": True,
@@ -141,8 +144,9 @@ def _flag(given: dict[str, Any], name: str, field: str) -> bool:
 
 
 def _source(given: dict[str, Any], field: str) -> KvSource | None:
-    """Return the engine that keeps the blocks, or None if the parameters come from another connector. The prompt is
-    then recomputed.
+    """Return the engine that keeps the blocks.
+
+    Return None if the parameters come from another connector. The prompt is then recomputed.
     """
     own = given.get(_OWN)
     if own is None:
@@ -161,13 +165,15 @@ def _source(given: dict[str, Any], field: str) -> KvSource | None:
             fingerprint=_id(said.fingerprint),
         )
     except (msgspec.ValidationError, ValueError) as e:
-        raise InvalidArgument(f"{field} was not returned by an answer: {e}", field=field) from None
+        raise InvalidArgument(
+            f"{field} is not valid: {e}; copy it unchanged from the first request's response", field=field
+        ) from None
 
 
 def _id(text: str) -> bytes:
     value = bytes.fromhex(text)
     if len(value) != _ID_BYTES:
-        raise ValueError(f"{text!r} has {len(value)} bytes, not {_ID_BYTES}")
+        raise ValueError(f"{text!r} has {len(value)} bytes; expected {_ID_BYTES} bytes")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Connections to all engines: the subset that this frontend uses, data-parallel groups, and sending to one engine."""
+"""Connections to all engines. Selects the engines that this frontend uses, and tracks data-parallel groups."""
 
 import asyncio
 import hashlib
@@ -24,11 +24,12 @@ from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 
 class Subset:
-    """Selects at most ``max_engines`` engines of a view: serving engines first, then by highest hash of frontend and
-    engine.
+    """Selects at most ``max_engines`` engines of a view.
 
-    Every engine is then used by about the same number of frontends. An engine that joins or leaves changes one place in
-    some subsets (rendezvous hashing, Thaler and Ravishankar 1998).
+    Serving engines come first, then engines with the highest hash of frontend and engine.
+
+    With this hash, about the same number of frontends use each engine. If an engine joins or leaves, only some subsets
+    change, each by one engine (rendezvous hashing, Thaler and Ravishankar 1998).
     """
 
     def __init__(self, frontend: str, max_engines: int) -> None:
@@ -37,7 +38,7 @@ class Subset:
         self._weights: dict[str, bytes] = {}
 
     def of(self, engines: Sequence[EngineStatus]) -> Sequence[EngineStatus]:
-        """Return the engines to use; all engines if they are not too many."""
+        """Return the selected engines. If there are at most ``max_engines``, return all engines."""
         if len(engines) <= self._max_engines:
             return engines
         known = self._weights
@@ -51,18 +52,19 @@ class Subset:
         return hashlib.blake2b(engine_id.encode(), key=self._key, digest_size=8).digest()
 
 
-# Data-parallel groups: which ranks accept requests, and which ranks must start a wave.
+# The class below tracks which ranks of data-parallel groups accept requests, and which ranks must start a wave.
 
 Send = Callable[[FirstRequest | StartDpWave], None]
 
 
 class EngineGroups:
-    """Tracks the data-parallel group of each pool by the coordinator's view, and sends wave messages. Ranks are
-    identified by name.
+    """Tracks the data-parallel group of each pool as the coordinator reports it, and sends wave messages.
+
+    Ranks are identified by name.
     """
 
     def __init__(self, send: Send) -> None:
-        """``send`` sends a first request to the coordinator, or the start of a wave to a rank."""
+        """``send`` sends a ``FirstRequest`` message to the coordinator, or the start of a wave to a rank."""
         self._send = send
         self._waves: dict[tuple[str, str], Waves] = {}
         self._routed: dict[tuple[str, str], frozenset[str]] = {}
@@ -89,10 +91,10 @@ class EngineGroups:
         self._waves = {key: waves.disconnected()[0] for key, waves in self._waves.items()}
 
     def accepts(self, rank: str) -> bool:
-        """Return True if requests may go to a rank.
+        """Return True if requests may be sent to a rank.
 
-        The rank must be a member of its group and not leaving it, and the group must not be suspended for lack of
-        ranks. Before the first report on groups every rank accepts requests.
+        The rank must be a member of its group, and must not be leaving the group. The group must not be suspended for
+        lack of ranks. Before the coordinator's first report on groups, every rank accepts requests.
         """
         if not self._waves:
             return True
@@ -111,14 +113,15 @@ class EngineGroups:
         return msgspec.structs.replace(request, group_epoch=view.group.epoch, current_wave=view.wave)
 
     def sent(self, rank: str) -> None:
-        """Handle a request that was sent to a rank. If its group counts as idle, notify the other ranks and the
-        coordinator.
+        """Handle a request that was sent to a rank.
+
+        If the rank's group counts as idle, notify the other ranks and the coordinator.
         """
         if rank in self._pool_of:
             self._tell(self._believed(rank).sent(rank)[1])
 
     def start_wave(self, message: StartWave) -> None:
-        """Handle a rank that waits for the others."""
+        """Handle the message of a rank that waits for the other ranks of its group."""
         key = self._pool_of.get(message.engine)
         if key is not None:
             self._waves[key], told = self._waves[key].start_wave(message)
@@ -143,15 +146,15 @@ def error_of_engine(engine: str, error: RequestFailed) -> RequestFailed:
 LORA = "lora"
 """Capability of engines that apply LoRA adapters."""
 KV_TRANSFER = "kv_transfer"
-"""Capability of engines that hand requests over."""
+"""Capability of engines that hand requests over to other engines."""
 
 
 class EnginePool:
-    """Keeps one connection per engine address, and passes its events to the listener.
+    """Keeps one connection per engine address, and passes the connections' events to the listener.
 
-    The session decides: an engine that leaves the list keeps its connection while the session is open. A change of the
-    coordinator's view therefore breaks no stream. When the session breaks, the connection is given up. A live engine
-    outside this frontend's subset gets no new requests, and its connection is given up once it has none.
+    If an engine leaves the list of engines, its connection stays open until the session breaks. A change of the
+    coordinator's view therefore breaks no stream. A live engine outside this frontend's subset gets no new requests.
+    The pool closes the connection of such an engine once the engine has no requests of this frontend.
     """
 
     def __init__(
@@ -165,8 +168,8 @@ class EnginePool:
         """Args:
             config: the frontend's settings.
             incarnation: incarnation of this frontend.
-            certificates: learns when these connections' certificates expire.
-            on_first_request: called when a request went to a data-parallel group that counts as idle.
+            certificates: records when the certificates of these connections expire.
+            on_first_request: called when a request was sent to a data-parallel group that counts as idle.
 
         Raises:
             ConfigError: the TLS settings are not valid.
@@ -194,12 +197,13 @@ class EnginePool:
         self._listener = listener
 
     def __iter__(self) -> Iterator[EngineConnection]:
-        """Iterate over all connections, up or not, in a stable order."""
+        """Iterate over all connections in a stable order, including connections without a session."""
         return iter([connection for _, connection in sorted(self._connections.items())])
 
     def candidates(self) -> Sequence[Candidate]:
-        """Return all engines, connected or not, as the router sees them. The list is cached, because there may be a
-        thousand.
+        """Return all engines as candidates for the router, including engines without a connection.
+
+        The list is cached, because there may be a thousand engines.
         """
         if self._candidates is None:
             self._candidates = self._current_candidates()
@@ -227,13 +231,13 @@ class EnginePool:
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
         """Start a request on an engine with a session. Raises Internal if there is no session.
 
-        ``first``: the engine had no requests of this frontend.
+        ``first`` is True if the engine had no requests of this frontend before.
         """
         connection = self._connections.get(engine)
         if connection is None or connection.session is None:
             raise Internal(f"the router picked {engine}, which has no session")
         if first:
-            connection.heard()  # the silence until now is not suspicious, because the engine had nothing to do
+            connection.heard()  # the engine had no work until now, so do not count its silence
         rank = connection.group_rank
         if rank is None:
             connection.session.add(request)
@@ -250,7 +254,10 @@ class EnginePool:
                 connection.session.start_dp_wave(message)
 
     def coordinator_lost(self) -> None:
-        """Handle the loss of the coordinator: from now on this pool alone announces waves to groups."""
+        """Handle the loss of the coordinator.
+
+        Until a coordinator returns, this pool announces waves to groups itself.
+        """
         self._groups.disconnected()
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
@@ -269,7 +276,7 @@ class EnginePool:
         return self._media.counts
 
     def holding(self, features: Sequence[MultiModalFeature]) -> dict[str, list[MultiModalFeature]]:
-        """Return, by engine, the features that the engine has cached. Engines without any are left out."""
+        """Return, by engine, which of the features the engine has cached. Leave out engines without cached features."""
         held: dict[str, list[MultiModalFeature]] = {}
         for connection in self.connected():
             kept = None if connection.session is None else connection.session.media
@@ -282,7 +289,7 @@ class EnginePool:
         return [connection for connection in self if connection.session is not None]
 
     def computing(self) -> Sequence[EngineConnection]:
-        """Return the connected engines that compute, without those that wait for a place in a data-parallel group."""
+        """Return the connected engines, except engines that wait to become members of a data-parallel group."""
         return [connection for connection in self.connected() if not self._has_no_place(connection)]
 
     def _has_no_place(self, connection: EngineConnection) -> bool:
@@ -290,10 +297,10 @@ class EnginePool:
         return rank is not None and status is not None and self._groups.leaves_out(rank, status.model, status.pool)
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """Connect to these addresses, and give up other connections once they have no session.
+        """Connect to these addresses. Close connections to other addresses once they have no session.
 
-        An engine's rank is its position in the list, from 0. The engines' own rank cannot be used: unrelated engines
-        would all have the same one.
+        An engine's rank is its position in the list, from 0. The rank that an engine reports cannot be used, because
+        engines outside a data-parallel group all report the same rank.
         """
         places = {address: place for place, address in enumerate(dict.fromkeys(addresses))}
         self._connect(places)
@@ -320,8 +327,8 @@ class EnginePool:
     def follow_view(self, view: ClusterView) -> None:
         """Connect to the live engines of a view, and store the status of each.
 
-        An engine that is not in the view has lost its lease and is probed. It keeps its rank until another engine has
-        its index.
+        An engine that is missing in the view has lost its lease, so the frontend probes it. The engine keeps its rank
+        until another engine gets the same index.
         """
         self.view = view
         self._groups.follow_view(view)
@@ -351,21 +358,21 @@ class EnginePool:
         self._told.on_outputs(connection, outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """Stop sending requests to the engine."""
+        """Handle a draining engine: send it no further requests."""
         self._candidates = None
         self._told.on_draining(connection, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """Pass on the end of the session."""
+        """Pass the end of a session to the listener."""
         self._candidates = None
         self._told.on_down(connection, end)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """Pass on whether an engine lives after a doubtful loss."""
+        """Tell the listener whether an engine is still alive after a loss in doubt."""
         self._told.on_fate(connection, lives=lives)
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Handle a rank that waits for the others of its group."""
+        """Handle the message of a rank that waits for the other ranks of its group."""
         self._groups.start_wave(message)
 
     def has_work(self, connection: EngineConnection) -> bool:
@@ -398,6 +405,6 @@ class EnginePool:
 
 
 def _fingerprint(ready: EngineReady | None) -> bytes:
-    """Return the fingerprint of the KV blocks that an engine hands over; empty if it hands none over."""
+    """Return the fingerprint of the KV blocks that an engine hands over, or empty if it hands no blocks over."""
     gives = ready is not None and KV_TRANSFER in ready.capabilities and ready.kv_address
     return ready.kv_fingerprint if ready is not None and gives else b""

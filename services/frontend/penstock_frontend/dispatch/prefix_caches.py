@@ -1,4 +1,4 @@
-"""Index of the engines' prefix caches: which engine has which KV blocks, and in which medium."""
+"""Index of the engines' prefix caches. Records which KV blocks each engine has, and in which medium."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -15,10 +15,10 @@ from penstock_common.types.request import EngineCoreRequest, RequestContext
 
 
 class BlockPlaces:
-    """Tracks the media of blocks that one engine has outside its KV cache (host memory, disk). Does no I/O.
+    """Tracks the blocks that one engine has in host memory or on disk, outside its KV cache. Does no I/O.
 
-    Blocks that are only in the KV cache are not stored here. An engine without host memory and disk tiers therefore
-    takes no memory.
+    Blocks that are only in the KV cache are not stored here. For an engine without host memory and disk tiers, this
+    object therefore stays empty.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,9 @@ class BlockPlaces:
         """Media of each block as a bit mask, with one bit per medium."""
 
     def stored(self, medium: KvMedium, block_hashes: Iterable[bytes], has: Callable[[bytes], bool]) -> None:
-        """Record that the engine stored blocks in a medium. ``has`` returns True if the engine was known to have a
-        block in any medium.
+        """Record that the engine stored blocks in a medium.
+
+        ``has`` returns True if the engine was already known to have a block in any medium.
         """
         if medium is KvMedium.DEVICE:
             for block_hash in block_hashes if self._media else ():
@@ -41,7 +42,7 @@ class BlockPlaces:
             self._media[block_hash] = before | 1 << medium
 
     def removed(self, medium: KvMedium, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Record that blocks were removed from a medium. Return the blocks that are in no medium any more."""
+        """Record that blocks were removed from a medium. Return the blocks that are now in no medium."""
         nowhere = []
         for block_hash in block_hashes:
             before = self._media.get(block_hash)
@@ -67,19 +68,20 @@ _DEVICE = 1 << KvMedium.DEVICE
 
 
 _STRIDE = 32
-"""Number of blocks per lookup step. Only the last block of a step is looked up if all engines of the previous block
-have it.
+"""Number of blocks per lookup step. A lookup first checks the last block of a step. If all engines with the previous
+block also have the last block, the lookup skips the blocks between them.
 """
 
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class PrefixIndex:
-    """Maps block hashes to the engines that have the block. Does no I/O.
+    """Maps each block hash to the engines that have the block. Does no I/O.
 
-    An engine is a bit, so one lookup answers for all engines. The index holds at most ``max_entries`` pairs of block
-    and engine, and drops further ones. Blocks with an unknown parent are dropped too. Dropping them is
-    safe: engines evict a prompt's last blocks first, so an engine with a block also has all blocks before it.
+    Each engine is one bit of an integer, so one lookup returns all engines with a block. The index stores at most
+    ``max_entries`` pairs of block and engine. It drops further blocks, and blocks with an unknown parent. Dropping
+    blocks is safe. Engines evict the last blocks of a prompt first, so an engine with a block also has all blocks
+    before this block.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -97,7 +99,7 @@ class PrefixIndex:
 
     @property
     def full(self) -> bool:
-        """True if further entries would be dropped."""
+        """True if the index would drop further blocks."""
         return self._num_entries >= self._max_entries
 
     def num_on(self, engine: str) -> int:
@@ -109,9 +111,11 @@ class PrefixIndex:
         return block_hash in self._blocks.get(engine, ())
 
     def store(self, engine: str, block_hashes: Iterable[bytes], parent: bytes = b"") -> int:
-        """Add blocks of an engine that follow ``parent``. Return the number of blocks that were dropped.
+        """Add consecutive blocks of an engine, of which the first follows ``parent``.
 
-        An empty ``parent`` means that the blocks are at the beginning or at any position.
+        Return the number of dropped blocks.
+
+        An empty ``parent`` means that the blocks are at the beginning of a prompt, or that their position is unknown.
         """
         blocks, bit, holders = self._blocks_of(engine), self._bits[engine], self._holders
         left_out = 0
@@ -129,7 +133,7 @@ class PrefixIndex:
         return left_out
 
     def remove(self, engine: str, block_hashes: Iterable[bytes]) -> None:
-        """Remove blocks of an engine. Unknown blocks are ignored."""
+        """Remove blocks of an engine. Ignore unknown blocks."""
         blocks = self._blocks.get(engine)
         if blocks is None:
             return
@@ -139,7 +143,7 @@ class PrefixIndex:
                 self._release(block_hash, self._bits[engine])
 
     def clear(self, engine: str) -> None:
-        """Remove all blocks of an engine, and its bit."""
+        """Remove all blocks of an engine, and free the engine's bit."""
         blocks = self._blocks.pop(engine, None)
         if blocks is None:
             return
@@ -149,10 +153,11 @@ class PrefixIndex:
             self._release(block_hash, bit)
 
     def runs(self, block_hashes: Iterable[bytes], block_size: int = 1) -> dict[str, int]:
-        """Return, by engine, the number of a prompt's leading tokens in cached blocks. Engines without the first block
-        are left out.
+        """Return, by engine, how many leading tokens of a prompt are in cached blocks.
 
-        ``block_hashes`` is read at most ``_STRIDE`` blocks further than any engine has them.
+        Leave out engines without the first block.
+
+        The lookup reads at most ``_STRIDE`` further items of ``block_hashes`` after the last cached block.
         """
         holders = self._holders
         runs: dict[str, int] = {}
@@ -174,8 +179,9 @@ class PrefixIndex:
         return runs
 
     def _first_lost(self, engines: int, stride: Sequence[bytes], first: int) -> int:
-        """Return the first position, from ``first``, of a block that some of these engines lack. At least one engine
-        must lack the last block.
+        """Return the position of the first block, from ``first``, that at least one of these engines does not have.
+
+        At least one of the engines must not have the last block.
         """
         last = len(stride) - 1
         while first < last:
@@ -187,7 +193,7 @@ class PrefixIndex:
         return first
 
     def _end(self, runs: dict[str, int], engines: int, length: int) -> None:
-        """Set the run length of these engines."""
+        """Set the length of the cached prefix for these engines."""
         if engines & (engines - 1):
             digits = f"{engines:b}"[::-1].encode().translate(_DIGITS)
             runs.update(dict.fromkeys(compress(self._engines, digits), length))
@@ -213,8 +219,8 @@ class PrefixIndex:
 
 
 MAX_BLOCKS_LOOKED_UP = 4096
-"""Maximum number of blocks looked up per prompt. Hashing this many takes about 4 ms of the event loop. Further cached
-blocks are ignored.
+"""Maximum number of blocks to look up per prompt. Hashing this many blocks blocks the event loop for about 4 ms.
+Further cached blocks are ignored.
 """
 
 
@@ -245,14 +251,15 @@ class _Cache(msgspec.Struct):
 
 
 class PrefixCaches:
-    """Tracks the prefix caches of engines, and looks up prompts in all of them at once. Does no I/O.
+    """Tracks the prefix caches of engines, and looks up prompts in all caches together. Does no I/O.
 
-    A block in host memory or on disk counts like one in the KV cache: loading it takes a few percent of the time of
-    computing it.
+    A block in host memory or on disk counts like a block in the KV cache. Loading a block takes only a few percent of
+    the time that the engine needs to compute the block.
 
-    During a session, events report changes. The state before the session is requested from the engine: ``begin``, then
-    ``settle`` with the answer. Events that arrive in between are recorded, and applied again after the answer. The last
-    event of a block decides, so each part of the answer may be from any moment in between.
+    During a session, events report changes. The caller requests the earlier state from the engine: it calls ``begin``
+    with the request, and ``settle`` with the answer. This class records the events that arrive between ``begin`` and
+    ``settle``, and applies them again after the answer. The last event of a block is decisive. Each part of the answer
+    may therefore show the state at any time between ``begin`` and ``settle``.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -286,8 +293,9 @@ class PrefixCaches:
         self._look_for_block_sizes()
 
     def settle(self, engine: str, answers: Mapping[KvMedium, bytes] | None) -> None:
-        """Apply an engine's answer: the concatenated block digests in each medium. If None, only later events are
-        known.
+        """Apply an engine's answer: the concatenated digests of its blocks, by medium.
+
+        If ``answers`` is None, only blocks in events since ``begin`` are known.
 
         Raises Internal if the answer does not consist of digests.
         """
@@ -305,7 +313,7 @@ class PrefixCaches:
             self._apply(engine, cache, event)
 
     def apply(self, engine: str, events: Sequence[KvCacheEvent]) -> None:
-        """Apply events of an engine's prefix cache. Engines that are not tracked are ignored."""
+        """Apply events of an engine's prefix cache. Ignore engines that are not tracked."""
         cache = self._caches.get(engine)
         if cache is None:
             return
@@ -321,11 +329,10 @@ class PrefixCaches:
         self._look_for_block_sizes()
 
     def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
-        """Return, by engine, the number of leading tokens of the request and its previous output that need not be
-        computed.
+        """Return, by engine, how many leading tokens of the request and its previous output are cached.
 
-        Engines without any are left out. The last token is always computed. The result is empty if the request skips
-        the prefix cache.
+        Engines without cached tokens are left out. The last token never counts as cached, because engines always
+        compute it. The result is empty if the request skips the prefix cache.
         """
         if not len(self._index) or request.skips_prefix_cache:
             return {}
@@ -341,7 +348,7 @@ class PrefixCaches:
         for size, hasher in self._hashers.items():
             sequence.block_hashes = []
             found = self._index.runs(_hashes(hasher, sequence), size)
-            if num_tokens % size == 0:  # An engine may have all of them cached, but must compute the last token.
+            if num_tokens % size == 0:  # an engine may have cached all tokens, but must compute the last token
                 found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
             for engine in found:
                 if (states := self._caches[engine].states) is not None:
@@ -393,7 +400,7 @@ def _last_state(states: Set[bytes], block_hashes: Sequence[bytes]) -> int:
 
 
 def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
-    """Return, by engine, the tokens that need not be computed, counting cached media like cached tokens.
+    """Return, by engine, the number of cached tokens, including the tokens of cached media.
 
     ``held`` has the media items of the request that each engine has cached.
     """
@@ -407,14 +414,16 @@ def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModal
 
 
 def _digests(answer: bytes) -> list[bytes]:
-    """Split an answer into digests. Raises Internal."""
+    """Split an engine's answer into block digests. Raises Internal if the length does not fit."""
     if len(answer) % DIGEST_SIZE:
-        raise Internal(f"the engine's cached blocks are {len(answer)} bytes; a digest has {DIGEST_SIZE}")
+        raise Internal(
+            f"the engine's list of cached blocks has {len(answer)} bytes; expected a multiple of {DIGEST_SIZE} bytes"
+        )
     return [answer[start : start + DIGEST_SIZE] for start in range(0, len(answer), DIGEST_SIZE)]
 
 
 def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:
-    """Yield the hash of each full block of the sequence, computed on demand."""
+    """Yield the hash of each full block of the sequence. Compute each hash only when it is requested."""
     for index in range(min(len(sequence.all_token_ids) // hasher.block_size, MAX_BLOCKS_LOOKED_UP)):
         hasher.extend(sequence, (index + 1) * hasher.block_size)
         yield sequence.block_hashes[index]

@@ -7,14 +7,14 @@ from penstock_frontend.config import RetriesConfig
 from penstock_frontend.dispatch.journal import JournalEntry
 
 _MAX_CERTAIN = 2
-"""Maximum number of engines a request may fail if nothing else can be the cause."""
+"""Maximum number of engine failures of which the request is the only possible cause."""
 
 
 class Blame(enum.Enum):
-    """Says how far a request may be responsible for the loss of its engine.
+    """Degree to which a request may be responsible for the loss of its engine.
 
-    - NONE: not at all; the engine is full or drains.
-    - SHARED: possibly; the engine failed while it also had other requests.
+    - NONE: the request is not responsible; the engine is full or drains.
+    - SHARED: the engine failed while it also had requests of other calls.
     - ALONE: the engine failed and had only requests of this call.
     - STEP: the engine is alive and reports that every step with this request fails.
     """
@@ -26,17 +26,18 @@ class Blame(enum.Enum):
 
 
 class Retries:
-    """Decides whether a request may be retried on another engine. ``Dispatch`` uses it.
+    """Decides whether a request may be retried on another engine. ``Dispatch`` uses this class.
 
-    A lost engine may have crashed because of any request for which it had not yet produced output. The loss counts for
-    each of these requests. New output resets the count of a request. A request one loss below the limit is a suspect.
-    Suspects are sent out one at a time, until each produces output. This finds the request that crashes engines, and
-    the other requests survive. A request that was the only one on a crashed engine is retried once more. The same holds
-    for a request whose steps failed on an engine.
+    An engine may have crashed because of any request for which it had not produced output yet. The loss counts for each
+    of these requests. New output resets the number of losses of a request. A request with one loss less than the limit
+    is a suspect. Only one suspect is sent to an engine at a time. The next suspect is sent when the current suspect has
+    produced output. These trials find the request that crashes engines, and the other requests survive. A request that
+    was the only request on a crashed engine is retried once more. A request whose steps failed on an engine is also
+    retried once more.
 
-    An engine whose connection broke may still be alive. The loss is in doubt until the engine's state is known.
-    Doubtful losses make a request a suspect. If a request reaches the limit only with doubtful losses, it waits until
-    the engines' state is known. If an engine turns out to be alive, its loss is subtracted again.
+    An engine whose connection broke may still be alive. The loss is in doubt until the engine's state is known. A loss
+    in doubt makes a request a suspect. If a request reaches the limit only with losses in doubt, it waits until the
+    state of the lost engines is known. If an engine is alive, its loss is subtracted again.
     """
 
     def __init__(self, config: RetriesConfig) -> None:
@@ -44,14 +45,15 @@ class Retries:
         self._on_trial: JournalEntry | None = None
 
     def verdict(self, entry: JournalEntry, why: str, blame: Blame, *, in_doubt: bool = False) -> RequestFailed | None:
-        """Record that an entry leaves its engine. Return the error with which the request ends, or None if it may be
-        retried.
+        """Record that an entry leaves its engine.
+
+        Return the error that ends the request, or None if the request may be retried.
 
         Args:
-            entry: the sequence that leaves.
-            why: the reason, for messages.
-            blame: how far the request may be responsible.
-            in_doubt: True if it is not known whether the engine failed.
+            entry: the sequence that leaves its engine.
+            why: reason why the sequence leaves, for messages.
+            blame: how far the request may be responsible for the loss of the engine.
+            in_doubt: True if it is not known yet whether the engine died.
         """
         entry.last_loss = why
         if blame is Blame.STEP:
@@ -75,7 +77,7 @@ class Retries:
         return None
 
     def _quarantined(self, entry: JournalEntry) -> Internal | None:
-        """Return the error with which the entry ends if its confirmed losses reach a limit, else None."""
+        """Return the error that ends the entry if its confirmed losses reach a limit, else None."""
         losses, alone = entry.losses - len(entry.doubts), entry.losses_alone - sum(entry.doubts.values())
         guilt = self._guilt(entry, losses, alone)
         if guilt is None:
@@ -95,42 +97,49 @@ class Retries:
         return None
 
     def is_in_doubt(self, entry: JournalEntry) -> bool:
-        """Return True if an entry reaches a limit only when its doubtful losses count."""
+        """Return True if an entry reaches a limit with its losses in doubt, but not without them."""
         return bool(entry.doubts) and self._guilt(entry, entry.losses, entry.losses_alone) is not None
 
     def acquit(self, entry: JournalEntry, engine: str) -> None:
-        """Subtract a doubtful loss from an entry, because that engine is alive."""
+        """Subtract a loss in doubt from an entry, because the engine is alive."""
         alone = entry.doubts.pop(engine, None)
         if alone is not None:
             entry.losses -= 1
             entry.losses_alone -= alone
 
     def accuse(self, entry: JournalEntry, engine: str) -> RequestFailed | None:
-        """Confirm a doubtful loss of an entry, because that engine has died. Return the error that ends the entry, if
-        it reached a limit.
+        """Confirm a loss in doubt of an entry, because the engine has died.
+
+        If the entry has now reached a limit, return the error that ends the entry.
         """
         return None if entry.doubts.pop(engine, None) is None else self._quarantined(entry)
 
     def presume(self, entry: JournalEntry) -> RequestFailed | None:
-        """Confirm all doubtful losses of an entry after a timeout. Return as ``accuse`` does."""
+        """Confirm all losses in doubt of an entry after a timeout. Return the same values as ``accuse``."""
         entry.doubts.clear()
         return self._quarantined(entry)
 
     def handed_over(self, entry: JournalEntry) -> None:
-        """Reset the losses of an entry that its engine hands over, if the engine produced output for it."""
+        """Reset the losses of a handed-over entry, if the engine had produced output for the entry."""
         if entry.progressed:
             _clear(entry)
 
     def may_leave(self, entry: JournalEntry) -> bool:
-        """Return True if an entry may leave a healthy engine, which uses up a move."""
+        """Return True if an entry may leave a healthy engine.
+
+        Leaving counts as one of the entry's ``max_moves`` moves.
+        """
         return entry.num_moves < self._config.max_moves
 
     def is_suspect(self, entry: JournalEntry) -> bool:
-        """Return True if an entry must be tried alone."""
+        """Return True if an entry is a suspect, which must be sent while no other suspect is on trial."""
         return entry.losses >= self._config.max_strikes - 1
 
     def may_go(self, entry: JournalEntry) -> bool:
-        """Return True if an entry may be sent now. Otherwise it is a suspect that must wait until ``trial_over``."""
+        """Return True if an entry may be sent now.
+
+        Otherwise the entry is a suspect, and must wait until ``trial_over`` returns True.
+        """
         if not self.is_suspect(entry) or entry is self._on_trial:
             return True
         if self._on_trial is None:
@@ -141,8 +150,8 @@ class Retries:
     def trial_over(self) -> bool:
         """Return True if the next suspect may be sent.
 
-        The trial of the current suspect is over if it produced output, ended, or waits for doubtful losses to be
-        resolved.
+        The trial of the current suspect is over if the suspect produced output, ended, or waits until its losses in
+        doubt are resolved.
         """
         current = self._on_trial
         if current is not None and (current.ended or current.progressed or self.is_in_doubt(current)):

@@ -18,39 +18,40 @@ from penstock_frontend.dispatch.adapters import LoraPlaces
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
 _KV_PRESSURE_WEIGHT = 64.0
-"""Score per unit of KV cache usage above ``_KV_PRESSURE_FROM``. A full KV cache counts like 32 more running requests.
-"""
+"""Score per unit of KV cache usage above ``_KV_PRESSURE_FROM``. A full KV cache adds as much as 32 running requests."""
 _TOKENS_OF_A_RUNNING_REQUEST = 128
-"""Number of cached prompt tokens that offsets one running request; four times as many offset a waiting one. Computing
-them and running the request delay the next request by about the same time. ``make bench-routing`` compares other
-numbers.
+"""Number of cached prompt tokens whose score equals one running request. Four times as many equal a waiting request.
+Computing this number of tokens delays the next request about as long as one running request does. ``make
+bench-routing`` compares other numbers.
 """
 _MOST_COMPARED = 64
 _NUM_SAMPLED = 16
-"""Number of randomly sampled engines if there are more than ``_MOST_COMPARED``. As many with the longest cached prefix
-are added.
+"""Number of randomly sampled engines, if there are more than ``_MOST_COMPARED`` engines. The router also compares the
+same number of engines with the longest cached prefix.
 """
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """An engine that a request may go to."""
+    """An engine to which a request may be sent."""
 
     key: str
     """Address of the engine."""
     rank: int | None
-    """Rank by which requests may name it, or None."""
+    """Rank by which requests may name the engine, or None."""
     accepting: bool = True
-    """True if it is connected and neither draining nor wedged."""
+    """True if the engine is connected, and neither drains nor is wedged."""
     variant: str = ""
-    """Hash of the engine's configuration, ``config_hash``."""
+    """Hash of the engine's configuration, the field ``config_hash``."""
     applies_lora: bool = True
-    """True if it takes requests with LoRA adapters."""
+    """True if the engine accepts requests with LoRA adapters."""
     modalities: tuple[Modality, ...] = ()
-    """Media that its requests may have."""
+    """Kinds of media that the engine accepts in requests."""
     role: EngineRole = EngineRole.BOTH
-    """Role for which the engine is preferred."""
+    """Role in disaggregated prefill for which the engine is preferred."""
     fingerprint: bytes = b""
-    """Fingerprint of its KV blocks. Engines with the same one can exchange blocks. Empty: it hands no blocks over."""
+    """Fingerprint of the engine's KV blocks, or empty if the engine hands no blocks over. Engines with the same
+    fingerprint can exchange blocks.
+    """
 
 
 def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Sequence[Candidate]:
@@ -63,7 +64,7 @@ def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Seque
 
 
 class Load(msgspec.Struct):
-    """The router's copy of an engine's counts. Requests sent since the last report count as waiting."""
+    """The router's counts for one engine. Requests sent since the engine's last report count as waiting."""
 
     waiting: int = 0
     running: int = 0
@@ -73,8 +74,8 @@ class Load(msgspec.Struct):
 
     @property
     def score(self) -> float:
-        """Load as a number: waiting requests (times 4), running requests, pending embeddings, and KV cache usage above
-        one half.
+        """Load as one number: the sum of waiting requests times 4, running requests, pending embeddings, and a term for
+        KV cache usage above one half.
         """
         count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
@@ -82,12 +83,13 @@ class Load(msgspec.Struct):
 
 
 class Router:
-    """Picks the engine with the lowest load, minus its cached tokens of the prompt. Does no I/O.
+    """Picks the engine with the lowest score. Does no I/O.
 
-    Ties rotate. Frontends should start at different engines, so that they do not all send their first request to the
-    same one. If there are many engines, only a random sample and the engines with the longest cached prefix are
-    compared. Requests with a LoRA adapter go to an engine that holds it, or to its home engine, unless that engine's
-    load outweighs loading it elsewhere.
+    The score is the engine's load, minus a term for the prompt tokens that the engine has cached. Engines with equal
+    scores take turns. Frontends should start at different engines, so that they do not all send their first request to
+    the same engine. If there are many engines, the router compares only a random sample and the engines with the
+    longest cached prefix. A request with a LoRA adapter is sent to an engine that has loaded the adapter, or to the
+    adapter's home engine. If that engine has a high load, the score prefers to load the adapter on another engine.
     """
 
     def __init__(self, start: int = 0, policy: RoutingPolicy = "prefix_aware") -> None:
@@ -96,7 +98,7 @@ class Router:
         self._random = random.Random(start)
         self._loads: dict[str, Load] = {}
         self._scores: dict[str, float] = {}
-        """Scores of ``_loads``."""
+        """Cached scores of the loads in ``_loads``, by engine."""
         self.loras = LoraPlaces()
         self._sent: dict[str, set[str]] = {}
         """Requests sent since the last report, by engine."""
@@ -112,9 +114,10 @@ class Router:
         self._sent.pop(key, None)
 
     def sent(self, key: str, request_id: str, lora: bytes = b"") -> None:
-        """Count a request as waiting on an engine until the next report, or until it has left.
+        """Count a request as waiting on an engine until the engine's next report, or until the request leaves the
+        engine.
 
-        ``lora`` is the digest of its adapter; empty: none.
+        ``lora`` is the digest of the request's adapter, or empty without an adapter.
         """
         if lora:
             self.loras.sent(key, lora)
@@ -122,7 +125,10 @@ class Router:
         self._count_waiting(key, 1)
 
     def left(self, key: str, request_id: str) -> None:
-        """Stop counting a request that has ended or moved, unless a report has already counted it."""
+        """Stop counting a request that has ended or moved.
+
+        Do nothing if a report since the request was sent has set the counts.
+        """
         sent = self._sent.get(key)
         if sent is not None and request_id in sent:
             sent.remove(request_id)
@@ -134,7 +140,7 @@ class Router:
         self._scores[key] = load.score
 
     def forget(self, key: str) -> None:
-        """Forget an engine that is gone."""
+        """Forget a lost engine."""
         self.loras.forget(key)
         self._loads.pop(key, None)
         self._scores.pop(key, None)
@@ -146,7 +152,7 @@ class Router:
             self.forget(key)
 
     def load(self, key: str) -> Load:
-        """Return the copy of an engine's counts."""
+        """Return the router's counts for an engine."""
         return self._loads.setdefault(key, Load())
 
     def pick(
@@ -163,13 +169,15 @@ class Router:
         Args:
             candidates: the engines to choose from.
             rank: the rank that the client named, or None.
-            variant: the variant on which the request started. Another one is used only if no engine of it accepts requests.
+            variant: the variant on which the request started, or None. Another variant is used only if no engine of
+                this
+                variant accepts requests.
             cached: number of cached prompt tokens, by engine key.
             lora: digest of the request's adapter; empty: none.
 
         Raises:
             Unavailable: no engine accepts requests.
-            InvalidArgument: no engine has that rank.
+            InvalidArgument: no engine has the rank ``rank``.
         """
         usable = [c for c in candidates if c.accepting]
         if rank is not None:
@@ -192,12 +200,15 @@ class Router:
         return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
 
     def likely(self, candidates: Sequence[Candidate], *, cached: Mapping[str, int], lora: bytes = b"") -> Candidate:
-        """Return the candidate with the lowest load. There must be at least one candidate. Nothing is counted as sent."""
+        """Return the candidate with the lowest score, without counting a request as sent.
+
+        There must be at least one candidate.
+        """
         key = self._lowest([c.key for c in candidates], cached, lora)
         return next(c for c in candidates if c.key == key)
 
     def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
-        """Return a random sample of many engines, and those with the longest cached prefix."""
+        """Return a random sample of engines, and the engines with the longest cached prefix."""
         sampled = [c.key for c in self._random.sample(usable, _NUM_SAMPLED)]
         if not cached:
             return sampled
@@ -236,13 +247,16 @@ class Engines(Protocol):
         """Return all engines, connected or not."""
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session. ``first``: the engine had no requests of this frontend."""
+        """Start a request on an engine with a session.
+
+        ``first`` is True if the engine had no requests of this frontend before.
+        """
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests on an engine, if it has a session."""
+        """Abort requests on an engine. Do nothing if the engine has no session."""
 
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
-        """Ask an engine to hand requests over, if it has a session."""
+        """Ask an engine to hand requests over. Do nothing if the engine has no session."""
 
     def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
-        """Return, by engine, the features that the engine has cached. Engines without any are left out."""
+        """Return, by engine, which of the features the engine has cached. Leave out engines without cached features."""

@@ -1,4 +1,4 @@
-"""Queues of requests without an engine, one per reason."""
+"""Queues of requests that wait for an engine, with one queue per reason."""
 
 import asyncio
 import math
@@ -8,11 +8,12 @@ from penstock_frontend.dispatch.journal import JournalEntry
 
 
 class HeldRequests:
-    """A queue of held entries in order of arrival. An entry that has waited ``timeout`` seconds is passed to
-    ``on_timeout``.
+    """Queue of held entries in order of arrival.
 
-    The waiting time adds up over all times an entry is held. Only new output resets it. A request therefore never waits
-    longer than ``timeout`` in total, whatever happens.
+    An entry that has waited ``timeout`` seconds is passed to ``on_timeout``.
+
+    If an entry is held several times, the waiting times add up. Only new output resets the sum. Between two outputs, a
+    request therefore never waits longer than ``timeout`` seconds in total.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[JournalEntry], None]) -> None:
@@ -24,12 +25,12 @@ class HeldRequests:
         return len(self._timers)
 
     def add(self, entry: JournalEntry) -> None:
-        """Add an entry that is not held."""
+        """Add an entry. The entry must not be in the queue already."""
         left = max(self._timeout - entry.held_for, 0.0)
         self._timers[entry] = asyncio.get_running_loop().call_later(left, self._give_up, entry)
 
     def discard(self, entry: JournalEntry) -> bool:
-        """Remove an entry. Return True if it was held."""
+        """Remove an entry. Return True if the entry was in the queue."""
         timer = self._timers.pop(entry, None)
         if timer is None:
             return False
@@ -38,7 +39,7 @@ class HeldRequests:
         return True
 
     def take_first(self) -> JournalEntry:
-        """Remove and return the oldest entry. Raises StopIteration if there is none."""
+        """Remove and return the oldest entry. Raises StopIteration if the queue is empty."""
         entry = next(iter(self._timers))
         self.discard(entry)
         return entry
@@ -60,18 +61,18 @@ class HeldRequests:
 
 
 class Waiting:
-    """All held entries of a ``Dispatch``. An entry waits at most ``timeout`` seconds; see ``HeldRequests``.
+    """All held entries of a ``Dispatch``. Each entry waits at most ``timeout`` seconds; see ``HeldRequests``.
 
     Attributes:
         for_engine: entries that no engine accepts now.
         for_trial: suspects that wait for the trial of another suspect.
-        for_verdict: entries that wait until it is known whether their lost engines died.
+        for_verdict: entries that wait until it is known whether the engines they lost have died.
 
     Args:
-        timeout: seconds that an entry waits.
+        timeout: maximum seconds that an entry waits.
         give_up: called after a timeout in ``for_engine`` or ``for_trial``.
-        presume: called after a timeout in ``for_verdict``; the entry then counts as the cause of the losses.
-        on_readmitted: called when an entry's exclusion from an engine has ended.
+        presume: called after a timeout in ``for_verdict``. The lost engines then count as dead because of the entry.
+        on_readmitted: called when the exclusion of an engine for an entry has ended.
     """
 
     def __init__(
@@ -92,11 +93,14 @@ class Waiting:
         return len(self.for_engine) + len(self.for_trial) + len(self.for_verdict)
 
     def discard(self, entry: JournalEntry) -> bool:
-        """Remove an entry from its queue. Return True if it was held."""
+        """Remove an entry from its queue. Return True if the entry was in a queue."""
         return any(held.discard(entry) for held in (self.for_engine, self.for_trial, self.for_verdict))
 
     def hold(self, entries: Iterable[JournalEntry]) -> None:
-        """Hold entries that no engine accepts. If some are excluded from an engine for a time, retry them after it."""
+        """Hold entries that no engine accepts.
+
+        If an entry excludes an engine for some time, retry the entry after this time.
+        """
         ends = []
         for entry in entries:
             self.for_engine.add(entry)

@@ -1,4 +1,4 @@
-"""Detection of engines that stopped working although their connection is open. Does no I/O."""
+"""Detection of engines that have stopped working while their connection is still open. Does no I/O."""
 
 from penstock_common.types.outputs import SchedulerStats
 from penstock_frontend.config import DetectionConfig
@@ -7,9 +7,9 @@ from penstock_frontend.config import DetectionConfig
 class Watchdog:
     """Watches one engine session. Times are seconds of a monotonic clock that the caller passes in.
 
-    An engine with requests of this frontend sends a message at least once per step. If it is silent for longer than a
-    step usually takes, or the coordinator does not list it, the frontend probes it. If there is no answer, the process
-    or the network is down. The answer says whether the engine is wedged or only busy with a long step.
+    An engine with requests of this frontend sends a message at least once per step. The frontend probes an engine that
+    is silent for longer than a usual step, or that the coordinator does not list. If the engine does not answer, the
+    process or the network is down. An answer shows whether the engine is wedged or only busy with a long step.
     """
 
     def __init__(self, config: DetectionConfig, now: float) -> None:
@@ -17,11 +17,11 @@ class Watchdog:
         self._heard_at = now
 
     def heard(self, now: float) -> None:
-        """Record that the engine sent a message, or had no reason to send one until now."""
+        """Record that the engine sent a message now, or that it had no reason to send a message until now."""
         self._heard_at = now
 
     def doubt(self, now: float, *, has_work: bool, lease_lost: bool) -> str:
-        """Return the reason for probing the engine, or an empty string if it need not be probed."""
+        """Return the reason for probing the engine, or an empty string if no probe is necessary."""
         silent = now - self._heard_at
         if silent < self._config.silence:
             return ""
@@ -30,8 +30,9 @@ class Watchdog:
         return "the coordinator does not list it" if lease_lost else ""
 
     def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
-        """Return why the engine is lost, or an empty string if it is healthy. ``answer`` is its answer to the probe,
-        None after a timeout.
+        """Return why the engine counts as lost, or an empty string if the engine is healthy.
+
+        ``answer`` is the engine's answer to the probe, or None after a timeout.
         """
         if answer is None:
             return f"{doubt}, and it does not answer within {self._config.probe_timeout:g} s"
@@ -39,5 +40,5 @@ class Watchdog:
 
 
 def wedged(stats: SchedulerStats) -> str:
-    """Return the message for a wedged engine."""
+    """Return the error message for a wedged engine."""
     return f"it is wedged: it has work and has not finished a step for {stats.seconds_since_last_step:.1f} s"

@@ -1,4 +1,4 @@
-"""State machine of a frontend's view of data-parallel waves."""
+"""State machine for the waves of a data-parallel group, as a frontend sees them."""
 
 from typing import Self
 
@@ -8,12 +8,14 @@ from penstock_common.types.data_parallel import FirstRequest, GroupView, StartDp
 
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
-    """A frontend's view of the waves of one data-parallel group. Each method is an event, and returns the next state
-    and the messages to send.
+    """A frontend's view of the waves of one data-parallel group.
 
-    Only the coordinator's view makes the group count as running. Without a coordinator it counts as idle. If a running
-    group counts as idle, the messages are redundant but harmless. If an idle group counts as running, the group starts
-    late: the waiting rank repeats its request to its frontends, and they pass it on.
+    Each method handles an event, and returns the next state and the messages to send.
+
+    The group counts as running only if the coordinator's view says so. Without a coordinator, the group counts as idle.
+    If a running group counts as idle, the messages are redundant but harmless. If an idle group counts as running, the
+    group starts late. The waiting rank then sends its start message to its frontends again, and the frontends pass the
+    message on.
     """
 
     view: GroupView = GroupView()
@@ -26,8 +28,9 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self.connected and self.view.running
 
     def seen(self, view: GroupView) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """Apply the coordinator's view. An older epoch, or an older wave of the same epoch, changes only ``connected``
-        and ``pauses``.
+        """Apply the coordinator's view.
+
+        If the view has an older epoch, or an older wave of the same epoch, update only ``connected`` and ``pauses``.
         """
         if (view.group.epoch, view.wave) < (self.view.group.epoch, self.view.wave):
             view = self.view
@@ -47,7 +50,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self, first + self._start(excluded=engine)
 
     def start_wave(self, message: StartWave) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """Handle a rank that waits for the others in the first exchange of a wave."""
+        """Handle a rank that waits for the other ranks in the first exchange of a wave."""
         view = self.view
         if message.epoch != view.group.epoch or message.wave < view.wave:
             return self, ()

@@ -190,7 +190,7 @@ def test_an_engine_that_does_not_answer_is_followed_from_then_on() -> None:
 def test_an_answer_that_has_no_whole_digests_is_refused() -> None:
     caches = PrefixCaches(10_000)
     caches.begin("e", SIZE)
-    with pytest.raises(Internal, match="17 bytes; a digest has 16"):
+    with pytest.raises(Internal, match="17 bytes; expected a multiple of 16"):
         caches.settle("e", {KvMedium.HOST: bytes(17)})
 
 
