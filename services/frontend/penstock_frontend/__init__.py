@@ -1,1 +1,4 @@
-"""The frontend: public APIs in front of engines. Holds no model weights and never imports torch."""
+"""Frontend service: the public APIs in front of the engines.
+
+The frontend loads no model weights and never imports torch.
+"""

@@ -17,7 +17,7 @@ from penstock_frontend.config import FrontendConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a stop signal. Return the exit code, 2 for a wrong configuration."""
+    """Run until a stop signal. Return the exit code. The code for a configuration that is not valid is 2."""
     try:
         source = from_command_line(
             FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv

@@ -16,15 +16,15 @@ from penstock_common.security.reloaded_files import WatchedFiles, read_bytes
 from penstock_frontend.call_types import Principal, Scope
 from penstock_frontend.config import AuthConfig, JwtConfig
 
-# JSON Web Tokens (RFC 7519), verified with a JSON Web Key Set (RFC 7517).
+# The code below verifies JSON Web Tokens (RFC 7519) with the keys of a JSON Web Key Set (RFC 7517).
 
 _MAX_TOKEN_BYTES = 16 * 1024
 _PRIVATE = ("d", "p", "q", "dp", "dq", "qi", "k")
-"""Members of a JWK that only the issuer may have."""
+"""Private members of a JSON Web Key (JWK). Only the token's issuer may have them."""
 
 
 class _KeySet:
-    """The usable keys of a key set. Two are equal if they were read from the same text."""
+    """Usable keys of a key set. Two key sets are equal if they were read from the same text."""
 
     def __init__(self, text: bytes, keys: Sequence[jwt.PyJWK]) -> None:
         self._text = text
@@ -36,8 +36,9 @@ class _KeySet:
     __hash__ = None  # type: ignore[assignment]
 
     def pick(self, kid: object, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key that a token's header names. Without a name, return the only key for the algorithm, if there
-        is just one.
+        """Return the key that a token's header names.
+
+        If the header names no key, return the key for the algorithm, provided that there is exactly one.
         """
         fitting = [key for key in self.keys if key.algorithm_name == algorithm]
         if kid is not None:
@@ -46,7 +47,7 @@ class _KeySet:
 
 
 class Tokens:
-    """Verifies tokens with the keys in a file. The file is reloaded when it changes."""
+    """Verifies tokens with the keys in a file, and reloads the file when it changes."""
 
     def __init__(self, config: JwtConfig) -> None:
         """Raises ConfigError if the file cannot be used."""
@@ -54,7 +55,10 @@ class Tokens:
         self._keys = WatchedFiles((config.jwks,), lambda: _read(config.jwks), what="keys of auth.jwt.jwks")
 
     def principal(self, token: str) -> Principal:
-        """Return the caller of a token. Raises Unauthenticated with the reason, which never contains the token's text."""
+        """Return the caller that a token identifies.
+
+        Raises Unauthenticated. The error message never contains the token's text.
+        """
         claims = self._claims(token)
         scopes = _scopes(claims)
         allowed: set[Scope] = set()
@@ -99,7 +103,7 @@ class Tokens:
         except jwt.InvalidSignatureError:
             raise _wrong("its signature is wrong") from None
         except (jwt.PyJWTError, ValueError, TypeError):
-            # The parser's message may quote the token.
+            # Do not pass on the parser's message, because it may quote the token.
             raise _wrong("it is malformed") from None
         return claims
 
@@ -122,8 +126,9 @@ def _read(path: str) -> _KeySet:
 
 
 def _key(member: object, where: str) -> jwt.PyJWK | None:
-    """Return the key, or None for keys that are not for signatures or not supported. Issuers have such keys for other
-    uses.
+    """Return the key.
+
+    Return None if the key is not for signatures or not supported: issuers publish such keys for other purposes.
     """
     if not isinstance(member, dict):
         raise ConfigError(f"{where} is not an object")
@@ -132,7 +137,7 @@ def _key(member: object, where: str) -> jwt.PyJWK | None:
             f"{where} is a symmetric key; every party that can verify tokens with it can also create them"
         )
     if any(name in member for name in _PRIVATE):
-        raise ConfigError(f"{where} holds a private key; this service needs only the public one")
+        raise ConfigError(f"{where} contains a private key; this service needs only the public key")
     if member.get("use", "sig") != "sig":
         return None
     try:
@@ -143,7 +148,10 @@ def _key(member: object, where: str) -> jwt.PyJWK | None:
 
 
 def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
-    """Return the scopes: a space-separated text as in RFC 8693, or a list, which some issuers use; also from ``scp``."""
+    """Return the scopes in the claim ``scope`` or ``scp``.
+
+    The claim is a space-separated text (RFC 8693), or a list, as some issuers send it.
+    """
     value = claims.get("scope", claims.get("scp", ""))
     words = value.split() if isinstance(value, str) else value
     return frozenset(word for word in words if isinstance(word, str)) if isinstance(words, list) else frozenset()
@@ -162,14 +170,14 @@ def _wrong(what: str) -> Unauthenticated:
 
 # API keys: a file with one key per line.
 #
-# A line has the key and then its properties. Empty lines and text after ``#`` are ignored::
+# Each line has a key, followed by the properties of the key. Empty lines and text after ``#`` are ignored::
 #
 #     # key, or sha256: and the key's SHA-256 in hex
 #     sk-4f2c...                                  name=alice tenant=acme
 #     sha256:9f86d081884c7d659a2feaa0c55ad015...  name=gateway tenant=*
 #     sk-88d1...                                  name=oncall scopes=inference,admin
 #
-# ``tenant=*`` allows the caller to act for every tenant. Without ``tenant`` the key's requests have no tenant.
+# ``tenant=*`` allows the caller to act for every tenant. Without ``tenant``, requests with this key have no tenant.
 
 _MIN_KEY_CHARS = 16
 _MAX_KEYS = 1000
@@ -183,14 +191,17 @@ class _Key(msgspec.Struct, frozen=True):
 
 
 class ApiKeys:
-    """The API keys in a file, which is reloaded when it changes."""
+    """API keys from a file. The file is reloaded when it changes."""
 
     def __init__(self, path: str, *, field: str) -> None:
-        """Raises ConfigError with the line number, but never with the content of the line."""
+        """Read the file. Raises ConfigError with the number of a faulty line, but never with the line's content."""
         self._keys = WatchedFiles((path,), lambda: tuple(_parse(path, field=field)), what=f"API keys of {field}")
 
     def find(self, key: str) -> Principal | None:
-        """Return the caller of a key, or None. Takes the same time for wrong keys as for valid ones."""
+        """Return the caller that a key identifies, or None for an unknown key.
+
+        The lookup takes the same time for unknown and for valid keys.
+        """
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for each in self._keys.current():
@@ -216,7 +227,7 @@ def _parse(path: str, *, field: str) -> Iterator[_Key]:
         seen[key.digest] = number
         yield key
     if not seen:
-        raise ConfigError(f"{field}: {path} has no keys, so no client could call")
+        raise ConfigError(f"{field}: {path} has no keys, so no client could call this server; add at least one key")
     if len(seen) > _MAX_KEYS:
         raise ConfigError(f"{field}: {path} has {len(seen)} keys; the limit is {_MAX_KEYS}")
 
@@ -271,9 +282,9 @@ class Authenticator:
         self._tokens = Tokens(config.jwt) if config.jwt.jwks else None
 
     def principal(self, headers: Mapping[str, str], *, scope: Scope) -> Principal:
-        """Return the caller by the call's headers (names in lower case). Raises Unauthenticated or PermissionDenied.
+        """Return the caller that the call's headers identify. Raises Unauthenticated or PermissionDenied.
 
-        Error messages never contain the credentials.
+        Header names must be in lower case. Error messages never contain the credentials.
         """
         caller = self._caller(headers)
         if scope not in caller.scopes:
@@ -283,9 +294,11 @@ class Authenticator:
         return caller
 
     def _caller(self, headers: Mapping[str, str]) -> Principal:
-        """Return the caller of the first valid credentials. Clients may send a stale key of another server as well.
+        """Return the caller of the first header with valid credentials.
 
-        Raises Unauthenticated for the first header, if no credentials are valid.
+        Clients may also send an outdated key of another server in another header.
+
+        If no credentials are valid, raises the Unauthenticated error of the first header.
         """
         refused: list[Unauthenticated] = []
         for name, check in (("authorization", self._bearer), ("x-api-key", self._key)):

@@ -1,4 +1,4 @@
-"""Types of calls and their results, for all protocols, and the authenticated caller."""
+"""Types of calls and of their results, shared by all protocols, and the type of the authenticated caller."""
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -15,7 +15,7 @@ from penstock_common.types.request import PoolingParams, RequestContext
 
 
 class EncodedFile(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of an encoded file."""
+    """Content of an encoded file, such as PNG, as bytes."""
 
     data: bytes
 
@@ -23,8 +23,8 @@ class EncodedFile(msgspec.Struct, frozen=True, tag=True):
 class Url(msgspec.Struct, frozen=True, tag=True):
     """URL of a file: ``data:``, ``https:`` or ``http:``.
 
-    ``unwritten`` is the number of characters at the start of a ``data:`` URL that the protocol's code added. Errors
-    count positions without them.
+    The protocol's code may add characters to the start of a ``data:`` URL. ``unwritten`` is the number of these
+    characters. Positions in error messages do not count them.
     """
 
     url: str
@@ -32,21 +32,22 @@ class Url(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A frame of a video: an encoded image file, and its time in seconds."""
+    """A frame of a video: an encoded image file, and the frame's time in seconds."""
 
     data: bytes
     timestamp: float
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
-    """A video as a sequence of frames."""
+    """A video, given as a sequence of frames."""
 
     frames: Sequence[Frame]
 
 
 class Features(msgspec.Struct, frozen=True, tag=True):
-    """Preprocessed inputs of the model, by the names of its processor in transformers. ``embeds`` alone has the
-    encoder's output.
+    """Preprocessed media inputs of the model, under the names that the model's processor in transformers uses.
+
+    If the only name is ``embeds``, the value is the output of the vision or audio encoder.
     """
 
     tensors: Mapping[str, TensorData]
@@ -61,7 +62,7 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         modality: the kind of media.
         source: the content or its URL.
-        field: its path in the request, for errors, such as ``messages[0].content[1].image_url``.
+        field: path of the part in the request, for error messages, such as ``messages[0].content[1].image_url``.
         processor_kwargs: additional arguments of the model's processor.
     """
 
@@ -86,7 +87,9 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
 
 Part = str | Sequence[int] | PromptEmbeds | MediaPart
 Prediction = str | Sequence[int]
-"""Predicted output from the client: text or token ids. Drafts are looked up in it; it changes no output token."""
+"""Predicted output from the client, as text or token ids. Engines take drafts from the prediction. The prediction does
+not change the output tokens.
+"""
 
 
 class MixedPrompt(msgspec.Struct, frozen=True):
@@ -94,7 +97,7 @@ class MixedPrompt(msgspec.Struct, frozen=True):
 
     parts: tuple[Part, ...]
     fields: tuple[str, ...]
-    """Name of each part in the request, for errors."""
+    """Name of each part in the request, for error messages."""
 
     @property
     def text(self) -> str:
@@ -108,61 +111,64 @@ class MixedPrompt(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to continue: text, token ids, or a mixed prompt with embeddings and media."""
+    """Request to continue a prompt. The prompt is text, token ids, or a mixed prompt with embeddings and media."""
 
     prompt: str | Sequence[int] | MixedPrompt
     sampling: dict[str, Any] = {}
-    """The sampling parameters that the client set, under the names of ``SamplingParams``."""
+    """Sampling parameters that the client set, under the field names of ``SamplingParams``."""
     add_special_tokens: bool = True
     prediction: Prediction | None = None
     context: RequestContext = RequestContext()
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts."""
+    """Token counts of a request."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    """Output tokens of the engine, including those of a stop string."""
+    """Number of output tokens that engines generated, including the tokens of a stop string."""
     accepted_draft_tokens: int = 0
-    """Output tokens that came from accepted drafts, as reported by engines. An attempt does not count if its engine was
-    lost, or if a stop string or the client ended it, because its engine reported nothing.
+    """Number of output tokens from accepted drafts, as reported by engines. Engines report this number when an attempt
+    ends. Attempts without such a report do not count: the engine was lost, or a stop string or the client ended the
+    attempt.
     """
     rejected_draft_tokens: int = 0
-    """Draft tokens that the model rejected, as reported by engines."""
+    """Number of draft tokens that the model rejected, as reported by engines."""
     reasoning_tokens: int | None = None
-    """Completion tokens that are reasoning, including its tags, or None if outputs are not parsed for reasoning."""
+    """Number of completion tokens that are reasoning, including the reasoning tags. None if outputs are not parsed for
+    reasoning.
+    """
     media_tokens: dict[Modality, int] = {}
-    """Prompt tokens at media positions, by modality. Modalities without media are left out."""
+    """Number of prompt tokens at media positions, by modality. Modalities without media are left out."""
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """End of an output."""
+    """Reason and details of the end of a sequence's output."""
 
     reason: FinishReason
     stop_reason: int | str | None
-    """The stop string or the stop token's id, or None at the model's own end of sequence."""
+    """Stop string or stop token id that ended the output. None if the model ended the sequence itself."""
     usage: Usage
     kv_source: KvSource | None = None
-    """Engine that keeps the KV blocks, if that was requested."""
+    """Engine that keeps the KV blocks, if the request asked for this. Otherwise None."""
     kv_params: str = ""
-    """Parameters from the engines' own KV connector, as a JSON object; empty: none."""
+    """Parameters from the engines' custom KV connector, as JSON text of an object, or empty without parameters."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one of the n sequences, or all of it, depending on the output kind."""
+    """A piece of the output of one of the ``n`` sequences, or the complete output, depending on the output kind."""
 
     index: int = 0
-    """Index of the sequence."""
+    """Index of the sequence, from 0 to ``n`` - 1."""
     text: str
     token_ids: Sequence[int]
     logprobs: Logprobs | None = None
-    """Log-probabilities for each of ``token_ids``; None if not requested, or without tokens."""
+    """Log-probabilities for each token in ``token_ids``. None if they were not requested, or if there are no tokens."""
     prompt_logprobs: Logprobs | None = None
-    """Set on the first piece of sequence 0. Position i belongs to prompt token i + 1."""
+    """Log-probabilities of the prompt, set in the first piece of sequence 0. Item i belongs to prompt token i + 1."""
     finish: Finish | None = None
-    """Set on the last piece of its sequence."""
+    """End of the sequence, set in the last piece of the sequence."""
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,16 +178,16 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """``text`` or ``media``; other types are refused."""
     text: str = ""
     media: MediaPart | None = None
-    """Set if the type is ``media``."""
+    """Media item of the part, set if the type is ``media``."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call that an assistant made."""
+    """A tool call in an assistant message."""
 
     id: str = ""
     name: str
     arguments: str = ""
-    """A JSON object as text; an empty text stands for an empty object."""
+    """Arguments as the JSON text of an object. Empty text means an empty object."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,13 +195,13 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     content: str | Sequence[ContentPart] | None = None
-    """Content of the message. The texts of parts are joined with line breaks, unless the model's chat template reads
-    parts.
+    """Content of the message. If the model's chat template cannot read parts, the texts of the parts are joined with
+    line breaks.
     """
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     reasoning: str = ""
-    """Reasoning of the assistant before its content."""
+    """Reasoning that the assistant produced before the content of the message."""
     name: str = ""
 
 
@@ -205,63 +211,68 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, or None if it takes none."""
+    """JSON schema of the arguments, or None if the function has no arguments."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to continue."""
+    """Request to continue a conversation."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
     """``auto``, ``none`` or ``required``."""
     named_tool: str = ""
-    """Tool that must be called, regardless of ``tool_choice``; empty: none."""
+    """Name of the tool that the model must call, regardless of ``tool_choice``. Empty: no specific tool."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str = ""
-    """Chat template that replaces the model's own; empty: the model's."""
+    """Chat template for this request. Empty: use the chat template of the model."""
     template_kwargs: dict[str, Any] = {}
     """Additional variables of the chat template, such as ``enable_thinking``."""
     sampling: dict[str, Any] = {}
-    """The sampling parameters that the client set, under the names of ``SamplingParams``."""
+    """Sampling parameters that the client set, under the field names of ``SamplingParams``."""
     prediction: Prediction | None = None
     context: RequestContext = RequestContext()
 
     @property
     def may_call(self) -> bool:
-        """True if the model may call tools. Otherwise it does not see them, and outputs are not parsed for calls."""
+        """True if the model may call tools.
+
+        Otherwise the prompt contains no tools, and outputs are not parsed for tool calls.
+        """
         return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
 
 
 Prompt = str | Sequence[int]
-"""Text, or token ids that are used unchanged."""
+"""Prompt as text or as token ids. Token ids are used unchanged."""
 PoolingPrompt = Prompt | MixedPrompt
-"""A prompt, or a sequence of text and media."""
+"""Input of a pooling request: a prompt, or a sequence of text and media."""
 
 
 Truncation = Literal["none", "end", "start"]
-"""End at which too long inputs of pooling requests are truncated."""
+"""Side at which inputs of pooling requests are truncated if they are too long."""
 
 
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs to embed, classify or score, independently of each other."""
+    """Request to embed, classify or score inputs. Each input is computed independently of the others."""
 
     inputs: Sequence[PoolingPrompt]
     fields: Sequence[str]
-    """Name of each input in the request, for errors, such as ``inputs[0].text``."""
+    """Name of each input in the request, for error messages, such as ``inputs[0].text``."""
     params: PoolingParams
     seconds: Sequence[str] = ()
-    """Second text of every pair, for cross-encoders."""
+    """Second text of each pair, for cross-encoders."""
     truncate_prompt_tokens: int | None = None
-    """Maximum tokens of an input; longer inputs are truncated. -1: the model's maximum. None: see ``truncation``."""
+    """Maximum number of tokens of an input. Longer inputs are truncated. -1 means the model's maximum. For None, see
+    ``truncation``.
+    """
     truncation: Truncation | None = None
-    """End at which longer inputs are truncated, to ``truncate_prompt_tokens`` or else to the model's maximum. ``none``:
-    longer inputs are refused. None: the end if ``truncate_prompt_tokens`` is set, otherwise the server's
-    ``limits.pooling_truncation``.
+    """Side at which longer inputs are truncated. The length after truncation is ``truncate_prompt_tokens``, or the
+    model's maximum without this field. ``none`` means that longer inputs are refused. None means ``end`` if
+    ``truncate_prompt_tokens`` is set, and the server's ``limits.pooling_truncation`` otherwise.
     """
     add_special_tokens: bool = True
-    """False for a rendered conversation, whose template adds them."""
+    """Whether to add special tokens. False for a rendered conversation, because the chat template adds them."""
     context: RequestContext = RequestContext()
 
 
@@ -269,53 +280,55 @@ class PoolingResult(msgspec.Struct, frozen=True):
     """Result of a PoolingRequest."""
 
     outputs: Sequence[EngineCoreOutput]
-    """Engine output of each input, in order."""
+    """Engine output for each input, in the order of the inputs."""
     prompt_tokens: int
-    """Number of tokens of all inputs."""
+    """Total number of tokens of all inputs."""
     held: Held | None = None
-    """Counts the bytes of the outputs while it exists, or None if bytes are not counted."""
+    """Object that counts the bytes of the outputs as in flight while it exists. None if bytes are not counted."""
     media_tokens: dict[Modality, int] = {}
-    """Prompt tokens at media positions, by modality."""
+    """Number of prompt tokens at media positions, by modality."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries and documents to score: one query for all documents, or one query per document."""
+    """Request to score documents against queries. There is one query for all documents, or one query per document."""
 
     queries: Sequence[Prompt]
-    """One query, or as many as ``documents``."""
+    """One query, or the same number of queries as ``documents``."""
     query_fields: Sequence[str]
-    """Name of each query in the request, for errors, such as ``query.text``."""
+    """Name of each query in the request, for error messages, such as ``query.text``."""
     documents: Sequence[Prompt]
     document_fields: Sequence[str]
     use_activation: bool = True
-    """False: the model's raw scores. Only for cross-encoders."""
+    """Whether to apply the model's activation function. False returns raw scores, which only cross-encoders have."""
     truncate_prompt_tokens: int | None = None
-    """Number of tokens to keep, see PoolingRequest. Applies to each pair for cross-encoders, otherwise to each text."""
+    """Number of tokens to keep; see ``PoolingRequest``. The number applies to each pair for cross-encoders, and to each
+    text for other models.
+    """
     truncation: Truncation | None = None
     context: RequestContext = RequestContext()
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a ScoreRequest: a score for each document."""
+    """Result of a ScoreRequest, with one score for each document."""
 
     request_id: str
     scores: Sequence[float]
     prompt_tokens: int
-    """Number of tokens that the model read."""
+    """Total number of input tokens."""
 
 
 Scope: TypeAlias = Literal["inference", "admin"]
-"""Permission of a caller: the public APIs, or the operators' API."""
+"""Permission of a caller. ``inference`` allows the public APIs, and ``admin`` allows the operators' API."""
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
     """An authenticated caller.
 
     Attributes:
-        name: its name, for logs.
-        tenant: the tenant of its requests, unless ``any_tenant``.
-        any_tenant: it may act for every tenant, as gateways do.
-        scopes: its permissions.
+        name: name of the caller, for logs.
+        tenant: tenant of the caller's requests. Not used if ``any_tenant`` is True.
+        any_tenant: True if the caller may act for every tenant, as gateways do.
+        scopes: permissions of the caller.
     """
 
     name: str
@@ -325,16 +338,20 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 current_principal: ContextVar[Principal | None] = ContextVar("current_principal", default=None)
-"""Caller of the call that this task serves, or None if authentication is off."""
+"""Authenticated caller of the call that the current task serves, or None if authentication is off."""
 
 
 def tenant_of_caller(claimed: str) -> str:
-    """Return the tenant of a request: the caller's own tenant, or ``claimed`` if the caller may act for others."""
+    """Return the tenant of a request.
+
+    This is ``claimed`` if the caller may act for every tenant, or if authentication is off. Otherwise it is the
+    caller's own tenant.
+    """
     principal = current_principal.get()
     return claimed if principal is None or principal.any_tenant else principal.tenant
 
 
 def caller_named(address: str) -> str:
-    """Return the caller's name for logs: its tenant or the name of its credentials, otherwise its address."""
+    """Return the caller's name for logs: the caller's tenant, or the name of its credentials, or else its address."""
     principal = current_principal.get()
     return address if principal is None else principal.tenant or principal.name

@@ -1,7 +1,7 @@
-"""Warnings about a call that is served although a part of its request was left out or changed.
+"""Warnings about a call that is served although part of its request was left out or changed.
 
 ``warn`` may be called anywhere while the call is served. HTTP APIs return the warnings in the header
-``penstock-warning``, gRPC in initial metadata with the same name.
+``penstock-warning``. gRPC APIs return the warnings in initial metadata of the same name.
 """
 
 import enum
@@ -16,19 +16,23 @@ from penstock_common.observability.logging import get_logger
 
 _MAX_CLIENTS = 1024
 _MAX_THINGS = 64
-"""Maximum number of items logged per client."""
+"""Maximum number of items to log per client."""
 
 
 class LoggedOnce:
-    """Remembers the items that were logged for each client. At its limit it forgets the client that was seen longest
-    ago.
+    """Remembers which items were logged for each client.
+
+    When too many clients are remembered, it forgets the least recently seen client.
     """
 
     def __init__(self) -> None:
         self._told: OrderedDict[str, set[str]] = OrderedDict()
 
     def new(self, client: str, things: Iterable[str]) -> list[str]:
-        """Return the items that must be logged now, and remember them. At most 64 items are logged per client."""
+        """Return the items that were not logged before for this client, and remember them.
+
+        After 64 items per client, return none.
+        """
         told = self._told.setdefault(client, set())
         self._told.move_to_end(client)
         if len(self._told) > _MAX_CLIENTS:
@@ -40,36 +44,34 @@ class LoggedOnce:
 
 HEADER = "penstock-warning"
 _MAX_TEXT = 240
-"""Maximum characters of one warning, including its kind."""
+"""Maximum number of characters of one warning, including the warning's kind."""
 _MAX_HEADER = 1024
-"""Maximum characters of the header's value. Proxies often limit all headers together to 4 or 8 KiB."""
+"""Maximum number of characters of the header's value. Proxies often limit all headers together to 4 or 8 KiB."""
 _SEPARATOR = "; "
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 
 
 class WarningKind(enum.StrEnum):
-    """Kind of a change to the request. Each kind is a label of the metric, so there must be few."""
+    """Kind of a change to a request. Each kind is a label value of the metric, so there must be few kinds."""
 
     TOOL_LEFT_OUT = "tool_left_out"
     """The model does not see a tool that this server does not run."""
     TOOL_FORMAT_NOT_ENFORCED = "tool_format_not_enforced"
     """The input of a custom tool is free text, although the tool has a grammar."""
     HISTORY_LEFT_OUT = "history_left_out"
-    """The model does not see an item of the conversation, because only its author can read it."""
+    """The model does not see an item of the conversation, because only the author of the item can read it."""
     HISTORY_AS_TEXT = "history_as_text"
-    """The model sees an item of the conversation as text, because chat templates have no form for it."""
+    """The model sees an item of the conversation as text, because chat templates have no format for this item."""
     ARGUMENTS_NOT_JSON = "arguments_not_json"
-    """The arguments of a call in the conversation are not a JSON object. The model sees them as text."""
+    """The arguments of a tool call in the conversation are not a JSON object. The model sees the arguments as text."""
     RESULT_WITHOUT_CALL = "result_without_call"
-    """A tool result in the conversation has no matching call."""
+    """A tool result in the conversation has no matching tool call."""
     MEDIA_LEFT_OUT = "media_left_out"
-    """The model sees a text instead of an image, audio item or video in a tool result, because it does not take that
-    modality.
-    """
+    """The model sees a text instead of a media item in a tool result, because the model does not accept this modality."""
     DOUBLE_BOS = "double_bos"
-    """The prompt begins with the beginning-of-sequence token, and the tokenizer adds another one."""
+    """The prompt begins with the beginning-of-sequence token, and the tokenizer adds this token a second time."""
     HINT_IGNORED = "hint_ignored"
-    """A value of a field has no effect; the answer is the same without it."""
+    """The value of a field has no effect. Without the field, the response would be the same."""
 
 
 class CallWarnings:
@@ -80,10 +82,10 @@ class CallWarnings:
         self._client = client
         self._texts: dict[str, None] = {}
         self.names: Mapping[str, str] = {}
-        """Map from our field names to the client's, for later warnings."""
+        """Map from Penstock's field names to the client's field names, for later warnings."""
 
     def add(self, kind: WarningKind, field: str, text: str) -> None:
-        """Add a warning unless the call already has it. Log and count it."""
+        """Add, log and count a warning. Do nothing if the call already has the same warning."""
         for ours, theirs in self.names.items():
             rest = field.removeprefix(ours)
             if rest != field and rest[:1] in ("", ".", "["):
@@ -96,16 +98,17 @@ class CallWarnings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Header ``penstock-warning``, printable ASCII of at most 1024 characters; empty without warnings."""
+        """Header ``penstock-warning`` with at most 1024 printable ASCII characters. Empty without warnings."""
         return {HEADER: _joined(list(self._texts))} if self._texts else {}
 
 
 class WarningLog:
-    """Logs warnings, each kind once per client, and counts them. Must be used on the event loop's thread, or while that
-    thread waits.
+    """Counts warnings, and logs each kind of warning once per client.
+
+    Use this class only on the event loop's thread, or while the event loop's thread waits.
 
     Args:
-        registry: Registry for the count of warnings by kind; None: they are not counted.
+        registry: Registry for the number of warnings by kind. None: warnings are not counted.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -122,42 +125,47 @@ class WarningLog:
         )
 
     def begin(self, client: str) -> CallWarnings:
-        """Start to collect the warnings of the call that this task serves. ``client``: name of the caller, for the log."""
+        """Start to collect the warnings of the call that the current task serves.
+
+        ``client`` is the caller's name for the log.
+        """
         warnings = CallWarnings(self, client)
         _current.set(warnings)
         return warnings
 
     def tell(self, kind: WarningKind, field: str, client: str) -> None:
-        """Count a warning, and log it if it is the client's first of its kind. The log never contains texts from
-        clients.
+        """Count a warning.
+
+        Log the warning if the client had no warning of this kind before. The log never contains texts from clients.
         """
         if self._count is not None:
             self._count.labels(kind.value).inc()
         if self._logged.new(client, [kind]):
-            get_logger().warning("request was changed to be served", kind=kind.value, field=field, client=client)
+            get_logger().warning("request served with changes", kind=kind.value, field=field, client=client)
 
 
 def warn(kind: WarningKind, field: str, text: str) -> None:
-    """Warn the client of the call that this task serves. Outside of a call the warning is only logged.
+    """Warn the client of the call that the current task serves. Outside of a call, only log the warning.
 
     Args:
         kind: The kind of change.
-        field: The path in the request, in the client's names, such as ``tools[1]``.
-        text: Text that follows the field: ``is of type 'web_search', ...``. Values from clients must be shortened.
+        field: The path of the field in the request, with the client's names, such as ``tools[1]``.
+        text: Text after the field, such as ``is of type 'web_search', ...``. Values from clients must be shortened.
     """
     (_current.get() or CallWarnings(_OUTSIDE, "local")).add(kind, field, text)
 
 
 def name_fields(names: Mapping[str, str]) -> None:
-    """Make later warnings of the call use the client's field names. ``names``: map from our field prefixes to the
-    client's.
+    """Make later warnings of the call use the client's field names.
+
+    ``names`` maps Penstock's field prefixes to the client's field prefixes.
     """
     if (warnings := _current.get()) is not None:
         warnings.names = names
 
 
 def _header_safe(text: str) -> str:
-    """Return the text as printable ASCII without the separator, shortened to the limit."""
+    """Return the text as printable ASCII without the separator of warnings, shortened to ``_MAX_TEXT`` characters."""
     safe = _UNSAFE.sub("?", text).replace(";", ",")
     return safe if len(safe) <= _MAX_TEXT else f"{safe[: _MAX_TEXT - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Media from Python programs in the same process: PIL images, arrays, bytes and paths, in prompts and messages."""
+"""Media that Python programs in the same process pass in prompts and messages: PIL images, arrays, bytes and paths."""
 
 import io
 import itertools
@@ -24,7 +24,7 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 _FORMS: Mapping[Modality, str] = {
     "image": "a PIL image, an array [height, width, 3] of uint8, a file's bytes, a Path or a URL",
     "audio": "a pair of samples (floats) and their rate, a file's bytes, a Path or a URL",
-    "video": "pictures (a list, or an array [frames, height, width, 3] of uint8), one a second, or a URL of frames",
+    "video": "frames at one per second (a list, or an array [frames, height, width, 3] of uint8), or a URL of frames",
 }
 
 _PNG_MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
@@ -33,15 +33,18 @@ _MAX_RATE = 768_000
 
 
 class UnplacedPrompt(MixedPrompt, frozen=True):
-    """A prompt followed by its media, not yet merged.
+    """A prompt and its media, before the media are placed in the prompt.
 
-    The first part is the prompt, as text or token ids. The model's placeholder tokens in it stand for the media that
-    follow, in order per modality.
+    The first part is the prompt, as text or token ids. The other parts are the media. The n-th placeholder of a
+    modality in the prompt stands for the n-th media item of this modality.
     """
 
 
 def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: str) -> UnplacedPrompt:
-    """Return a prompt with its ``multi_modal_data`` and ``mm_processor_kwargs``. Raises InvalidArgument."""
+    """Return a prompt with the media of ``multi_modal_data`` and the ``mm_processor_kwargs``.
+
+    Raises InvalidArgument.
+    """
     field = f"{name}.multi_modal_data"
     if not isinstance(data, Mapping):
         raise InvalidArgument(f'{field} is of type {type(data).__name__}; write e.g. {{"image": image}}', field=field)
@@ -60,7 +63,7 @@ def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: st
 
 
 def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[str, Any] | None = None) -> MediaPart:
-    """Return a media part from any supported form. Raises InvalidArgument for other forms."""
+    """Return a media part made from a value of any supported type. Raises InvalidArgument for other types."""
     return MediaPart(
         modality=modality,
         source=_source(value, modality, field),
@@ -70,7 +73,10 @@ def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[st
 
 
 def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) -> MixedPrompt:
-    """Return the prompt with each media item at its placeholder. Raises InvalidArgument if their numbers differ."""
+    """Return the prompt with each media item at its placeholder.
+
+    Raises InvalidArgument if the number of media items differs from the number of placeholders.
+    """
     given, *media = prompt.parts
     name = prompt.fields[0]
     queues: dict[Modality, list[MediaPart]] = {}
@@ -84,7 +90,7 @@ def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) 
         count, found = len(queues[modality]), sum(piece == modality for piece, is_place in pieces if is_place)
         if count != found:
             raise InvalidArgument(
-                f"{name} has {count} of {modality} and {found} placeholders for them; write {token} where each belongs",
+                f"{name} has {count} {modality} items but {found} placeholders; write {token} where each item belongs",
                 field=name,
             )
     parts = [queues[piece].pop(0) if is_place else piece for piece, is_place in pieces]
@@ -98,7 +104,9 @@ def _check_taken(part: MediaPart, family: Family | None) -> None:
 
 
 _Pieces = list[tuple[Any, bool]]
-"""Non-empty texts or lists of token ids, with modalities in between. The flag marks modalities."""
+"""Prompt split at its placeholders. An item is a non-empty text or list of token ids, or, if the flag is True, the
+modality of a placeholder.
+"""
 
 
 def _split_text(text: str, tokens: Mapping[str, Modality]) -> _Pieces:
@@ -120,8 +128,9 @@ def _split_ids(ids: Any, tokens: Mapping[str, Modality], tokenizer: Tokenizer) -
 
 
 def _are_several(value: object, modality: str) -> bool:
-    """Return True if a value is a list of media items. A list of images is one video; a pair of samples and rate is one
-    audio item.
+    """Return True if a value is a list of media items.
+
+    As video, a list of images is one item. As audio, a pair of samples and rate is one item.
     """
     if not isinstance(value, list):
         return False
@@ -133,7 +142,7 @@ def _source(value: object, modality: Modality, field: str) -> Source:
         return source_of_url(modality, value, field=field)
     if isinstance(value, (bytes, bytearray, Path)):
         if modality == "video":
-            raise Unimplemented(f"{field} is a video file, which is not read: give its frames", field=field)
+            raise Unimplemented(f"{field} is a video file, which is not supported; pass its frames", field=field)
         return EncodedFile(_read(value, field) if isinstance(value, Path) else bytes(value))
     if modality == "image" and (picture := _picture(value)) is not None:
         return EncodedFile(picture)
@@ -156,7 +165,10 @@ def _read(path: Path, field: str) -> bytes:
 
 
 def _picture(value: object) -> bytes | None:
-    """Return an image as a PNG file, or None if the value is not an image. Modes that PNG lacks are converted to RGB."""
+    """Return an image as a PNG file, or None if the value is not an image.
+
+    Image modes that PNG does not support are converted to RGB.
+    """
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4) or not value.size:
             return None
@@ -169,7 +181,7 @@ def _picture(value: object) -> bytes | None:
 
 
 def _sound(samples: object, rate: object, *, field: str) -> bytes:
-    """Return a WAV file of float samples, mono or ``[samples, channels]``."""
+    """Return a WAV file with float samples. ``samples`` has the shape ``[samples]`` or ``[samples, channels]``."""
     array = np.asarray(samples)
     if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating) or not array.size:
         raise InvalidArgument(
@@ -192,7 +204,9 @@ _PIL = "image_pil"
 
 
 def contents_of(parts: Sequence[object], path: str) -> list[object]:
-    """Convert the parts with media to domain objects. Other parts stay unchanged and are checked later.
+    """Convert the message parts with media to ``ContentPart`` objects.
+
+    Other parts stay unchanged, and are checked later.
 
     Raises InvalidArgument and Unimplemented.
     """

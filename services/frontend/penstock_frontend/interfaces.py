@@ -1,7 +1,7 @@
-"""Interfaces between the parts of the frontend.
+"""Interfaces between the packages of the frontend.
 
-Requests go from the calls to the engines. Outputs come back from the engines to processing. Every part may read the
-engines' state.
+The package ``calls`` sends requests to the engines. The package ``processing`` receives the engines' outputs. Every
+package may read the engines' state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,15 @@ from penstock_common.types.request import EngineCoreRequest
 
 
 class ModelLimits(NamedTuple):
-    """Limits of the engines.
+    """Limits that every connected engine supports.
 
     Attributes:
-        max_model_len: maximum tokens of prompt and output together.
+        max_model_len: maximum number of tokens of prompt and output together.
         vocab_size: number of token ids.
-        hidden_size: length of an embedding in a prompt; 0: not accepted; None: unknown.
-        embedding_size: length of an embedding that engines compute; 0: none, or unknown.
-        media: limits per modality.
+        hidden_size: length of an embedding in a prompt. 0: prompts may not have embeddings. None: unknown.
+        embedding_size: length of an embedding that engines compute. 0: engines compute no embeddings, or the length is
+            unknown.
+        media: media limits, one item per modality.
     """
 
     max_model_len: int
@@ -36,27 +37,27 @@ class ModelLimits(NamedTuple):
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of a connected engine that requests may name."""
+    """Load of a connected engine that has a rank, so that requests may name the engine."""
 
     rank: int
-    """Unique number of the engine."""
+    """Unique number by which requests name the engine."""
     num_running_reqs: int
     num_waiting_reqs: int
     kv_cache_usage: float
-    """Used fraction of the KV cache, 0 to 1."""
+    """Fraction of the KV cache that is in use, from 0 to 1."""
     capacity: int
-    """Number of tokens that its KV cache holds."""
+    """Capacity of the engine's KV cache in tokens."""
     max_running: int
     """Maximum number of running requests; 0 if unknown."""
     cache_hit_rate: float
-    """Fraction of looked-up prompt tokens found in its prefix cache since its start, 0 to 1."""
+    """Fraction of looked-up prompt tokens that the engine has found in its prefix cache since its start, 0 to 1."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines whose output depends on the same configuration."""
+    """Group of engines with the same settings that affect the output."""
 
     config_hash: str
-    """Hash of that configuration; empty if the engines do not report one."""
+    """Hash of the settings that affect the output, or empty if the engines report no hash."""
     engine_ids: tuple[str, ...]
     differs: Mapping[str, str]
     """Settings that affect the output and differ between variants, by name."""
@@ -73,14 +74,16 @@ class OutputHandler(Protocol):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> Sequence[str]:
-        """Process the outputs of a step. Return the ids of requests that the engine need not continue.
+        """Process the outputs of a step.
+
+        Return the ids of requests that the engine can stop, because they are finished.
 
         Args:
             outputs: outputs of the step.
             engine: the engine's id.
             timestamp: end of the step on the engine's clock.
-            tokens: outputs that are only new tokens; they come before ``outputs``.
-            drafts: statistics of speculative decoding for some of these.
+            tokens: outputs that consist only of new tokens. They are processed before ``outputs``.
+            drafts: statistics of speculative decoding for some requests in ``tokens``.
         """
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
@@ -90,7 +93,7 @@ class OutputHandler(Protocol):
         """End all requests with an error. Return their ids."""
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """Reset the timing of requests that resume on another engine, whose clock differs."""
+        """Reset the timing of requests that resume on another engine, because that engine has a different clock."""
 
 
 class EngineView(Protocol):
@@ -102,7 +105,7 @@ class EngineView(Protocol):
 
     @property
     def capabilities(self) -> Sequence[str]:
-        """Capabilities of at least one connected engine."""
+        """Capabilities that at least one connected engine has."""
 
     @property
     def num_engines(self) -> int:
@@ -112,7 +115,7 @@ class EngineView(Protocol):
         """Return the ids of the connected engines with this capability, sorted."""
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """Return the engines as this frontend sees them, connected or not."""
+        """Return the engines that this frontend knows, including engines that are not connected."""
 
     def variants(self) -> Sequence[Variant]:
         """Return the variants among the connected engines, sorted by hash."""
@@ -125,7 +128,7 @@ class EngineView(Protocol):
 
 
 class EngineClient(Protocol):
-    """Sends requests to engines. Their outputs arrive at an OutputHandler."""
+    """Sends requests to engines. An ``OutputHandler`` receives the outputs."""
 
     @property
     def view(self) -> EngineView:
@@ -136,21 +139,23 @@ class EngineClient(Protocol):
         """True if an engine accepts requests now."""
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
-        """Wait for an engine, at most until ``deadline`` (Unix seconds). Return the limits that all engines support.
+        """Wait until an engine accepts requests, at most until ``deadline`` (Unix seconds).
+
+        Return the limits that all engines support.
 
         Raises Unavailable, DeadlineExceeded, and ResourceExhausted if too many requests of ``tenant`` already wait.
         """
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests that belong together on one engine. Raises InvalidArgument if they name an unknown engine."""
+        """Start the requests of one call on one engine. Raises InvalidArgument if the requests name an unknown rank."""
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort requests that have not ended, wherever they are. They produce no more output."""
+        """Abort requests that have not ended, on any engine or while they wait. They produce no further output."""
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """Call a registered method on every connected engine, or only on ``engine``.
 
-        Return, by engine id, its result or the RequestFailed with which the call ended.
+        Return, by engine id, the result of the call, or the RequestFailed error with which the call ended.
         """
 
     def refuse(self) -> None:

@@ -1,19 +1,20 @@
-"""Pacing of large work over several turns of the event loop, so that it does not block other requests."""
+"""Division of large work over several iterations of the event loop, so that the work does not block other requests."""
 
 import asyncio
 from collections import deque
 
 SEQUENCES_PER_TURN = 32
-"""Sequences sent to engines per turn of the event loop. One sequence takes about 60 us."""
+"""Number of sequences to send to engines per iteration of the event loop. Sending one sequence takes about 60 us."""
 
 NUMBERS_PER_TURN = 32_768
-"""Numbers of embeddings converted into an answer per turn of the event loop. This takes about 3 ms."""
+"""Number of embedding elements to convert into a response per iteration of the event loop. This takes about 3 ms."""
 
 
 class Pace:
-    """Limits the units of work per turn of the event loop. Further work waits for later turns, in order.
+    """Limits the units of work per iteration of the event loop. Further work waits for later iterations, in order.
 
-    A piece of work starts if any units are left, so a turn may exceed ``limit`` by one piece.
+    A piece of work starts if any units are left in the iteration. The last piece of an iteration may therefore exceed
+    ``limit``.
     """
 
     def __init__(self, limit: int) -> None:
@@ -23,7 +24,7 @@ class Pace:
         self._is_scheduled = False
 
     async def take(self, units: int = 1) -> None:
-        """Wait until ``units`` may run. Returns at once if units are left in this turn."""
+        """Wait until ``units`` units may run. Return without waiting if units are left in this iteration."""
         loop = asyncio.get_running_loop()
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -39,7 +40,7 @@ class Pace:
         self._left, self._is_scheduled = self._limit, False
         while self._waiting and self._left > 0:
             units, turn = self._waiting.popleft()
-            if not turn.done():  # it may have been cancelled
+            if not turn.done():  # the waiting task may have been cancelled
                 turn.set_result(None)
                 self._left -= units
         if self._waiting or self._left < self._limit:

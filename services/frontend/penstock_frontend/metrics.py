@@ -21,8 +21,8 @@ from penstock_common.observability.metrics import (
 from penstock_common.types.outputs import FinishReason
 from penstock_frontend.rpc.media_transport import TRANSPORTS, MediaCounts
 
-# Bucket bounds are vLLM's, so that quantiles can be compared. vLLM's token buckets end at the model's length, which a
-# frontend learns only after it has created its metrics.
+# The bucket bounds are the same as vLLM's, so that quantiles can be compared. vLLM's token buckets end at the model's
+# maximum length. A frontend does not know this length yet when it creates its metrics.
 _BELOW_A_SECOND = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _FIRST_TOKEN = (*_BELOW_A_SECOND, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -50,7 +50,7 @@ _OF_SEQUENCES = (
     Instrument(Histogram, "vllm:request_generation_tokens", "Output tokens of a request", (), _TOKENS),
     Instrument(Histogram, "vllm:request_params_max_tokens", "max_tokens of a request", (), _TOKENS),
 )
-"""Instruments per sequence (``n`` per call), labelled with model and engine."""
+"""Instruments that record each of the ``n`` sequences of a call. Their labels are the model and the engine."""
 _OF_CALLS = (
     Instrument(Histogram, "vllm:request_params_n", "n of a request", (), _SEQUENCES),
     Instrument(Counter, "penstock:requests_failed", "Requests that failed", ("code",)),
@@ -110,9 +110,9 @@ _MEDIA_SENT = (
 
 
 class EngineSteps:
-    """Totals of one frame of an engine's outputs, counted once per frame instead of once per output.
+    """Totals over one frame of an engine's outputs. The metrics are updated once per frame instead of once per output.
 
-    ``timestamp``: end of the step on the engine's clock.
+    ``timestamp`` is the end of the step on the engine's clock.
     """
 
     __slots__ = ("gaps", "num_tokens", "timestamp")
@@ -121,11 +121,11 @@ class EngineSteps:
         self.timestamp = timestamp
         self.num_tokens = 0
         self.gaps: dict[float, int] = {}
-        """Number of sequences by the time since their last token. Sequences of one batch have the same time."""
+        """Number of sequences, by the time since their previous token. Most sequences of a batch have the same time."""
 
 
 class EngineMetrics:
-    """Metrics of sequences on one engine. Times are in seconds."""
+    """Metrics of the sequences on one engine. All times are in seconds."""
 
     def __init__(self, of_sequences: Instruments, engine: str) -> None:
         self._series = {row.name: of_sequences.series(row.name, engine) for row in _OF_SEQUENCES if not row.labels}
@@ -144,15 +144,15 @@ class EngineMetrics:
             self._series["vllm:inter_token_latency_seconds"].observe(seconds, count)
 
     def nans(self, count: int) -> None:
-        """Count NaN logits."""
+        """Add to the number of NaN logits."""
         self._series["penstock:nan_logits"].inc(count)
 
     def scheduled(self, queued: float) -> None:
-        """Record, at the end of a sequence, its ``queued`` seconds before it was first scheduled."""
+        """Record, at the end of a sequence, the ``queued`` seconds that it waited before it was first scheduled."""
         self._series["vllm:request_queue_time_seconds"].observe(queued)
 
     def generated(self, *, prefill: float | None, decode: float) -> None:
-        """Record, at the end of a sequence, its prefill time (None if unknown) and its decode time."""
+        """Record, at the end of a sequence, the sequence's prefill time (None if unknown) and decode time."""
         if prefill is not None:
             self._series["vllm:request_prefill_time_seconds"].observe(prefill)
         self._series["vllm:request_decode_time_seconds"].observe(decode)
@@ -160,8 +160,9 @@ class EngineMetrics:
     def finished(
         self, started: float, reason: FinishReason, *, prompt: int, generated: int = 0, max_tokens: int | None = None
     ) -> None:
-        """Record the normal end of a sequence. ``started``: ``time.monotonic()`` at arrival; ``prompt``, ``generated``:
-        tokens.
+        """Record the normal end of a sequence.
+
+        ``started`` is ``time.monotonic()`` at arrival. ``prompt`` and ``generated`` are numbers of tokens.
         """
         self._series["vllm:e2e_request_latency_seconds"].observe(time.monotonic() - started)
         self._series["vllm:request_prompt_tokens"].observe(prompt)
@@ -171,14 +172,15 @@ class EngineMetrics:
         self._ended(reason.name.lower()).inc()
 
     def pooled(self, started: float, prompt_tokens: int) -> None:
-        """Record the normal end of a pooling request. ``started``: ``time.monotonic()`` at arrival."""
+        """Record the normal end of a pooling request. ``started`` is ``time.monotonic()`` at arrival."""
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
         self.finished(started, FinishReason.STOP, prompt=prompt_tokens)
 
 
 class FrontendMetrics(Instruments):
-    """Metrics of this frontend, in its own registry. Metrics of sequences are labelled with model and engine, metrics
-    of calls with the model.
+    """Metrics of this frontend, in a separate registry.
+
+    Metrics of sequences have the labels model and engine. Metrics of calls have the label model.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -189,7 +191,7 @@ class FrontendMetrics(Instruments):
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
-        """Return the series of an engine by its id. The series show as 0 from the first call on."""
+        """Return the time series of an engine, by engine id. The first call creates the series with the value 0."""
         if (found := self._engines.get(engine)) is None:
             found = self._engines[engine] = EngineMetrics(self._of_sequences, engine)
         return found
@@ -199,14 +201,14 @@ class FrontendMetrics(Instruments):
         self.registry.register(Readings(lambda: engine_families(loads())))
 
     def add_adapters(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Add the number of LoRA adapter names to the metrics. ``count`` returns it by source."""
+        """Add the number of LoRA adapter names to the metrics. ``count`` returns the number of names by source."""
         names = Reading(
             GaugeMetricFamily, "penstock:lora_names", "LoRA adapters by name", lambda _: dict(count()), ("source",)
         )
         self._add([names], None)
 
     def add_media(self, counts: MediaCounts) -> None:
-        """Add the counters of media sent to engines to the metrics."""
+        """Add counters for the media that were sent to engines."""
         self._add(_MEDIA_SENT, counts)
 
     def _add(self, table: Iterable[Reading], source: object) -> None:

@@ -1,4 +1,4 @@
-"""Tenant labels in metrics, and counts of refused requests by tenant for the log and ``penstock status``."""
+"""Tenant labels for metrics, and numbers of refused requests by tenant for the log and ``penstock status``."""
 
 import asyncio
 import contextvars
@@ -14,35 +14,38 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 
 MAX_LABELS = 20
-"""Maximum number of tenants with their own series."""
+"""Maximum number of tenants with their own time series."""
 OTHER = "other"
-"""Label of all other tenants. No tenant has it: see ``own_label``."""
+"""Label of all other tenants together. ``own_label`` never returns this label for a tenant."""
 _PREFIX = "tenant:"
 _MAX_KNOWN = 1000
 """Maximum number of tenants whose traffic is tracked."""
 _HALF_LIFE = 60.0
-"""Half-life of counted traffic, in seconds."""
+"""Time in seconds after which counted traffic has half its weight."""
 
 
 def own_label(tenant: str) -> str:
-    """Return a label that stands for one tenant only: its name, with the prefix ``tenant:`` if it could be confused.
+    """Return a label that stands for one tenant only.
 
-    Clients choose tenant names, so a tenant may be called ``other``. A name that begins with ``tenant:`` gets the
-    prefix again.
+    The label is the tenant's name, with the prefix ``tenant:`` if the name is ambiguous.
+
+    Clients choose tenant names, so a tenant may have the name ``other``, which gets the prefix. A name that already
+    begins with ``tenant:`` gets the prefix a second time.
     """
     return f"{_PREFIX}{tenant}" if tenant == OTHER or tenant.startswith(_PREFIX) else tenant
 
 
 class TenantLabels:
-    """Gives the tenants with the most traffic their own label, so that the number of series is bounded.
+    """Gives only the tenants with the most traffic their own label, so that the number of time series is bounded.
 
-    A tenant replaces a labelled one only if it has more than twice its traffic, so that tenants with similar traffic do
-    not alternate. Later requests of the tenant count under its name; earlier ones stay under ``OTHER``. The series of
-    the replaced tenant is removed. A label therefore always stands for one tenant, and every request counts once.
+    A new tenant replaces a labelled tenant only if the new tenant has more than twice the traffic. Tenants with similar
+    traffic therefore do not alternate. Later requests of the new tenant count under its name. Earlier requests of the
+    new tenant still count under ``OTHER``. The series of the replaced tenant is removed. A label therefore always
+    stands for one tenant, and every request counts once.
     """
 
     def __init__(self, on_ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """``on_ended``: called with each label whose series must be removed. ``clock``: monotonic seconds."""
+        """``on_ended`` is called with each label whose series must be removed. ``clock`` returns monotonic seconds."""
         self._on_ended = on_ended
         self._clock = clock
         self._halved_at = clock()
@@ -50,11 +53,11 @@ class TenantLabels:
         self._labelled: set[str] = set()
 
     def seen(self, tenant: str) -> None:
-        """Count one request of a tenant. ``tenant``: as ``own_label`` returns it."""
+        """Count one request of a tenant. ``tenant`` is the value that ``own_label`` returned."""
         if (now := self._clock()) - self._halved_at >= _HALF_LIFE:
             self._halve(now)
         if tenant not in self._traffic and len(self._traffic) >= _MAX_KNOWN:
-            return  # until tenants with a single request have been forgotten
+            return  # ignore new tenants until ``_halve`` has dropped tenants with little traffic
         self._traffic[tenant] = traffic = self._traffic.get(tenant, 0.0) + 1.0
         if tenant in self._labelled:
             return
@@ -75,27 +78,27 @@ class TenantLabels:
         halvings = int((now - self._halved_at) / _HALF_LIFE)
         self._halved_at += halvings * _HALF_LIFE
         factor = 0.5**halvings
-        # A labelled tenant keeps its label without traffic while no other tenant needs the place.
+        # A labelled tenant without traffic keeps its label until another tenant needs a label.
         self._traffic = {name: count * factor for name, count in self._traffic.items() if count * factor >= 1.0}
 
 
 LOG_INTERVAL = 10.0
-"""Interval of log lines per tenant, in seconds."""
+"""Interval between two log lines about the same tenant, in seconds."""
 _WINDOW = 60.0
 """Time span that ``recent`` covers, in seconds."""
 _MAX_TENANTS = 1000
-"""Maximum number of tenant and reason pairs counted separately in one interval. Further ones count as OTHER."""
+"""Maximum number of pairs of tenant and reason to count separately in one interval. Further pairs count as OTHER."""
 _MAX_NAME = 256
-"""Maximum characters of a tenant's name."""
+"""Maximum number of characters of a tenant's name."""
 _SHOWN = 20
-"""Maximum number of entries in ``recent`` and in the log for one interval."""
+"""Maximum number of entries that ``recent`` returns, and that are logged for one interval."""
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Number of requests of a tenant that were refused for one reason.
+    """Number of requests of one tenant that were refused for one reason.
 
-    ``tenant`` is its ``own_label``; empty for requests without a tenant; OTHER for all tenants that are not listed
-    separately.
+    ``tenant`` is the tenant's ``own_label``. It is empty for requests without a tenant, and OTHER for all tenants that
+    are not listed separately.
     """
 
     tenant: str
@@ -122,7 +125,7 @@ class TenantRefusals:
         self._labels = TenantLabels(self._end_series, clock)
         self._since = 0.0
         self._now: Counter[tuple[str, str]] = Counter()
-        """Counts of the current interval, not logged yet."""
+        """Numbers of refused requests in the current interval, which are not logged yet."""
         self._past: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -131,10 +134,10 @@ class TenantRefusals:
         self._labels.seen(own_label(tenant[:_MAX_NAME]))
 
     def refused(self, tenant: str, error: RequestFailed) -> None:
-        """Count a request that ends with an error before it has started, if a limit was the reason."""
+        """Count a request that was refused before it started, if the reason is a limit."""
         if error.code != "RESOURCE_EXHAUSTED":
             return
-        tenant = own_label(tenant[:_MAX_NAME])  # the name may not have been checked yet
+        tenant = own_label(tenant[:_MAX_NAME])  # cut the name, because its length may not have been checked yet
         self._labels.seen(tenant)
         label = self._labels.label_of(tenant)
         self._reasons.setdefault(label, set()).add(error.reason)
@@ -143,7 +146,7 @@ class TenantRefusals:
             self._since = self._clock()
         _count(self._now, (tenant, error.reason), 1)
         if self._timer is None:
-            # Run in an empty context, because the lines do not belong to one request.
+            # Use an empty context, because these log lines do not belong to a single request.
             self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL, self.flush, context=contextvars.Context())
 
     def flush(self) -> None:
@@ -159,7 +162,7 @@ class TenantRefusals:
         seconds = round(now - self._since, 1)
         for each in _largest(counts):
             get_logger().warning(
-                "tenant was refused requests",
+                "requests of a tenant refused",
                 tenant=each.tenant,
                 count=each.num_refused,
                 seconds=seconds,
@@ -167,8 +170,9 @@ class TenantRefusals:
             )
 
     def recent(self) -> list[Refused]:
-        """Return the refusals of the last minute, the largest counts first. Tenants beyond the maximum are summed as
-        OTHER.
+        """Return the refusals of the last minute, the largest numbers first.
+
+        Tenants above the maximum number are summed as OTHER.
         """
         self._forget(self._clock())
         total: Counter[tuple[str, str]] = Counter(self._now)

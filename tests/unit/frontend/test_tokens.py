@@ -35,7 +35,7 @@ def test_the_only_key_need_not_be_named(tmp_path: Path) -> None:
     ("member", "why"),
     [
         ({"kty": "oct", "k": "c2VjcmV0"}, "keys[0] is a symmetric key"),
-        (Issuer().jwk | {"d": "c2VjcmV0"}, "keys[0] holds a private key"),
+        (Issuer().jwk | {"d": "c2VjcmV0"}, "keys[0] contains a private key"),
         ("key", "keys[0] is not an object"),
         ({"kty": "lattice"}, "has no supported signature key"),
     ],

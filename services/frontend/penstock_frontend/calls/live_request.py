@@ -1,4 +1,4 @@
-"""Requests between acceptance and release, and their telemetry at the end: a count, a log line, and a trace span."""
+"""Requests between acceptance and release. When a request ends, it is counted, logged, and recorded as a trace span."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
 from penstock_frontend.tenants import TenantRefusals
 
-# Telemetry at the end of a request.
+# The classes below record the telemetry of a request when it ends.
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 
@@ -50,7 +50,7 @@ _SAMPLING_ATTRIBUTES = {
 
 
 class RequestObserver:
-    """Observes the requests of this frontend, for all protocols."""
+    """Records metrics, log lines and trace spans for the requests of all protocols."""
 
     def __init__(self, metrics: FrontendMetrics, log: Reread[LogConfig], tracer: Tracer | None = None) -> None:
         self.metrics = metrics
@@ -59,7 +59,7 @@ class RequestObserver:
         self.tracer = tracer
 
     def refused(self, error: RequestFailed, tenant: str, request_id: str = "") -> None:
-        """Count and log a request that was not accepted. ``request_id``: the client's id."""
+        """Count and log a request that was not accepted. ``request_id`` is the client's id for the request."""
         self.metrics.series("penstock:requests_failed", error.code).inc()
         self.metrics.series("penstock:requests_refused", error.reason).inc()
         self.tenants.refused(tenant, error)
@@ -68,8 +68,9 @@ class RequestObserver:
             get_logger().info("request refused", **fields, **_whose(tenant), code=error.code, **_reason(error))
 
     def accepted(self, request_id: str, tenant: str) -> "ObservedRequest":
-        """Start to observe an accepted request. Must run in the task that serves it: the task's log lines get the
-        request id.
+        """Start to observe an accepted request.
+
+        Call this method in the task that serves the request, because it adds the request id to the task's log lines.
         """
         structlog.contextvars.bind_contextvars(request=request_id)
         self.tenants.accepted(tenant)
@@ -77,8 +78,9 @@ class RequestObserver:
 
 
 class ObservedRequest:
-    """Observes one request from acceptance to its end. Call ``begin`` once it is parsed, ``failed`` if it failed, and
-    ``end`` in any case.
+    """Observes one request from acceptance to its end.
+
+    Call ``begin`` once the request is parsed, ``failed`` if the request fails, and ``end`` in every case.
     """
 
     __slots__ = (
@@ -98,7 +100,7 @@ class ObservedRequest:
     def __init__(self, observer: RequestObserver, request_id: str, tenant: str) -> None:
         self._observer = observer
         self._tenant = tenant
-        # The end may come in another task than the call's.
+        # Read these fields now, because the request may end in another task than the task of the call.
         self._whose = _whose(tenant) if observer.log.now.requests else {}
         self._request_id = request_id
         self._started = time.monotonic()
@@ -110,7 +112,7 @@ class ObservedRequest:
         self._ended = False
 
     def begin(self, request: R) -> R:
-        """Start the request's span. Return the request, with the span's trace context if tracing is on."""
+        """Start the request's trace span. Return the request, with the span's trace context if tracing is on."""
         self._deadline = request.context.deadline
         if self._observer.log.now.prompts:
             self._texts = {"prompt": _prompt(request)}
@@ -124,7 +126,7 @@ class ObservedRequest:
 
     @property
     def headers(self) -> Headers:
-        """Trace context of its span, for child spans."""
+        """Trace context of the request's span, for child spans."""
         return self._span.headers if self._span is not None else {}
 
     def output(self, output: RequestOutput, *, cumulative: bool) -> None:
@@ -135,7 +137,7 @@ class ObservedRequest:
         outputs[output.index] = output.text if cumulative else outputs.get(output.index, "") + output.text
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the request. Only the first one counts."""
+        """Record the error that ends the request. Ignore all errors after the first."""
         if not self._code:
             self._error = error if isinstance(error, RequestFailed) else None
             self._code = self._error.code if self._error is not None else "INTERNAL"
@@ -145,8 +147,8 @@ class ObservedRequest:
     ) -> None:
         """End the observation. Idempotent.
 
-        ``done``: all output was produced. A request that is neither done nor failed was cancelled by its client or
-        reached its deadline.
+        ``done`` is True if all output was produced. A request that is neither done nor failed was cancelled by its
+        client, or reached its deadline.
         """
         if self._ended:
             return
@@ -179,8 +181,8 @@ class ObservedRequest:
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
-        # If prompt logging was switched off meanwhile, the texts are dropped. If it was switched on, the beginning is
-        # missing.
+        # If prompt logging was switched off while the request ran, drop the texts. If it was switched on while the
+        # request ran, the beginning of the texts is missing.
         texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
@@ -191,7 +193,10 @@ class ObservedRequest:
 
 
 def _whose(tenant: str) -> dict[str, str]:
-    """Return tenant, route and client of the current task's request. The client is the name of its key, or its address."""
+    """Return tenant, route and client of the current task's request.
+
+    The client is the name of the client's key, or the client's address.
+    """
     caller, principal = current_caller.get(), current_principal.get()
     client = caller.address if principal is None else principal.name
     return {"tenant": tenant[:_SHOWN], "route": caller.route[:_SHOWN], "client": client}
@@ -204,8 +209,9 @@ def _reason(error: RequestFailed) -> dict[str, str]:
 def _attributes(
     request_id: str, model: str, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState]
 ) -> dict[str, Any]:
-    """Return span attributes by OpenTelemetry's conventions for generative AI, and by vLLM's names for values without a
-    convention.
+    """Return span attributes with the names of OpenTelemetry's conventions for generative AI.
+
+    Values without such a name get vLLM's name.
     """
     generates = isinstance(request, GenerateRequest)
     attributes: dict[str, Any] = {
@@ -227,7 +233,10 @@ def _attributes(
 
 
 def _prompt(request: GenerateRequest | PoolingRequest) -> object:
-    """Return the text or token ids as plain data; a list of them for pooling requests and mixed prompts."""
+    """Return the prompt's text or token ids as plain data.
+
+    For pooling requests and mixed prompts, return a list of texts and token ids.
+    """
     if isinstance(request, PoolingRequest):
         return [_whole(each) for each in request.inputs]
     return _whole(request.prompt)
@@ -239,7 +248,7 @@ def _whole(prompt: PoolingPrompt) -> object:
 
 def _plain(part: Part) -> object:
     if isinstance(part, MediaPart):
-        return f"{part.modality} at {part.field}"  # never the content or the URL
+        return f"{part.modality} at {part.field}"  # never log the content or the URL
     if isinstance(part, PromptEmbeds):
         return f"{part.num_tokens} vectors"
     return part if isinstance(part, str) else list(part)
@@ -281,27 +290,27 @@ class LiveRequest:
         self.request_id = request_id
         """Request id from the client, which need not be unique."""
         self.name = name
-        """Tenant and id by which it can be aborted, or None if it cannot."""
+        """Tenant and id by which clients can abort the request, or None if clients cannot abort it."""
         self.demand = demand
         self.observed = observed
         self.lora: LoraAdapter | None = None
-        """LoRA adapter of the request, or None if it has none or it is not known yet."""
+        """LoRA adapter of the request. None if the request has no adapter, or if the adapter is not known yet."""
         self.request: GenerateRequest | PoolingRequest | None = None
-        """Request that was started, or None before the start."""
+        """Parsed request, or None before the request is started."""
         self.prompt_token_ids: Sequence[int] = ()
-        """Token ids of the prompt; empty until the request is sent to an engine, like ``states``."""
+        """Token ids of the prompt. Like ``states``, this is empty until the request is sent to an engine."""
         self.states: Sequence[RequestState] = ()
-        """States of its sequences."""
+        """States of the request's sequences."""
         self.done = False
-        """True if all of its output was produced."""
+        """True if all output of the request was produced."""
         self.released = False
-        """True if the request is over."""
+        """True if the request has been released."""
         self._aborted = False
         self._wait: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
     async def until_aborted(self) -> AsyncIterator[None]:
-        """Raise Cancelled inside the block when the request is aborted."""
+        """Return a context manager whose block raises Cancelled when the request is aborted."""
         try:
             async with asyncio.timeout(0 if self._aborted else None) as self._wait:
                 yield
@@ -313,7 +322,7 @@ class LiveRequest:
             self._wait = None
 
     def abort(self) -> None:
-        """Cancel the block in ``until_aborted``. Idempotent."""
+        """Cancel the block of ``until_aborted``, now or when it starts. Idempotent."""
         if self._wait is not None and not self._aborted:
             self._wait.reschedule(0)
         self._aborted = True

@@ -313,12 +313,12 @@ class GrpcEngineClient:
 
         Args:
             deadline: time at which the wait ends, in Unix seconds, or None.
-            tenant: tenant of the request. Each tenant may have the same number of waiting requests.
+            tenant: tenant of the request. If the limit is reached, each tenant may have an equal share of it.
 
         Raises:
             Unavailable: no engine accepted requests in time, or the frontend is shutting down.
             DeadlineExceeded: the deadline passed.
-            ResourceExhausted: ``max_held_requests`` requests wait already, and ``tenant`` may not add another.
+            ResourceExhausted: ``max_held_requests`` requests wait already, and ``tenant`` has used its share.
         """
         if self._closed or not self._usable.is_set():
             await self._until_usable(deadline, tenant)

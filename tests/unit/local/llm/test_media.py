@@ -167,7 +167,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
     [
         (
             {"prompt": "a", "multi_modal_data": {"image": URL}},
-            "prompts has 1 of image and 0 placeholders for them; write <image>",
+            "prompts has 1 image items but 0 placeholders; write <image>",
         ),
         ({"prompt": "<image><image>", "multi_modal_data": {"image": URL}}, "has 1 of image and 2 placeholders"),
         ({"prompt": "<image>", "multi_modal_data": {"image": []}}, ""),
@@ -184,7 +184,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
         ),
         ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3), 0)}}, "the rate is 0; it must be in Hz"),
         ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3, int), 9)}}, "the samples are not floats"),
-        ({"prompt": "a", "multi_modal_data": {"video": b"mp4"}}, "is a video file, which is not read"),
+        ({"prompt": "a", "multi_modal_data": {"video": b"mp4"}}, "is a video file, which is not supported"),
         ({"prompt": "a", "multi_modal_data": {"video": [1]}}, "it must be pictures"),
         ({"prompt": "a", "multi_modal_data": {"image": URL}, "mm_processor_kwargs": 3}, "is not a mapping"),
         ({"multi_modal_data": {"image": URL}}, "it must have only prompt or prompt_token_ids"),
