@@ -293,4 +293,4 @@ async def test_a_cross_encoder_reads_both_texts_at_once(tmp_path: Path) -> None:
     assert torch.sigmoid(torch.tensor([each["score"] for each in bare["data"]])).tolist() == pytest.approx(
         expected.tolist(), abs=1e-5
     )
-    assert refused.message == "query.token_ids.ids is set; this model reads pairs, which takes text"
+    assert refused.message == "query.token_ids.ids is set, but this model is a cross-encoder, which scores only texts"

@@ -300,11 +300,11 @@ async def test_a_request_that_comes_too_late_is_not_even_tokenized(
         llm, chats = frontend.frontend._llm, frontend.frontend._assembly.chat
         lives = [llm.accept("a"), llm.accept("b")]
         for outputs in (llm.generate(generates, lives[0]), chats.run(converses, lives[1])):
-            with pytest.raises(DeadlineExceeded, match="before the request was begun"):
+            with pytest.raises(DeadlineExceeded, match="before the request started"):
                 await anext(outputs)
         for live in lives:
             llm.release(live)
-        with pytest.raises(DeadlineExceeded, match="before the request was begun"):
+        with pytest.raises(DeadlineExceeded, match="before the request started"):
             await llm.run_pooling(embeds)
         assert spy.count == 0
         assert not engine.requests

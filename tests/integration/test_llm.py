@@ -439,7 +439,9 @@ def test_a_model_that_reads_pairs_scores_them_itself(tmp_path: Path) -> None:
     model = save_pooling_model("bert", tmp_path, head="ForSequenceClassification", num_labels=1, vocab_size=400)
     with LLM(str(tmp_path), device="cpu", num_threads=1, dtype="float32") as llm:
         (output,) = llm.score("the cat", "a dog")
-        with pytest.raises(InvalidArgument, match=r"^documents\[0\] is set; this model reads pairs, which takes text"):
+        with pytest.raises(
+            InvalidArgument, match=r"^documents\[0\] is set, but this model is a cross-encoder, which scores only texts"
+        ):
             llm.score("the cat", [[5, 6]])
     pair = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("the cat", "a dog")
     given = {"input_ids": torch.tensor([pair.ids]), "token_type_ids": torch.tensor([pair.type_ids])}

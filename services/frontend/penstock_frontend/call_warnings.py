@@ -67,7 +67,7 @@ class WarningKind(enum.StrEnum):
     RESULT_WITHOUT_CALL = "result_without_call"
     """A tool result in the conversation has no matching tool call."""
     MEDIA_LEFT_OUT = "media_left_out"
-    """The model sees a text instead of a media item in a tool result, because the model does not accept this modality."""
+    """The model sees a text instead of a media item in a tool result, because it does not accept this modality."""
     DOUBLE_BOS = "double_bos"
     """The prompt begins with the beginning-of-sequence token, and the tokenizer adds this token a second time."""
     HINT_IGNORED = "hint_ignored"

@@ -1,1 +1,1 @@
-"""Calls, one file per kind, independent of the protocol: generation, chat, pooling, scoring, adapters, and admission."""
+"""Calls of clients, independent of the protocol, with one file per kind of call. Admission is also in this package."""

@@ -1,4 +1,4 @@
-"""LoRA adapter calls: resolution for requests, loading, unloading, pinning, and the watched directory."""
+"""LoRA adapter calls. Finds the adapters of requests, loads, unloads and pins adapters, and watches their directory."""
 
 import asyncio
 import hashlib
@@ -34,15 +34,17 @@ from penstock_frontend.interfaces import EngineClient
 P = ParamSpec("P")
 T = TypeVar("T")
 _HEARD_AFTER = 2.0
-"""Seconds until other frontends have learned a name's new content. Until then engines keep the old content in memory.
+"""Seconds until other frontends know the new content of an adapter's name. For this time, engines keep the old content
+in memory.
 """
 CHANGED = "LORA_CHANGED"
-"""Reason with which an engine refuses an adapter whose content does not match its digest."""
+"""Reason of an engine that refuses a request because the adapter's content does not match the digest in the request."""
 
 
 class HeldAdapter(msgspec.Struct, frozen=True):
-    """Report of an engine about an adapter in its memory: the result of ``add_lora``, and an entry in the result of
-    ``list_loras``.
+    """Report of an engine about an adapter in the engine's memory.
+
+    ``add_lora`` returns one report. ``list_loras`` returns a list of reports.
     """
 
     digest: bytes
@@ -59,16 +61,17 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     source: LoraSource
     pinned: bool
     held: HeldAdapter | None = None
-    """Report of one of the engines that have it in memory, or None."""
+    """Report of one engine that has the adapter in memory, or None if no engine has."""
     engine_ids: Sequence[str] = ()
-    """Ids of these engines."""
+    """Ids of all engines that have the adapter in memory."""
 
 
 def _to_its_end(
     change: Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
-    """Decorate a change so that it completes even if its caller is cancelled. Otherwise engines would keep adapters
-    without a name.
+    """Decorate a method that changes adapters, so that the method completes even if its caller is cancelled.
+
+    Otherwise engines could keep adapters that no name refers to.
     """
 
     async def changed(self: "AdapterCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,17 +81,17 @@ def _to_its_end(
 
 
 class AdapterCalls:
-    """Loads, unloads and pins LoRA adapters on engines, and resolves adapters for requests.
+    """Loads, unloads and pins LoRA adapters on engines, and finds the adapter of each request.
 
-    Engines offer these utility calls:
+    Engines have these utility methods:
 
-    - ``add_lora(name, path, digest, pinned)``: loads the adapter into memory and returns a HeldAdapter. ``digest`` is empty if
-      it is not known yet. If the content does not match the digest, the call fails.
-    - ``remove_lora(digest)``: frees the adapter once no request uses it.
+    - ``add_lora(name, path, digest, pinned)``: loads the adapter into memory, and returns a HeldAdapter. ``digest`` is
+      empty if the digest is not known yet. If the content does not match the digest, the call fails.
+    - ``remove_lora(digest)``: frees the adapter once no request uses the adapter.
     - ``pin_lora(digest, pinned)``: pins or unpins the adapter in memory.
     - ``list_loras()``: returns all adapters in memory.
 
-    Changes of names run one at a time.
+    Only one change of adapter names runs at a time.
     """
 
     def __init__(self, adapters: Adapters, config: LoraConfig, engines: EngineClient) -> None:
@@ -101,9 +104,10 @@ class AdapterCalls:
         self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
 
     async def of_request(self, context: RequestContext) -> LoraAdapter | None:
-        """Return the adapter of a request with its digest, or None if the request names none. An engine must be usable.
+        """Return the adapter of a request, including the adapter's digest. Return None if the request names no adapter.
 
-        If the digest is not known yet, an engine reads the adapter. Raises RequestFailed.
+        If the digest is not known yet, an engine reads the adapter, so at least one engine must be usable. Raises
+        RequestFailed.
         """
         name = self.adapters.asked_for(context.model, context.lora)
         if not name:
@@ -115,15 +119,18 @@ class AdapterCalls:
     def refused(self, adapter: LoraAdapter | None, error: RequestFailed) -> None:
         """Handle an engine's refusal of a request with an adapter.
 
-        If the adapter's content has changed, it is read again for the next request. Adapters registered at run time are
-        not read again: an operator must load them again.
+        If the adapter's content has changed, an engine reads the adapter again for the next request. This does not
+        apply to adapters registered at run time: an operator must load them again.
         """
         if adapter is not None and error.reason == CHANGED:
             self.adapters.forget(adapter)
 
     @_to_its_end
     async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
-        """Load an adapter on every engine and register its name. Raises RequestFailed; nothing has changed then."""
+        """Load an adapter on every engine, and register the adapter's name.
+
+        If this raises RequestFailed, nothing has changed.
+        """
         self._check_enabled()
         self._check_path(path)
         async with self._changing:
@@ -147,7 +154,7 @@ class AdapterCalls:
 
     @_to_its_end
     async def unload(self, name: str) -> AdapterInfo:
-        """Remove a name. Engines free the adapter if no other name refers to it. Raises RequestFailed."""
+        """Remove a name. Engines free the adapter if no other name refers to the same adapter. Raises RequestFailed."""
         self._check_enabled()
         async with self._changing:
             named = self.adapters.unregister(name)
@@ -156,8 +163,9 @@ class AdapterCalls:
             return _info(named, {})
 
     async def list(self) -> list[AdapterInfo]:
-        """Return all adapters that requests can name, sorted by name. Raises the error of an engine that does not list
-        its adapters.
+        """Return all adapters that requests can name, sorted by name.
+
+        If an engine fails to list its adapters, raises the engine's error.
         """
         self._check_enabled()
         named = self.adapters.all()
@@ -172,7 +180,7 @@ class AdapterCalls:
 
     @_to_its_end
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
-        """Pin an adapter in the memory of every engine, or unpin it. Raises RequestFailed."""
+        """Pin an adapter in the memory of every engine, or unpin the adapter. Raises RequestFailed."""
         self._check_enabled()
         async with self._changing:
             named = self.adapters.named(name)
@@ -187,7 +195,7 @@ class AdapterCalls:
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
     def engines_changed(self) -> None:
-        """Load pinned adapters on engines that have joined."""
+        """Load pinned adapters on engines that have joined since the last call."""
         serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
         come, self._serving = serving - self._serving, serving
         for named in self.adapters.all() if come else ():
@@ -200,10 +208,13 @@ class AdapterCalls:
             raise Unimplemented("LoRA adapters are not served: lora.enabled is false")
 
     def _check_served(self, field: str) -> None:
-        """Check that engines apply adapters. Raises Unimplemented if engines are connected, but no engine does."""
+        """Check that engines support adapters.
+
+        Raises Unimplemented if engines are connected, but none supports adapters.
+        """
         if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
             raise Unimplemented(
-                f"{field} names a LoRA adapter, but the connected engines do not apply adapters", field=field
+                f"{field} names a LoRA adapter, but the connected engines do not support adapters", field=field
             )
 
     def _check_path(self, path: str) -> None:
@@ -220,7 +231,10 @@ class AdapterCalls:
             )
 
     async def _read(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Return the adapter with its digest, as read by an engine. Concurrent callers share one answer."""
+        """Let an engine read the adapter, and return the adapter with its digest.
+
+        Concurrent calls for the same adapter share one read.
+        """
         task = self._reading.get(adapter)
         if task is None:
             task = self._reading[adapter] = asyncio.create_task(self._read_once(adapter))
@@ -230,10 +244,13 @@ class AdapterCalls:
     def _has_read(self, adapter: LoraAdapter, task: asyncio.Task[LoraAdapter]) -> None:
         self._reading.pop(adapter, None)
         if not task.cancelled():
-            task.exception()  # callers that still wait get the exception
+            task.exception()  # mark the exception as retrieved; callers that still wait receive it
 
     async def _read_once(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Ask one engine after the other to read the adapter. Raises the first engine's error if none can read it."""
+        """Ask one engine after the other to read the adapter, until an engine succeeds.
+
+        If no engine can read the adapter, raises the first engine's error.
+        """
         failed: RequestFailed | None = None
         for engine in _in_turn(adapter.name, self._engines.view.serving(LORA)):
             arguments = [adapter.name, adapter.path, b"", False]
@@ -253,8 +270,8 @@ class AdapterCalls:
     async def _add_everywhere(self, adapter: LoraAdapter, *, pinned: bool) -> dict[str, HeldAdapter]:
         """Load the adapter on every engine. Return the engines' reports.
 
-        Raises the first error, and FailedPrecondition if engines find different content. In both cases the adapter is
-        removed again.
+        Raises the error of the first engine that fails. Raises FailedPrecondition if engines find different content at
+        the path. In both cases the engines remove the adapter again.
         """
         self._check_served("name")
         answers = await self._call("add_lora", adapter.name, adapter.path, adapter.digest, pinned)
@@ -266,10 +283,10 @@ class AdapterCalls:
             (error_of_engine(e, answer) for e, answer in answers.items() if isinstance(answer, RequestFailed)), None
         )
         if failed is not None:
-            failed.field = ""  # the engine's error names a field of a request
+            failed.field = ""  # drop the field, because the engine names a field of another request type
         elif len(digests) > 1:
             failed = FailedPrecondition(
-                f"path is {quoted(adapter.path, LONGEST_PATH)}, where engines find different adapters: "
+                f"path is {quoted(adapter.path, LONGEST_PATH)}, but engines find different adapters at this path: "
                 + ", ".join(f"{engine} {digest.hex()}" for digest, engine in digests.items()),
                 field="path",
                 reason="LORA_DIFFERS",
@@ -281,7 +298,7 @@ class AdapterCalls:
         return held
 
     async def _held(self) -> dict[str, dict[bytes, HeldAdapter]]:
-        """Return the adapters that engines hold, by engine and digest."""
+        """Return the adapters in the engines' memory, by engine and digest."""
         held: dict[str, dict[bytes, HeldAdapter]] = {}
         for engine, answer in (await self._call("list_loras")).items():
             if isinstance(answer, RequestFailed):
@@ -300,8 +317,9 @@ class AdapterCalls:
         return task
 
     async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
-        """Load a pinned adapter on an engine that has joined. Failures are only logged, because requests load the
-        adapter on demand.
+        """Load a pinned adapter on an engine that has joined.
+
+        A failure is only logged, because requests load the adapter on demand.
         """
         adapter = named.adapter
         arguments = [adapter.name, adapter.path, adapter.digest, True]
@@ -312,20 +330,25 @@ class AdapterCalls:
             )
 
     def _is_pinned(self, digest: bytes, *, but: str = "") -> bool:
-        """Return True if a pinned name other than ``but`` refers to this content."""
+        """Return True if a pinned name other than ``but`` refers to the adapter content with this digest."""
         pinned = (each for each in self.adapters.all() if each.pinned and each.name != but)
         return any(each.adapter.digest == digest for each in pinned)
 
     async def _unpin(self, digest: bytes) -> None:
-        """Unpin an adapter on all engines that hold it. Raises the first error other than NotFound."""
+        """Unpin an adapter on all engines that have the adapter in memory.
+
+        Raises the first error other than NotFound.
+        """
         for engine, answer in (await self._call("pin_lora", digest, False)).items():
             if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
                 raise error_of_engine(engine, answer)
 
     async def _remove(self, digest: bytes) -> None:
-        """Free content on engines if no name refers to it, or unpin it if no pinned name does.
+        """Free an adapter's content on engines if no name refers to the content.
 
-        A failure is only logged: an unpinned adapter can still be evicted.
+        If only names that are not pinned refer to the content, unpin the content.
+
+        A failure is only logged, because engines can still evict an unpinned adapter.
         """
         if not digest or self._is_pinned(digest):
             return
@@ -338,7 +361,7 @@ class AdapterCalls:
                 get_logger().warning("engine failed to free a LoRA adapter", engine=engine, error=answer.message)
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
-        """Call a method on the engines that apply adapters. Return, by engine id, the result or its RequestFailed."""
+        """Call a method on the engines that support adapters. Return, by engine id, the result or the RequestFailed."""
         engines = self._engines.view.serving(LORA)
         calls = (self._engines.call_utility(method, list(arguments), engine=engine) for engine in engines)
         answers: dict[str, Any] = {}
@@ -348,7 +371,7 @@ class AdapterCalls:
 
 
 def _held_of(engine: str, answer: object) -> HeldAdapter:
-    """Decode an engine's report. Raises Internal if it is not valid."""
+    """Decode an engine's report. Raises Internal if the report is not valid."""
     try:
         held = msgspec.convert(answer, HeldAdapter)
     except msgspec.ValidationError as e:
@@ -371,27 +394,29 @@ def _info(named: NamedAdapter, held: Mapping[str, HeldAdapter]) -> AdapterInfo:
     )
 
 
-# The watched directory, whose subdirectories are LoRA adapters.
+# The code below watches a directory, in which each subdirectory is a LoRA adapter.
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SHOWN = 8
 """Maximum number of names in a log line."""
 
 Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
-"""Identity of an adapter's files, to detect replacement: inode, size and modification time of each file, or None if it
-is missing.
+"""Identity of an adapter's files, to detect replaced files. Each item is the inode, size and modification time of a
+file, or None if the file is missing.
 """
 
 
 class AdapterDirectory:
-    """Registers each subdirectory as an adapter. Call ``begin`` before requests are served, then ``run``.
+    """Registers each subdirectory of a directory as an adapter.
 
-    If the directory cannot be read, all names stay unchanged. If a subdirectory cannot be read, the state of its name
-    stays unchanged, and the others are updated.
+    Call ``begin`` before requests are served, then ``run``.
+
+    If the directory cannot be read, all names stay unchanged. If a subdirectory cannot be read, only the name of this
+    subdirectory stays unchanged.
     """
 
     def __init__(self, path: str, interval: float, adapters: Adapters) -> None:
-        """``interval``: seconds between two scans."""
+        """``interval`` is the number of seconds between two scans."""
         self._path = Path(path)
         self._interval = interval
         self._adapters = adapters
@@ -406,7 +431,10 @@ class AdapterDirectory:
             await self.look()
 
     async def begin(self) -> None:
-        """Scan the directory for the first time. Raises ConfigError if an adapter has a name in ``model.aliases``."""
+        """Scan the directory for the first time.
+
+        Raises ConfigError if an adapter's name is also in ``model.aliases``.
+        """
         await self.look()
         for name, target in self._adapters.aliases.items():
             if name in self._found:
@@ -415,7 +443,7 @@ class AdapterDirectory:
                 )
 
     async def look(self) -> None:
-        """Scan the directory, and apply changes."""
+        """Scan the directory, and apply the changes since the last scan."""
         try:
             found, problems = await asyncio.to_thread(adapters_in, self._path)
         except OSError as e:
@@ -438,9 +466,9 @@ class AdapterDirectory:
         left_out = self._adapters.follow_directory(
             {name: self._at(name) for name in found}, {name: self._at(name) for name in changed}
         )
-        get_logger().info("LoRA adapters in lora.directory", come=come, gone=gone, changed=sorted(changed))
+        get_logger().info("LoRA adapters in lora.directory changed", come=come, gone=gone, changed=sorted(changed))
         if left_out:
-            self._warn(f"has names that are too many, taken, or not valid: {', '.join(left_out[:_SHOWN])}")
+            self._warn(f"has names that were refused (taken, not valid, or too many): {', '.join(left_out[:_SHOWN])}")
 
     def _at(self, name: str) -> str:
         return str(self._path / name)
@@ -455,7 +483,7 @@ class AdapterDirectory:
 
 
 def adapters_in(path: Path) -> tuple[dict[str, Stamp], dict[str, str]]:
-    """Return the adapters in ``path``, and the errors of subdirectories that cannot be read, both by name.
+    """Return the adapters in ``path`` by name, and the errors of subdirectories that cannot be read by name.
 
     Names that begin with a dot are ignored. Raises OSError if ``path`` itself cannot be read.
     """

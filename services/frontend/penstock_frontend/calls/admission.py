@@ -1,4 +1,4 @@
-"""Admission of requests: limits on the requests in flight, and readiness of the frontend."""
+"""Admission of requests by limits on the requests in flight, and readiness of the frontend."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,29 +22,29 @@ from penstock_frontend.config import FairnessConfig, LimitsConfig
 Clock = Callable[[], float]
 
 _COMPUTED_BYTES = 4
-"""Maximum bytes per number of an embedding in an engine."""
+"""Maximum number of bytes that an engine uses per element of an embedding."""
 _ROOM = 0.9
-"""Fraction of the limits to which the load must fall before a full frontend counts as having room again. The gap keeps
-readiness from changing with every request.
+"""Fraction of the limits. Once a frontend is full, it stays full until the load has fallen below this fraction. Without
+this gap, readiness would change with every request.
 """
 _UNMEASURED = 1.0
-"""Retry delay before any request has ended, in seconds, while the rate is unknown."""
+"""Retry delay in seconds while no request has ended yet, so that the rate at which requests end is unknown."""
 
 
 class Demand(NamedTuple):
-    """Resources that a request takes up."""
+    """Resources that a request uses."""
 
     tenant: str = ""
     length: int = 0
-    """Size of its prompt and prediction: characters, token ids, bytes of embeddings as engines store them, and bytes of
-    media as the client sent them.
+    """Size of the request's prompt and prediction: number of characters, token ids, bytes of embeddings as engines
+    store them, and bytes of media as the client sent them.
     """
     sequences: int = 1
-    """Number of sequences on engines: n for one prompt, or one for each input."""
+    """Number of sequences on engines: ``n`` for one prompt, or one per input of a pooling request."""
 
 
 class InFlight:
-    """Counts requests in flight and the lengths of their prompts, and measures the rate at which they end."""
+    """Counts requests in flight and the lengths of their prompts, and measures the rate at which requests end."""
 
     __slots__ = ("_clock", "_rate", "count", "length")
 
@@ -55,22 +55,22 @@ class InFlight:
         self.length = 0
 
     def enter(self, length: int = 0, count: int = 1) -> None:
-        """Add ``count`` requests with prompts of ``length`` in total."""
+        """Add ``count`` requests whose prompts have the total length ``length``."""
         if not self.count:
             self._rate.begin(self._clock())
         self.count += count
         self.length += length
 
     def leave(self, length: int = 0, count: int = 1, *, served: bool = True) -> None:
-        """Remove ``count`` requests. Requests that were not ``served`` do not count for the rate."""
+        """Remove ``count`` requests. If ``served`` is False, these requests do not affect the measured rate."""
         self.count -= count
         self.length -= length
         if served:
             self._rate.left(self._clock(), length, count)
 
     def retry_after(self, requests: int, length: int = 0) -> float:
-        """Return the retry delay in seconds until this many requests with this total length have ended, within fixed
-        bounds.
+        """Return the retry delay in seconds: the estimated time until ``requests`` requests with the total length
+        ``length`` have ended, within fixed bounds.
         """
         seconds = self._rate.time_for(self._clock(), requests, length)
         return retry_after(_UNMEASURED if seconds is None else seconds)
@@ -79,13 +79,13 @@ class InFlight:
 class Admission:
     """Limits the number of requests in flight and the lengths of their prompts, in total and per tenant.
 
-    A single request is always admitted if there are no others. Requests without a tenant belong to one nameless tenant.
-    A tenant is forgotten once it has no requests. At the total limits, tenants above their fair share are refused; see
-    ``TenantRoom``.
+    If no request is in flight, any single request is admitted. Requests without a tenant belong to one nameless tenant.
+    A tenant is forgotten once it has no requests. When a total limit is reached, requests of tenants above their fair
+    share are refused; see ``TenantRoom``.
 
     Args:
         limits: the limits.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         fairness: weights of the tenants.
         on_full: called whenever ``full`` has changed.
     """
@@ -103,13 +103,16 @@ class Admission:
         self._room = TenantRoom()
         self._on_full = on_full
         self.full = False
-        """True if a total limit has been reached and the load has not fallen far enough below it since."""
+        """True from the time a total limit is reached until the load has fallen far enough below the limit."""
         self._clock = clock
         self._all = InFlight(clock)
         self._tenants: dict[str, InFlight] = {}
 
     def check(self, demands: Sequence[Demand]) -> None:
-        """Check that these requests of one tenant may be admitted. Raises ResourceExhausted with a retry delay if not."""
+        """Check that these requests of one tenant may be admitted.
+
+        Otherwise raises ResourceExhausted with a retry delay.
+        """
         limits, here, tenant = self._limits.now, self._all, demands[0].tenant if demands else ""
         weight = self._fairness.now.weight_of(tenant)
         count = here.count + len(demands)
@@ -122,8 +125,8 @@ class Admission:
         length, most = here.length + added, limits.max_prompt_length_in_flight
         if count > 1 and not self._room.takes_size(tenant, weight, added, most):
             raise ResourceExhausted(
-                f"prompts of {length} characters and token ids would be in flight; limits.max_prompt_length_in_flight "
-                f"is {most}{self._of(tenant)}",
+                f"with this request, {length} characters and token ids of prompts would be in flight; "
+                f"limits.max_prompt_length_in_flight is {most}{self._of(tenant)}",
                 retry_after=here.retry_after(0, length - most),
             )
         if limits.max_tenant_requests and demands:
@@ -140,7 +143,7 @@ class Admission:
         self.look()
 
     def leave(self, demand: Demand, *, served: bool) -> None:
-        """Release an admitted request. ``served``: it was started."""
+        """Release an admitted request. ``served`` is True if the request was started."""
         self._all.leave(demand.length, served=served)
         self._room.leave(demand.tenant, demand.length)
         if (there := self._tenants.get(demand.tenant)) is not None:
@@ -150,10 +153,10 @@ class Admission:
         self.look()
 
     def look(self) -> None:
-        """Update ``full``. Called after changes of the load or of the limits; requests in flight continue.
+        """Update ``full``. Called after a change of the load or of the limits. Requests in flight continue.
 
-        While several tenants have requests, part of the limits is reserved for other tenants. The frontend counts as
-        full once the rest is used up, so that one tenant cannot take the frontend away from the others.
+        If any request names a tenant, the frontend counts as full only when the limits plus a reserve are used up. One
+        tenant can use only part of the reserve, so one tenant alone cannot make the frontend full.
         """
         limits, here = self._limits.now, self._all
         max_requests = self._room.most(limits.max_requests)
@@ -169,7 +172,10 @@ class Admission:
         return len(self._tenants)
 
     def _of(self, tenant: str) -> str:
-        """Return the part of a refusal that says how many requests a tenant has; empty if there are no other tenants."""
+        """Return text for an error message with the number of the tenant's requests.
+
+        The text is empty if no other tenant has requests.
+        """
         if len(self._room) <= (tenant in self._room):
             return ""
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
@@ -178,10 +184,10 @@ class Admission:
     def _check_tenant(self, demands: Sequence[Demand]) -> None:
         limit, tenant = self._limits.now.max_tenant_requests, demands[0].tenant
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
-        if (most := max(demand.sequences for demand in demands)) > limit:  # can never be admitted
+        if (most := max(demand.sequences for demand in demands)) > limit:  # such a request can never be admitted
             raise InvalidArgument(
-                f"the request {whose} has {most} sequences (sampling_params.n, or inputs); limits.max_tenant_requests is "
-                f"{limit}",
+                f"the request {whose} has {most} sequences (sampling_params.n, or number of inputs); "
+                f"limits.max_tenant_requests is {limit}",
                 field="sampling_params.n",
                 reason="TENANT_QUOTA",
             )
@@ -198,7 +204,7 @@ class Admission:
 
 
 def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand:
-    """Return the resources that a request takes up, without tokenizing its text."""
+    """Return the resources that a request uses, without tokenizing the request's text."""
     parts: Sequence[Part]
     if isinstance(request, GenerateRequest):
         parts = _parts(request.prompt)
@@ -213,11 +219,12 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
 
 
 def check_deadline(deadline: float | None) -> None:
-    """Check that a request's deadline has not passed. Raises DeadlineExceeded. ``deadline``: seconds since the Unix
-    epoch.
+    """Check that a request's deadline has not passed.
+
+    Raises DeadlineExceeded. ``deadline`` is in seconds since the Unix epoch.
     """
     if deadline is not None and (late := time.time() - deadline) >= 0.0:
-        raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request was begun")
+        raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request started")
 
 
 def _parts(prompt: PoolingPrompt) -> Sequence[Part]:
@@ -236,29 +243,30 @@ def _conversation(request: ChatRequest) -> list[Part]:
 
 
 def _length(part: Part) -> int:
-    """Return the length of a part. Embeddings count with the bytes that engines compute with, plus one token per
-    position.
+    """Return the length of a prompt part.
 
-    Media count with the bytes that the client sent, because a request keeps them until it ends.
+    The length of embeddings is their number of bytes on engines, plus one per position.
+
+    The length of media is the number of bytes that the client sent, because a request keeps these bytes until it ends.
     """
     if isinstance(part, MediaPart):
         return part.num_bytes
     return part.num_tokens * (part.hidden_size * _COMPUTED_BYTES + 1) if isinstance(part, PromptEmbeds) else len(part)
 
 
-# Readiness: whether requests should be sent to a frontend.
+# The class below decides whether clients should send requests to this frontend.
 
 SEEN = "no engine has been seen yet"
-FULL = "as many requests are in flight or held as may be"
+FULL = "the maximum number of requests is in flight or held"
 DRAINING = "draining"
 
 
 class Readiness:
     """Readiness of a frontend for requests.
 
-    A frontend becomes ready once an engine has accepted requests or, with ``without_engines``, once the cluster's state
-    is known. From then on it stays ready while engines come and go, because it holds requests. A full or draining
-    frontend is not ready.
+    A frontend becomes ready once an engine accepts requests. With ``without_engines``, it becomes ready once the
+    cluster's state is known. After that, the frontend stays ready even without engines, because it holds requests until
+    an engine accepts them. A full or draining frontend is not ready.
     """
 
     def __init__(self, *, without_engines: bool) -> None:
@@ -275,17 +283,17 @@ class Readiness:
 
     @property
     def answers(self) -> bool:
-        """True if clients that choose among known frontends may start calls here.
+        """True if a client that chooses among known frontends may start calls on this frontend.
 
-        The value stays true while the frontend is full, because a refusal has a retry delay. The value also stays true
-        while the frontend drains and moves its clients. A client that has no usable frontend left would not look for
-        new ones, and its calls would fail.
+        The value stays True while the frontend is full, because a refusal has a retry delay. The value also stays True
+        while the frontend drains and moves its clients. If it were False, a client without another usable frontend
+        would not look up new frontends, and its calls would fail.
         """
         return self._seen and not self._left
 
     @property
     def why(self) -> str:
-        """Reason for not being ready; empty if it is ready."""
+        """Reason why the frontend is not ready, or empty if it is ready."""
         if self._draining:
             return DRAINING
         if not self._seen:
@@ -293,9 +301,10 @@ class Readiness:
         return FULL if self._full else ""
 
     def update(self, *, engine: bool, view: bool, full: bool) -> bool:
-        """Update the state: an engine accepts requests, the cluster's state is known, no more requests can be admitted.
+        """Update the state. Return True if ``ready`` or ``answers`` has changed.
 
-        Return True if ``ready`` or ``answers`` changed.
+        ``engine`` is True if an engine accepts requests. ``view`` is True if the cluster's state is known. ``full`` is
+        True if no further request can be admitted.
         """
         before = self.ready, self.answers
         self._seen = self._seen or engine or (view and self._without_engines)
@@ -303,10 +312,13 @@ class Readiness:
         return (self.ready, self.answers) != before
 
     def drain(self, *, moves_clients: bool) -> None:
-        """Start a drain. ``moves_clients``: clients are asked to reconnect, and then look up the other frontends."""
+        """Start a drain.
+
+        If ``moves_clients`` is True, the server asks clients to reconnect. They then look up the other frontends.
+        """
         self._draining = True
         self._left = not moves_clients
 
     def close(self) -> None:
-        """End the drain. From now on calls are refused."""
+        """End the drain. The frontend refuses all later calls."""
         self._left = True

@@ -1,4 +1,4 @@
-"""Chat calls: conversations in, streams of answers out."""
+"""Chat calls. Each call turns a conversation into a stream of outputs."""
 
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -28,9 +28,9 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class ChatCalls:
-    """Renders conversations, generates with ``AsyncLLM``, and parses the output with the model's parsers.
+    """Renders conversations, generates output with ``AsyncLLM``, and parses the output with the model's parsers.
 
-    Tool calls are parsed if the request has tools that may be called. Reasoning is always parsed.
+    Tool calls are parsed only if the model may call tools of the request. Reasoning is always parsed.
     """
 
     def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
@@ -41,11 +41,14 @@ class ChatCalls:
 
     @property
     def reasons(self) -> bool:
-        """True if the model's answers are parsed for reasoning."""
+        """True if the model's output is parsed for reasoning."""
         return self._parsers.reasoning is not None
 
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
-        """Yield the outputs of an accepted request (``AsyncLLM.accept``) in its output kind. Raises RequestFailed."""
+        """Yield the outputs of a request that ``AsyncLLM.accept`` has accepted.
+
+        The request's output kind decides whether an output is a piece or complete. Raises RequestFailed.
+        """
         check_deadline(request.context.deadline)
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         check_choice(request.tools, request.tool_choice, request.named_tool)
@@ -76,7 +79,10 @@ class ChatCalls:
             raise blamed_on_tools(e, request.tools, request.named_tool) from e
 
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
-        """Return a factory for the reasoning token counter of a sequence, or None for a model without reasoning."""
+        """Return a function that creates a counter of reasoning tokens for a sequence.
+
+        Return None for a model without reasoning.
+        """
         parser, known = self._parsers.reasoning, self._llm.inputs.reasoning
         if parser is None:
             return None
@@ -91,8 +97,9 @@ class ChatCalls:
         return by_parser
 
     def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
-        """Return the request with the output constraint of its tools, and with special tokens kept if a parser needs
-        them.
+        """Return the request with the output constraint that its tools require.
+
+        If a parser needs special tokens, the request also keeps special tokens in the output.
         """
         sampling: dict[str, Any] = dict(rendered.sampling)
         constraint = tool_constraint(
@@ -107,8 +114,8 @@ class ChatCalls:
             given: StructuredOutput = sampling.get("structured_output", StructuredOutput())
             if given.constrains:
                 raise InvalidArgument(
-                    "sampling_params.structured_output is set, and a required tool call also constrains the "
-                    "output; use one of them",
+                    "sampling_params.structured_output is set, but a required tool call already constrains the output; "
+                    "remove one of the two",
                     field="sampling_params.structured_output",
                 )
             sampling["structured_output"] = msgspec.structs.replace(constraint, json_whitespace=given.json_whitespace)

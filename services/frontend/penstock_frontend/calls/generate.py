@@ -1,4 +1,4 @@
-"""Generation calls: prompts in, streams of output out."""
+"""Generation calls. Each call turns a prompt into a stream of outputs."""
 
 import asyncio
 import time
@@ -29,11 +29,11 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 class AsyncLLM:
-    """Runs requests: input processing, engines, and output processing.
+    """Runs requests. Processes their inputs, sends them to engines, and processes their outputs.
 
     Call ``accept``, read the outputs from ``generate``, then always call ``release``, which aborts unfinished work on
-    the engine. The ``n`` sequences of a request run on one engine, which shares the prompt's blocks between them. All
-    sequences end if one of them fails.
+    the engine. The ``n`` sequences of a request run on one engine, and share the prompt's blocks. If one sequence
+    fails, all sequences of the request end.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AsyncLLM:
         gateway: KvGateway,
         on_full: Callable[[], None],
     ) -> None:
-        """``on_full``: called whenever ``full`` has changed."""
+        """``on_full`` is called whenever ``full`` has changed."""
         self.engines = engines
         self.inputs = inputs
         self.pooling = pooling
@@ -71,7 +71,7 @@ class AsyncLLM:
 
     @property
     def serving(self) -> bool:
-        """True if a request would be served now, without waiting for an engine."""
+        """True if a new request would run now, without waiting for an engine."""
         return self.engines.usable and not self._ending
 
     @property
@@ -81,7 +81,7 @@ class AsyncLLM:
 
     @property
     def tenants(self) -> TenantRefusals:
-        """Refusals by tenant."""
+        """Numbers of refused requests by tenant."""
         return self._observer.tenants
 
     def limits_changed(self) -> None:
@@ -90,22 +90,23 @@ class AsyncLLM:
 
     @property
     def num_live(self) -> int:
-        """Number of requests between acceptance and release."""
+        """Number of requests that are accepted and not released yet."""
         return len(self._live)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids: the engines', or the tokenizer's while no engine is connected."""
+        """Number of token ids of the engines' model. While no engine is connected, the number of the tokenizer."""
         limits = self.engines.view.limits
         return limits.vocab_size if limits else self.tokenizer.vocab_size
 
     def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
-        """Accept a request, which takes up ``demand`` until it is released.
+        """Accept a request. The request uses the resources ``demand`` until it is released.
 
         Args:
             given_id: the client's id for the request.
-            demand: the resources that it takes up.
-            abortable: let ``abort_ids`` find the request by ``given_id``, which must then be unique in the tenant.
+            demand: the resources that the request uses.
+            abortable: True if ``abort_ids`` can abort the request by ``given_id``. The id must then be unique among the
+                tenant's requests.
 
         Raises:
             InvalidArgument: the id of an abortable request is in use.
@@ -132,11 +133,17 @@ class AsyncLLM:
         return live
 
     def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
-        """Count and log a request that its protocol refused before ``accept``. ``given_id``: the client's id."""
+        """Count and log a request that the protocol's code refused before ``accept``.
+
+        ``given_id`` is the client's id for the request.
+        """
         self._observer.refused(error, tenant, given_id)
 
     def check_room(self, demands: Sequence[Demand]) -> None:
-        """Check that requests of one tenant would be accepted now, before preparing them. Raises ResourceExhausted."""
+        """Check that requests of one tenant would be accepted now.
+
+        Call this before preparing the requests. Raises ResourceExhausted.
+        """
         try:
             self._admission.check(demands)
         except RequestFailed as e:
@@ -144,7 +151,7 @@ class AsyncLLM:
             raise
 
     def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
-        """Admit a request and return its id. Raises the errors of ``accept``."""
+        """Admit a request, and return the request's id. Raises the errors of ``accept``."""
         request_id = self.inputs.request_id(given_id)
         if self._ending:
             raise _shutting_down(self._ending)
@@ -159,10 +166,11 @@ class AsyncLLM:
         return request_id
 
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of an accepted request in its output kind. The last output of each sequence has ``finish``.
+        """Yield the outputs of an accepted request. The last output of each sequence has ``finish``.
 
-        The request is released before its last output is yielded, so its resources are free when the client reads that
-        output. Raises RequestFailed.
+        The request's output kind decides whether an output is a piece or complete. The request is released before its
+        last output is yielded. Its resources are therefore free when the client reads the last output. Raises
+        RequestFailed.
         """
         try:
             request = live.request = live.observed.begin(request)
@@ -185,9 +193,10 @@ class AsyncLLM:
             raise
 
     def abort(self, live: LiveRequest) -> bool:
-        """Abort a request, which keeps the output it has so far. Return False if it has not been sent to an engine yet.
+        """Abort a request. Return False if the request has not been sent to an engine yet.
 
-        For each unfinished sequence, ``generate`` yields a last output with finish reason ABORT.
+        The request keeps its output so far. For each unfinished sequence, ``generate`` yields a last output with finish
+        reason ABORT.
         """
         running = [state for state in live.states if self._outputs.abort(state)]
         if running:
@@ -195,8 +204,9 @@ class AsyncLLM:
         return bool(live.states)
 
     async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
-        """Return the results of a pooling request's inputs, and its request id. ``abortable``: see ``accept``. Raises
-        RequestFailed.
+        """Return the results for the inputs of a pooling request, and the request id.
+
+        For ``abortable``, see ``accept``. Raises RequestFailed.
         """
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
@@ -216,7 +226,10 @@ class AsyncLLM:
             self.release(live)
 
     async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
-        """Return the maximum prompt length, in tokens, that leaves room for ``max_tokens``. Waits for an engine."""
+        """Return the maximum prompt length in tokens with which ``max_tokens`` output tokens are possible.
+
+        Waits for an engine.
+        """
         limits = await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return max(limits.max_model_len - max_tokens, 1)
 
@@ -226,9 +239,10 @@ class AsyncLLM:
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
-        """Abort a tenant's abortable requests by the ids that their clients gave. Unknown ids are ignored.
+        """Abort a tenant's abortable requests by the ids that the clients chose. Ignore unknown ids.
 
-        The client gets the output so far with finish reason ABORT, or Cancelled if its request has not started.
+        The client of an aborted request gets the output so far, with finish reason ABORT. If the request has not
+        started, the client gets the error Cancelled.
         """
         for request_id in request_ids:
             if (live := self._by_name.get((tenant, request_id))) is None:
@@ -237,7 +251,7 @@ class AsyncLLM:
             self.abort(live)
 
     def release(self, live: LiveRequest) -> None:
-        """Release a request and abort its unfinished sequences. Idempotent."""
+        """Release a request, and abort the request's unfinished sequences. Idempotent."""
         if live.released:
             return
         self._live.discard(live)
@@ -251,12 +265,13 @@ class AsyncLLM:
         self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         try:
             live.observed.end(live.request, live.states, done=live.done)
-        except Exception as e:  # the answer is complete: a telemetry failure must not spoil it
+        except Exception as e:  # the output is complete, so a telemetry failure must not fail the request
             incident(e, request=live.request_id, doing="recording the request's end")
 
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
-        """Return the token ids of a text, and the tokens if ``with_tokens``. Raises InvalidArgument if the text is too
-        long.
+        """Return the token ids of a text, and also the tokens as text if ``with_tokens`` is True.
+
+        Raises InvalidArgument if the text is too long.
         """
         self.inputs.check_length(text, field="text")
         if (limits := self.engines.view.limits) is not None:
@@ -264,7 +279,10 @@ class AsyncLLM:
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def prompt_ids(self, request: GenerateRequest) -> list[int]:
-        """Return the token ids of a rendered conversation, after processing its media. Raises RequestFailed."""
+        """Return the token ids of a rendered conversation, including the positions of its media.
+
+        Raises RequestFailed.
+        """
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):
             limits, add = self.engines.view.limits, request.add_special_tokens
@@ -274,13 +292,16 @@ class AsyncLLM:
         return (await self.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Raises InvalidArgument if there are too many, or if one does not exist."""
+        """Return the text of token ids.
+
+        Raises InvalidArgument if there are too many ids, or if an id does not exist.
+        """
         self.inputs.check_length(token_ids, field="token_ids")
         check_token_ids(token_ids, self.vocab_size, field="token_ids")
         return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
 
     def end_all(self, why: str = "") -> None:
-        """Refuse new requests, and end running ones with Unavailable. ``why``: addition to the error message."""
+        """Refuse new requests, and end running requests with Unavailable. ``why`` is added to the error message."""
         self._ending = f"this frontend is shutting down{why and ': '}{why}"
         self.engines.refuse()
         error = _shutting_down(self._ending)
@@ -322,4 +343,4 @@ async def _before(deadline: float, collector: OutputCollector) -> RequestOutput:
         async with asyncio.timeout(deadline - time.time()):
             return await collector.get()
     except TimeoutError:
-        raise DeadlineExceeded("the deadline passed before the request was done") from None
+        raise DeadlineExceeded("the deadline passed before the request finished") from None

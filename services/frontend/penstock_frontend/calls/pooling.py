@@ -1,4 +1,4 @@
-"""Pooling calls: send every input to an engine, wait for all results, and clean up."""
+"""Pooling calls. Each call sends all its inputs to engines, waits for all results, and cleans up."""
 
 import asyncio
 import time
@@ -20,7 +20,10 @@ from penstock_frontend.processing.prompts.pooling import AS_MANY_AS_FIT, Pooling
 
 
 class PoolingCalls:
-    """Runs requests that produce embeddings, classes or scores: input processing, engines, and results."""
+    """Runs requests for embeddings, classes or scores.
+
+    Processes their inputs, sends them to engines, and returns results.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class PoolingCalls:
         adapters: AdapterCalls,
         answers: BytesInFlight,
     ) -> None:
-        """``answers`` limits the bytes of embeddings of all calls in flight."""
+        """``answers`` limits the total bytes of embeddings in the responses of all calls in flight."""
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
@@ -40,10 +43,11 @@ class PoolingCalls:
         self._pace = Pace(SEQUENCES_PER_TURN)
 
     async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
-        """Return the results of all inputs, in order. Inputs that engines still compute at the end of the call are
-        aborted.
+        """Return the results of all inputs, in order.
 
-        Raises RequestFailed: the error of the first input that fails.
+        If the call ends early, abort the inputs that engines still compute.
+
+        Raises RequestFailed, the error of the first input that fails.
         """
         request = self.inputs.with_truncation(request)
         if request.truncate_prompt_tokens == AS_MANY_AS_FIT:
@@ -78,7 +82,7 @@ class PoolingCalls:
     ) -> list[EngineCoreOutput]:
         states: list[PooledState] = []
         try:
-            for core_request in core_requests:  # on failure the list has those already sent
+            for core_request in core_requests:  # after a failure, ``states`` has the inputs that were already sent
                 await self._pace.take()
                 states.append(self._send(core_request))
             return await _before(request.context.deadline, states)
@@ -95,7 +99,7 @@ class PoolingCalls:
         return state
 
     def _forget(self, states: Sequence[PooledState]) -> None:
-        """Abort unfinished inputs, and retrieve exceptions that no task awaits any more."""
+        """Abort unfinished inputs. Retrieve their exceptions, because no task awaits them any more."""
         self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
         for state in states:
             if not state.answer.cancel() and not state.answer.cancelled():
@@ -110,4 +114,4 @@ async def _before(deadline: float | None, states: Sequence[PooledState]) -> list
         async with asyncio.timeout(deadline - time.time()):
             return await answers
     except TimeoutError:
-        raise DeadlineExceeded("the deadline passed before the request was done") from None
+        raise DeadlineExceeded("the deadline passed before the request finished") from None

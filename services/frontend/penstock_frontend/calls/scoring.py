@@ -1,4 +1,4 @@
-"""Scoring calls: scores from a cross-encoder, or cosine similarities of embeddings."""
+"""Scoring calls. A score comes from a cross-encoder, or is the cosine similarity of two embeddings."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,17 @@ from penstock_frontend.processing.prompts.pooling import check_scores
 
 
 class ScoringCalls:
-    """Runs a ScoreRequest as a pooling request, and turns its results into scores."""
+    """Runs a ScoreRequest as a pooling request, and computes the scores from the results."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def run(self, request: ScoreRequest) -> ScoreResult:
-        """Return the scores of the pairs: the model's own if it is a cross-encoder, otherwise cosines. Raises
-        RequestFailed.
+        """Return the scores of the pairs.
+
+        A cross-encoder computes the scores itself. For other models, a score is the cosine of the two embeddings.
+        Raises RequestFailed.
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):
@@ -31,7 +33,8 @@ class ScoringCalls:
             check_scores(self._llm.engines.view.capabilities)
             if not request.use_activation:
                 raise InvalidArgument(
-                    "use_activation is false, but this model embeds, and its scores are cosines; leave it out",
+                    "use_activation is false, but the scores of this model are cosines of embeddings, without an "
+                    "activation; remove use_activation",
                     field="use_activation",
                 )
             result, request_id = await self._llm.run_pooling(_similarity(request))
@@ -39,7 +42,11 @@ class ScoringCalls:
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
-        """Return cosines of unit vectors; the queries' vectors come first. Long computations yield to the event loop."""
+        """Return the cosine for each document.
+
+        In ``result``, the vectors of the queries come first, and all vectors have unit length. Long computations yield
+        to the event loop.
+        """
         queries, cosines = result.outputs[:num_queries], []
         query = parts.floats(vectors_of(queries[0]))
         for index, output in enumerate(result.outputs[num_queries:]):
@@ -77,11 +84,13 @@ def _similarity(request: ScoreRequest) -> PoolingRequest:
 
 
 def _texts(prompts: Sequence[Prompt], fields: Sequence[str]) -> list[str]:
-    """Return the prompts as texts for a cross-encoder. Raises InvalidArgument if one is empty or not a text."""
+    """Return the prompts as texts for a cross-encoder. Raises InvalidArgument if a prompt is empty or not a text."""
     texts = []
     for prompt, field in zip(prompts, fields, strict=True):
         if not isinstance(prompt, str):
-            raise InvalidArgument(f"{field} is set; this model reads pairs, which takes text", field=field)
+            raise InvalidArgument(
+                f"{field} is set, but this model is a cross-encoder, which scores only texts", field=field
+            )
         if not prompt:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         texts.append(prompt)

@@ -106,7 +106,7 @@ async def test_names_that_are_too_many_are_told_once(tmp_path: Path, capsys: pyt
         rig.save(name)
     for _ in range(3):
         assert await rig.names() == ["a", "b"]
-    assert capsys.readouterr().out.count("has names that are too many, taken, or not valid: c") == 1
+    assert capsys.readouterr().out.count("has names that were refused (taken, not valid, or too many): c") == 1
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])

@@ -227,7 +227,7 @@ def test_a_prompt_is_measured_without_being_read() -> None:
 def test_a_deadline_that_has_passed_ends_a_request_before_it_is_begun() -> None:
     check_deadline(None)
     check_deadline(time.time() + 60)
-    with pytest.raises(DeadlineExceeded, match="before the request was begun"):
+    with pytest.raises(DeadlineExceeded, match="before the request started"):
         check_deadline(time.time() - 1)
 
 

@@ -169,7 +169,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
             {"prompt": "a", "multi_modal_data": {"image": URL}},
             "prompts has 1 image items but 0 placeholders; write <image>",
         ),
-        ({"prompt": "<image><image>", "multi_modal_data": {"image": URL}}, "has 1 of image and 2 placeholders"),
+        ({"prompt": "<image><image>", "multi_modal_data": {"image": URL}}, "has 1 image items but 2 placeholders"),
         ({"prompt": "<image>", "multi_modal_data": {"image": []}}, ""),
         ({"prompt": "a", "multi_modal_data": {"video": [PICTURE]}}, "this model takes text, audio, image"),
         ({"prompt": "a", "multi_modal_data": [PICTURE]}, "prompts.multi_modal_data is of type list"),
