@@ -129,8 +129,8 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         (
             {"thinking_token_budget": 5},
             "thinking_token_budget",
-            "thinking_token_budget is 5, but the server cannot limit this model's reasoning: the model has no reasoning parser "
-            "(model.reasoning_parser), or one whose tags are several tokens; leave the field out and set max_tokens",
+            "thinking_token_budget is 5, but the server cannot limit this model's reasoning, because the model has no reasoning "
+            "parser (model.reasoning_parser), or its reasoning tags have several tokens; remove the field and set max_tokens",
         ),
         (
             {"thinking_token_budget": -2},

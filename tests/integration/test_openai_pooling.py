@@ -150,7 +150,7 @@ async def test_pooling_gives_rows_per_token_unless_asked_for_something_else(mode
             "/classify",
             {"input": "a", "truncate_prompt_tokens": 1},
             "truncate_prompt_tokens",
-            "truncate_prompt_tokens is 1; it must be above 1, the tokens that are put around a text",
+            "truncate_prompt_tokens is 1; it must be above 1, the number of special tokens around a text",
         ),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
         ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "normalize", None),

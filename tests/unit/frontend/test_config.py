@@ -77,7 +77,7 @@ def test_a_port_is_shared_only_where_the_system_can(monkeypatch: pytest.MonkeyPa
         (None, "no such directory"),
         ({"tokenizer.json": "{}"}, "its tokenizer.json cannot be read"),
         ({"generation_config.json": "["}, "generation_config.json cannot be read"),
-        ({"generation_config.json": "[]"}, "must hold an object"),
+        ({"generation_config.json": "[]"}, "must contain a JSON object"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_named(tmp_path: Path, files: dict[str, str] | None, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Request outputs: detokenization, stop strings, log-probabilities, and the collector that clients read from."""
+"""Request outputs: detokenization, stop strings, log-probabilities, and the collector from which calls read outputs."""

@@ -1,4 +1,4 @@
-"""Buffer between the engine's steps and a client: one slot per sequence, independent of the client's speed."""
+"""Buffer for outputs between the engine's steps and a client. A slow client does not delay the engine's steps."""
 
 import asyncio
 
@@ -10,11 +10,14 @@ from penstock_frontend.processing.outputs.detokenizer import TextDelta
 
 
 class OutputCollector:
-    """Holds the output of a request's sequences that the client has not taken yet. New deltas are merged into it.
+    """Buffer for the output of a request's sequences that the client has not read yet.
 
-    A slow client uses memory proportional to its output, and delays no other request. The collector also decides when
-    output can be taken. For FINAL that is at the end of a sequence. Otherwise it is at the first output, every
-    ``stream_interval`` tokens, and at the end. Sequences with output are served in turn.
+    New deltas are merged into the buffered output.
+
+    The memory for a slow client is proportional to its output, and a slow client delays no other request. The collector
+    also decides when output is ready to be read. With the output kind FINAL, output is ready at the end of a sequence.
+    With other output kinds, output is ready at the first token, every ``stream_interval`` tokens, and at the end.
+    Sequences with ready output take turns.
     """
 
     __slots__ = ("_due", "_error", "_num_unfinished", "_reader", "_slots", "cumulative")
@@ -22,19 +25,19 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
         self.cumulative = kind is OutputKind.CUMULATIVE
         self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
-        self._due: dict[int, None] = {}  # indexes of slots, in the order in which they became due
-        self._reader: asyncio.Future[None] | None = None  # the waiting reader; there is at most one
+        self._due: dict[int, None] = {}  # indexes of slots with ready output, in the order in which they became ready
+        self._reader: asyncio.Future[None] | None = None  # the waiting reader; at most one reader waits
         self._num_unfinished = num_sequences
         self._error: RequestFailed | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the last output of every sequence was taken."""
+        """Whether the last output of every sequence was read."""
         return self._num_unfinished == 0
 
     @property
     def ready(self) -> bool:
-        """Whether there is output to take, or an error."""
+        """Whether there is output to read, or an error."""
         return bool(self._due) or self._error is not None
 
     def put(
@@ -45,18 +48,24 @@ class OutputCollector:
         index: int = 0,
         prompt_logprobs: Logprobs | None = None,
     ) -> None:
-        """Add new output of a sequence. ``finish`` marks the last output. ``prompt_logprobs`` precede the first token."""
+        """Add new output of a sequence.
+
+        ``finish`` marks the last output. ``prompt_logprobs`` must be added before the first token.
+        """
         if self._slots[index].put(delta, finish, prompt_logprobs):
             self._due[index] = None
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """End all sequences with ``error``. Output that was not taken is lost. The first error wins."""
+        """End all sequences with ``error``. Output that was not read yet is dropped. Later errors are ignored."""
         self._error = self._error or error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for output and take it. Raises the error of the request. Do not call it after ``finished``."""
+        """Wait for ready output, and return it.
+
+        Raises the error of the request. Do not call this once ``finished`` is True.
+        """
         if not self.ready:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -78,7 +87,10 @@ class OutputCollector:
 
 
 class _Slot:
-    """Output of one sequence that was not taken yet. With CUMULATIVE, output that was taken is kept too."""
+    """Output of one sequence that was not read yet.
+
+    With the output kind CUMULATIVE, the slot also keeps output that was read.
+    """
 
     __slots__ = (
         "_finish",
@@ -101,12 +113,12 @@ class _Slot:
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = None
         self._prompt_logprobs: Logprobs | None = None
-        self._num_untaken = 0  # number of tokens not taken yet
+        self._num_untaken = 0  # number of tokens that were not read yet
         self._started = False
         self._finish: Finish | None = None
 
     def put(self, delta: TextDelta, finish: Finish | None, prompt_logprobs: Logprobs | None) -> bool:
-        """Add new output. Returns whether it can be taken now."""
+        """Add new output. Return whether output is ready to be read now."""
         if delta.text:
             self._text.append(delta.text)
         self._token_ids.extend(delta.token_ids)

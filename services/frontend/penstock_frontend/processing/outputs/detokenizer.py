@@ -1,4 +1,4 @@
-"""Conversion of one request's tokens to text: detokenization, stop strings, and the release of final text."""
+"""Conversion of a sequence's tokens to text. Detokenizes, searches for stop strings, and releases final text."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,23 +9,25 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
-"""Number of prompt tokens used as context for the first output tokens, whose leading spaces depend on it."""
+"""Number of prompt tokens that are the context for decoding the first output tokens. The leading spaces of these output
+tokens depend on the context.
+"""
 _MAX_CONTEXT = 32
 _MAX_PENDING = 8
-"""Maximum number of undecodable tokens kept together. A character spans at most four tokens."""
+"""Maximum number of tokens that wait for the end of a character. A character has at most four tokens."""
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing output.
+    """Decodes an output that grows token by token.
 
-    The text of a token depends on its neighbors, and a character may span several tokens. Such tokens decode to U+FFFD
-    until the character is complete. So a short window of tokens is decoded again with every token (the prefix-offset
-    scheme of text-generation-inference). ``window[:read]`` is context whose text was already returned. Text after this
-    context is returned once it does not end in U+FFFD. Returned text never changes. For byte-level decoders, the joined
-    text equals decoding all tokens at once.
+    The text of a token depends on the tokens before and after it, and a character may have several tokens. Such tokens
+    decode to U+FFFD until the character is complete. The decoder therefore decodes a short window of tokens again with
+    every token (the prefix-offset scheme of text-generation-inference). ``window[:read]`` is context whose text was
+    already returned. The text after this context is returned once it does not end in U+FFFD. Returned text never
+    changes. For byte-level vocabularies, the joined returned texts equal the text of all tokens decoded together.
 
-    Word-piece decoders put a space between any two tokens. They also put a space between special tokens, unless
-    ``spaces_between_special_tokens`` is False. Other decoders never add such spaces.
+    Word-piece decoders put a space between any two tokens. They also put a space between special tokens if
+    ``spaces_between_special_tokens`` is True. Other decoders never add such spaces.
     """
 
     __slots__ = ("_after_special", "_decode", "_joined", "_known", "_read", "_skipped", "_window")
@@ -49,22 +51,22 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> bool:
-        """Whether the last tokens wait for the rest of their character."""
+        """Whether the last tokens are the beginning of an incomplete character."""
         return len(self._window) > self._read
 
     @property
     def num_pending(self) -> int:
-        """Number of last tokens that wait for the rest of their character."""
+        """Number of last tokens that are the beginning of an incomplete character."""
         return len(self._window) - self._read
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, decoded without context."""
+        """Return the text of these tokens, decoded without other tokens as context."""
         return self._decode([token for token in token_ids if token not in self._skipped])
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes.
+        """Add a token, and return the text that this token completes.
 
-        Empty for a skipped special token, or in the middle of a character.
+        The text is empty for a skipped special token, and in the middle of a character.
         """
         if token_id in self._skipped:
             return ""
@@ -75,7 +77,7 @@ class IncrementalDetokenizer:
         return text.removeprefix(" ") if after_special and self._after_special else text
 
     def flush(self) -> str:
-        """Return the held-back text at the end of the output. An incomplete character becomes U+FFFD."""
+        """Return the remaining text at the end of the output. An incomplete character becomes U+FFFD."""
         return self._settle(self._decode(self._window)) if self.pending else ""
 
     def _grow(self, token_id: int) -> str:
@@ -91,13 +93,14 @@ class IncrementalDetokenizer:
             del self._window[: self._read]
             self._known = self._decode(self._window)
         elif len(self._window) > _MAX_CONTEXT:
-            self._window.pop()  # there may be any number of tokens without text
+            self._window.pop()  # drop tokens without text, because their number is not limited
         self._read = len(self._window)
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Release the first tokens of the window that later tokens cannot change, so that a long undecodable run uses
-        bounded memory.
+        """Release the first tokens of the window, whose text later tokens cannot change.
+
+        A long sequence of undecodable tokens then uses bounded memory.
         """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
@@ -109,27 +112,27 @@ class IncrementalDetokenizer:
         return ""
 
 
-# Search for the first of several stop strings in a text that arrives in pieces.
+# The code below searches for the first of several stop strings in a text that arrives in pieces.
 
 
 class StopMatch(NamedTuple):
-    """A found stop string. ``end`` is the index after it in the fed piece."""
+    """A stop string that was found. ``end`` is the index in the last piece of text, after the stop string."""
 
     stop: str
     end: int
 
 
 class StopMatcher:
-    """Aho-Corasick automaton over the stop strings, with constant time per character for any number of strings.
+    """Aho-Corasick automaton for the stop strings. The time per character does not depend on the number of strings.
 
-    The stop string that completes first wins. If several end at the same character, the longest wins. So the result
-    does not depend on how the text is split into pieces.
+    The automaton finds the stop string that ends first. If several stop strings end at the same character, it finds the
+    longest one. The result therefore does not depend on how the text is split into pieces.
     """
 
     __slots__ = ("_depth", "_fail", "_found", "_goto", "_state")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Build the automaton. ``stops`` must have at least one string, and none may be empty."""
+        """Build the automaton. ``stops`` must have at least one string, and no string may be empty."""
         self._goto: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found: list[str] = [""]
@@ -140,11 +143,14 @@ class StopMatcher:
 
     @property
     def partial(self) -> int:
-        """Length of the longest suffix of the text so far that is a prefix of a stop string."""
+        """Number of characters at the end of the text so far that may be the beginning of a stop string."""
         return self._depth[self._state]
 
     def feed(self, text: str) -> StopMatch | None:
-        """Return the first stop string that completes within ``text``, or None. Earlier pieces count."""
+        """Add a piece of text.
+
+        Return the first stop string that ends in this piece, or None. The stop string may begin in an earlier piece.
+        """
         state, goto, fail, found = self._state, self._goto, self._fail, self._found
         for index, char in enumerate(text):
             while state and char not in goto[state]:
@@ -170,9 +176,9 @@ class StopMatcher:
         self._found[state] = stop
 
     def _link(self) -> list[int]:
-        """Build the failure links, breadth first.
+        """Build the failure links in breadth-first order.
 
-        A state also matches what its link matches, unless it ends a longer stop string.
+        If a state is not the end of a stop string, it matches the stop string that the state of its link matches.
         """
         fail = [0] * len(self._goto)
         queue = deque(self._goto[0].values())
@@ -189,13 +195,13 @@ class StopMatcher:
 
 
 class TextDelta(NamedTuple):
-    """Text that became final, and its tokens.
+    """Text that became final, and the tokens of this text.
 
     Attributes:
         text: Final text.
         token_ids: Tokens of the text.
         stop: Stop string that ended the output, or ``""``.
-        logprobs: One position per token; None without tokens, or if not requested.
+        logprobs: Log-probabilities with one position per token. None without tokens, or if they were not requested.
     """
 
     text: str = ""
@@ -205,12 +211,13 @@ class TextDelta(NamedTuple):
 
 
 class OutputText:
-    """Converts new tokens to output that a client may see.
+    """Converts new tokens to output that a client may receive.
 
-    Text is released once it cannot be part of a stop string anymore, and a token once all of its text is released. So
-    the joined pieces of a stream equal the text of the whole output. A stop string cuts text and tokens. Tokens remain
-    if their text ends before the cut, or, if the stop string is included, up to the token that completes it.
-    Log-probabilities are released with their tokens.
+    Text is released once it can no longer be part of a stop string. A token is released once all of its text is
+    released. The joined pieces of a stream therefore equal the text of the complete output. A stop string cuts off text
+    and tokens. If the stop string is excluded, the tokens whose text ends before the stop string remain. If the stop
+    string is included, the tokens up to the end of the stop string remain. Log-probabilities are released with their
+    tokens.
     """
 
     __slots__ = (
@@ -235,19 +242,19 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Create the state. Without a detokenizer there is no text, and tokens are released immediately."""
+        """Create the state. Without a detokenizer, the output has no text, and tokens are released immediately."""
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._text = ""  # held-back text
-        self._tokens: deque[int] = deque()  # held-back tokens
-        self._logprobs: Logprobs | None = None  # log-probabilities of held-back tokens and of tokens not processed yet
-        self._ends: deque[int] = deque()  # end positions of the held-back tokens' text, as far as known
-        self._length = 0  # length of all text so far
-        self._released = 0  # length of the released text
+        self._text = ""  # text that is not released yet
+        self._tokens: deque[int] = deque()  # tokens that are not released yet
+        self._logprobs: Logprobs | None = None  # log-probabilities of unreleased tokens and of tokens not processed yet
+        self._ends: deque[int] = deque()  # end positions of the text of each unreleased token, as far as known
+        self._length = 0  # number of characters of all text so far
+        self._released = 0  # number of characters of the released text
         self.num_tokens = 0
-        """Number of output tokens so far, including those of a stop string."""
+        """Number of output tokens so far, including the tokens of a stop string."""
 
     def add(
         self,
@@ -257,10 +264,13 @@ class OutputText:
         ended: bool = False,
         stop_token: bool = False,
     ) -> TextDelta:
-        """Add the next tokens with their log-probabilities, which the caller must not change afterwards.
+        """Add the next tokens with their log-probabilities.
 
-        ``ended`` marks the last tokens. ``stop_token`` says that the last token stopped the output. That token is part
-        of the output, but its text is shown only with ``include_stop``. Tokens after a stop string are dropped.
+        The caller must not change the log-probabilities afterwards.
+
+        ``ended`` is True for the last tokens. ``stop_token`` is True if the last token is a stop token. A stop token is
+        part of the output's tokens, but its text is part of the output's text only with ``include_stop``. Tokens after
+        a stop string are dropped.
         """
         if self._detokenizer is None:
             self.num_tokens += len(token_ids)
@@ -287,7 +297,10 @@ class OutputText:
         return self._stops is None and not self._tokens and self._logprobs is None
 
     def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
-        """Fast path for most outputs: release tokens with their text, except those of an incomplete character."""
+        """Release tokens with their text, except the tokens of an incomplete character.
+
+        This is the fast path for most outputs.
+        """
         text, settled = "", 0
         for number, token_id in enumerate(token_ids, start=1):
             text += detokenizer.push(token_id)
@@ -302,9 +315,9 @@ class OutputText:
         return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
-        """Add new text. Returns the final delta if a stop string completes.
+        """Add new text. Return the final delta if the text completes a stop string, else None.
 
-        ``settled``: the text of every token is complete.
+        ``settled`` is True if the text of every token is complete.
         """
         before = self._length
         self._text += text

@@ -1,4 +1,4 @@
-"""Conversion of pooling outputs to answers, with one answer per engine request."""
+"""Conversion of the engines' pooling outputs to results, with one result per engine request."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from penstock_frontend.processing.outputs.request_states import RequestStates, f
 
 
 class PooledState:
-    """State of one pooling request until its answer."""
+    """State of one pooling request until its result arrives."""
 
     __slots__ = ("answer", "external_id", "num_prompt", "request_id", "started")
 
@@ -25,8 +25,8 @@ class PooledState:
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
 
     def settle(self, output: EngineCoreOutput) -> None:
-        """Give the answer to the call."""
-        if not self.answer.done():  # The call was cancelled.
+        """Pass the result to the call."""
+        if not self.answer.done():  # skip this if the call was cancelled
             self.answer.set_result(output)
 
     def fail(self, error: RequestFailed) -> None:
@@ -35,13 +35,13 @@ class PooledState:
             self.answer.set_exception(error)
 
     def moved(self) -> None:
-        """Record that the request continues on another engine. No state depends on the engine."""
+        """Do nothing when the request continues on another engine, because no state depends on the engine."""
 
 
 class PooledOutputs(RequestStates[PooledState]):
-    """``OutputHandler`` of pooling requests, which tracks each request until its answer.
+    """``OutputHandler`` for pooling requests. Tracks each request until its result arrives.
 
-    ``on_done`` is called for each successful request, with the id of its engine.
+    ``on_done`` is called for each successful request, with the id of the engine.
     """
 
     def __init__(self, on_done: Callable[[PooledState, str], None]) -> None:
@@ -61,7 +61,10 @@ class PooledOutputs(RequestStates[PooledState]):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Process one step's outputs, ignoring those of other requests. Returns the ids that the engine should abort."""
+        """Process the outputs of one step, and ignore outputs of generation requests.
+
+        Return the ids of requests that the engine should abort.
+        """
         del timestamp, tokens, drafts
         to_abort: list[str] = []
         for output in outputs:
@@ -88,7 +91,7 @@ class PooledOutputs(RequestStates[PooledState]):
 
 
 class SplitOutputs:
-    """Passes engine outputs to several handlers, each of which knows its own requests."""
+    """Passes engine outputs to several handlers. Each handler processes only the outputs of its own requests."""
 
     def __init__(self, *handlers: OutputHandler) -> None:
         self._handlers = handlers
@@ -101,7 +104,7 @@ class SplitOutputs:
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Pass a step's outputs to each handler. Returns the ids that the engine should abort."""
+        """Pass the outputs of a step to each handler. Return the ids of requests that the engine should abort."""
         return [
             id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens, drafts)
         ]
@@ -113,18 +116,18 @@ class SplitOutputs:
             handler.fail(ids, error)
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request of every handler. Returns their ids."""
+        """End every request of every handler. Return the ids of these requests."""
         return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """Record that these requests have lost their engine and continue on another one."""
+        """Record that these requests have lost their engine, and continue on another engine."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.moved(ids)
 
 
 def vectors_of(output: EngineCoreOutput) -> Vectors:
-    """Return the vectors of an input. Raises TypeError for the output of a generation request."""
+    """Return the vectors in the output for an input. Raises TypeError for the output of a generation request."""
     if output.pooling_output is None:
         raise TypeError("the output has no vectors")
     return output.pooling_output

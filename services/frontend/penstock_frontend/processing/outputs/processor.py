@@ -1,4 +1,4 @@
-"""Conversion of engine outputs to client outputs."""
+"""Conversion of engine outputs to outputs for clients."""
 
 import time
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from penstock_frontend.processing.outputs.request_states import RequestStates, f
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# Log-probabilities for clients, with a text per entry and without duplicates.
+# The code below prepares log-probabilities for clients: each entry gets a text, and duplicates are removed.
 
 
 class LogprobsReader:
-    """Adds texts to the log-probability entries of one sequence, unless the request wants no text.
+    """Adds texts to the log-probability entries of one sequence. If the request asks for no text, adds none.
 
-    The text of an entry is what its token adds after another token, with leading spaces. A partial character is U+FFFD,
-    and a special token is its name. So the joined texts of the chosen tokens equal the output only if no character
-    spans several tokens.
+    The text of an entry is the text that the entry's token adds after another token, including leading spaces. The text
+    of a token that is part of a character is U+FFFD. The text of a special token is the token's name. The joined texts
+    of the chosen tokens therefore equal the output only if each character has a single token.
     """
 
     __slots__ = ("_num_prompt_left", "_tokenizer", "_wanted")
@@ -46,7 +46,7 @@ class LogprobsReader:
     def read(self, logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:
         """Return the log-probabilities of an output, or None if it has no tokens.
 
-        Raises ValueError if they are requested but their number differs from the number of tokens.
+        Raises ValueError if the request asks for log-probabilities, and their number differs from the number of tokens.
         """
         if not self._wanted:
             return None
@@ -56,8 +56,9 @@ class LogprobsReader:
         return None if logprobs is None or not num_positions else self._with_texts(logprobs)
 
     def read_prompt(self, logprobs: Logprobs | None) -> Logprobs | None:
-        """Return the log-probabilities of further prompt tokens, up to the number of tokens left, or None if none is
-        left.
+        """Return the log-probabilities of further prompt tokens.
+
+        Cut them at the end of the prompt. Return None if no prompt tokens are left.
         """
         if logprobs is None:
             return None
@@ -76,19 +77,20 @@ _NO_DRAFTS = SpecDecodingStats()
 
 
 class RequestState:
-    """State of one sequence from its acceptance to its end, on any number of engines.
+    """State of one sequence from its acceptance to its end, even if it moves between engines.
 
     Attributes:
-        engine_id: Engine of the last output.
+        engine_id: Id of the engine that sent the last output.
         index: Index of the sequence in its call.
         collector: Collector of the outputs, shared by all sequences of the call.
         first_token_after: Seconds from arrival to the first token.
-        finish: End of the sequence, if it ended normally.
-        decoded: Seconds from first to last token on earlier engines.
-        num_preemptions: Number of preemptions.
-        speculation: Draft statistics that engines reported.
+        finish: End of the sequence, if the sequence ended normally.
+        decoded: Seconds from the first to the last token on each earlier engine, summed over these engines.
+        num_preemptions: Number of times that engines preempted the sequence.
+        speculation: Draft statistics as reported by engines.
 
-    Engine times are on the engine's clock. They are 0 until known, and again after a move to another engine.
+    Engine times are on the engine's clock. They are 0 until they are known, and become 0 again after a move to another
+    engine.
     """
 
     __slots__ = (
@@ -168,16 +170,18 @@ class RequestState:
         )
 
     def fail(self, error: RequestFailed) -> None:
-        """End the call with all of its sequences."""
+        """End the call with an error, including all sequences of the call."""
         self.collector.fail(error)
 
     def moved(self) -> None:
-        """Record a move to another engine, whose clock is unrelated to the earlier times."""
+        """Record a move to another engine. Reset the engine times, because the engines have different clocks."""
         self.decoded += self.last_token_time - self.first_token_time
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
 
     def take_events(self, events: Sequence[EngineCoreEvent]) -> None:
-        """Record when the engine queued and first scheduled the request, and how often it preempted it."""
+        """Record when the engine queued and first scheduled the request, and how often the engine preempted the
+        request.
+        """
         for event in events:
             if event.type is EventType.QUEUED:
                 self.queued_time = event.timestamp
@@ -188,9 +192,9 @@ class RequestState:
 
 
 class OutputProcessor(RequestStates[RequestState]):
-    """Tracks every generation request of this frontend, and converts engine steps to deltas.
+    """Tracks every generation request of this frontend, and converts the outputs of engine steps to deltas.
 
-    The outputs of a sequence arrive in order and without gaps, from any engine. The journal ensures that.
+    The journal ensures that the outputs of a sequence arrive in order and without gaps, even from different engines.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
@@ -199,7 +203,7 @@ class OutputProcessor(RequestStates[RequestState]):
         self._metrics = metrics
 
     def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
-        """Track the sequences of one call from now on. Their outputs go to one collector, by index."""
+        """Track the sequences of one call from now on. Their outputs are put into one shared collector, by index."""
         params = requests[0].sampling_params
         collector = OutputCollector(params.output_kind, params.stream_interval, len(requests))
         states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
@@ -207,7 +211,7 @@ class OutputProcessor(RequestStates[RequestState]):
         return states
 
     def abort(self, state: RequestState) -> bool:
-        """End a request with its output so far. Returns False if it had already ended."""
+        """End a request with its output so far. Return False if the request had already ended."""
         if not self.remove(state):
             return False
         try:
@@ -231,14 +235,14 @@ class OutputProcessor(RequestStates[RequestState]):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Process one step's outputs. Returns the ids of requests that the engine should abort.
+        """Process the outputs of one step. Return the ids of requests that the engine should abort.
 
         Args:
-            outputs: Outputs with more than new tokens.
+            outputs: Outputs that have other content than new tokens.
             engine: Id of the engine.
             timestamp: End of the step, on the engine's clock.
-            tokens: Outputs that are only new tokens. They precede the others.
-            drafts: Draft statistics of some of these requests.
+            tokens: Outputs that consist only of new tokens. They are processed before ``outputs``.
+            drafts: Draft statistics of some requests in ``tokens``.
         """
         for request_id, speculation in drafts:
             if (drafted := self._states.get(request_id)) is not None:
@@ -252,7 +256,7 @@ class OutputProcessor(RequestStates[RequestState]):
             state.engine_id = engine
             try:
                 ended_here = self._advance_tokens(state, token_ids, metrics, step)
-            except Exception as e:  # as below
+            except Exception as e:  # an error in one request must not end other requests of the step
                 self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
                 ended_here = True
             if ended_here:
@@ -264,7 +268,7 @@ class OutputProcessor(RequestStates[RequestState]):
             state.engine_id = engine
             try:
                 ended_here = self._advance(state, output, metrics, step)
-            except Exception as e:  # an error in one request must not end the others of the step
+            except Exception as e:  # an error in one request must not end other requests of the step
                 self._fail(state, incident(e, request=state.external_id, doing="processing the output"))
                 ended_here = True
             if ended_here and output.finish_reason is None:
@@ -278,8 +282,8 @@ class OutputProcessor(RequestStates[RequestState]):
     def _advance_tokens(
         self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
-        """Process an output that is only new tokens. Hot path: called once per output."""
-        logprobs = state.logprobs.read(None, len(token_ids))  # raises if log-probabilities are requested
+        """Process an output that consists only of new tokens. Hot path: called once per output."""
+        logprobs = state.logprobs.read(None, len(token_ids))  # raises ValueError if log-probabilities are requested
         _count_tokens(state, len(token_ids), metrics, step)
         delta = state.text.add(token_ids, logprobs=logprobs)
         if not delta.stop:
@@ -298,14 +302,14 @@ class OutputProcessor(RequestStates[RequestState]):
     def _advance(
         self, state: RequestState, output: EngineCoreOutput, metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
-        """Process one output of a request. Returns whether the request has ended."""
+        """Process one output of a request. Return whether the request has ended."""
         if output.error is not None or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fail(state, failure_of(output))
             return True
         token_ids = output.new_token_ids
         logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
-        if output.num_nans_in_logits:  # Engines of an earlier release report NaN logits and continue the request.
+        if output.num_nans_in_logits:  # engines of an earlier release report NaN logits, and continue the request
             metrics.nans(output.num_nans_in_logits)
             _report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:
@@ -343,12 +347,15 @@ def _report_nans(state: RequestState, count: int) -> None:
 
 
 def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
-    """Count new tokens. Hot path: called once per output, so per-step totals are left to the end of the step."""
+    """Count new tokens.
+
+    Hot path: called once per output, so totals of the step are only counted at the end of the step.
+    """
     now = step.timestamp
     if state.last_token_time:
         gap = now - state.last_token_time
         step.gaps[gap] = step.gaps.get(gap, 0) + 1
-    elif state.num_received:  # The request was on another engine before.
+    elif state.num_received:  # the request was on another engine before
         state.first_token_time = now
     else:
         state.first_token_after = time.monotonic() - state.started

@@ -1,4 +1,4 @@
-"""Tracking of a frontend's requests until they end, for all kinds of requests."""
+"""Tracking of all requests of a frontend until they end, for each kind of request."""
 
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
@@ -23,7 +23,10 @@ S = TypeVar("S", bound=State)
 
 
 class RequestStates(Generic[S]):
-    """States by request id, with the part of ``OutputHandler`` that all kinds of requests share."""
+    """States of requests by request id.
+
+    Implements the methods of ``OutputHandler`` that are the same for all kinds of requests.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, S] = {}
@@ -33,7 +36,7 @@ class RequestStates(Generic[S]):
         return len(self._states)
 
     def remove(self, state: S) -> bool:
-        """Stop tracking a request. Returns False if it had already ended."""
+        """Stop tracking a request. Return False if the request had already ended."""
         return self._states.pop(state.request_id, None) is not None
 
     def moved(self, request_ids: Iterable[str]) -> None:
@@ -43,7 +46,7 @@ class RequestStates(Generic[S]):
                 state.moved()
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests with an error, unless they have already ended."""
+        """End these requests with an error. Ignore requests that have already ended."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
                 self._fail(state, error)
@@ -63,7 +66,7 @@ def failure_of(output: EngineCoreOutput) -> RequestFailed:
     if output.error is not None:
         return output.error.to_exception()
     if output.finish_reason is FinishReason.ABORT:
-        # Requests that the client aborted are not tracked anymore, so the engine aborted this one because it shuts
-        # down.
+        # The client has not aborted this request, because requests aborted by clients are no longer tracked. So the
+        # engine is shutting down.
         return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
     return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

@@ -1,1 +1,1 @@
-"""Request inputs: validation, tokenization, sampling parameters, prompt embeddings, and multiple choices per request."""
+"""Request inputs: validation, tokenization, sampling parameters, prompt embeddings, and sequences of a prompt."""

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts, for models trained to fill the gap between two texts."""
+"""Fill-in-the-middle prompts, for models that are trained to fill the gap between two texts."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class InfillForm(NamedTuple):
-    """Special tokens of a fill-in-the-middle prompt. They precede the text, the suffix and the middle."""
+    """Special tokens of a fill-in-the-middle prompt. One token each precedes the prefix, the suffix and the middle."""
 
     before: str
     behind: str
@@ -23,14 +23,14 @@ FORMS = (
 
 
 def infill_form(tokenizer: Tokenizer) -> InfillForm | None:
-    """Return the form whose tokens the tokenizer has, or None."""
+    """Return the form whose special tokens the tokenizer has, or None if it has no form's tokens."""
     return next((form for form in FORMS if all(tokenizer.token_id(token) is not None for token in form)), None)
 
 
 def infill_prompt(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
-    """Return the prompt to fill the gap between ``prompt`` and ``suffix``.
+    """Return the prompt that asks the model to fill the gap between ``prompt`` and ``suffix``.
 
-    Raises Unimplemented if the model has no such tokens.
+    Raises Unimplemented if the model has no fill-in-the-middle tokens.
     """
     form = infill_form(tokenizer)
     if form is None:

@@ -32,16 +32,16 @@ from penstock_frontend.processing.prompts.mixed_prompt import (
 )
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# Check for prompts that already begin with the BOS token that the tokenizer adds.
+# The function below finds prompts that already begin with the BOS token, which the tokenizer adds again.
 #
-# The model then sees two BOS tokens, which never happened in training. Most such prompts were rendered by a chat
-# template and then sent as text.
+# The model would then see two BOS tokens, which never happened in training. Most such prompts were rendered by a chat
+# template, and then sent as text.
 
 
 def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field: str) -> None:
-    """Warn the client if its tokenized prompt begins with the same special token twice.
+    """Warn the client if the tokenized prompt begins with the same special token twice.
 
-    ``field`` is the name of the prompt's field, as used in errors.
+    ``field`` is the name of the prompt's field in error messages.
     """
     first = tokenizer.leading_token
     if first is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1] == first:
@@ -54,7 +54,9 @@ def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field:
 
 
 MAX_CHARS_PER_TOKEN = 64
-"""Maximum number of characters per token that fits. A longer text is refused before tokenization."""
+"""Assumed maximum number of characters per token. Text with more characters than this times the token limit is refused
+before tokenization.
+"""
 
 
 class InputProcessor:
@@ -74,9 +76,10 @@ class InputProcessor:
     ) -> None:
         """Create the processor.
 
-        ``reasoning`` is the model's reasoning format; constraints apply after it. ``adapters`` are those that requests
-        may name, or None. ``media`` is None for a text-only model; otherwise the tokenizer hides the media tokens from
-        now on. Raises ConfigError if the model's defaults are out of range, or its tokens cannot be hidden.
+        ``reasoning`` is the model's reasoning format. Constraints apply to the output after the reasoning. ``adapters``
+        are the adapters that requests may name, or None. ``media`` is None for a text-only model. If ``media`` is set,
+        the tokenizer treats the model's media tokens in texts as plain text from now on. Raises ConfigError if the
+        model's default parameters are out of range, or if the tokenizer cannot hide the media tokens.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -94,15 +97,16 @@ class InputProcessor:
             self.media = MediaInputs(tokenizer, media)
 
     def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
-        """Return the name of the LoRA adapter that a request selects by ``name`` or ``lora``, else the served model's
-        name.
+        """Return the name of the LoRA adapter that a request selects with ``name`` or ``lora``.
 
-        Raises NotFound for unknown names, and like ``Adapters.asked_for``.
+        Without an adapter, return the name of the served model.
+
+        Raises NotFound for unknown names, and the errors of ``Adapters.asked_for``.
         """
         return self._adapters.asked_for(name, lora, field=field) or self._model_name
 
     def request_id(self, given: str) -> str:
-        """Return the request id for the client: the given one, or a random one."""
+        """Return the request id for the client: the given id, or a random id if the client gave none."""
         size = len(given.encode())
         if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
@@ -121,9 +125,9 @@ class InputProcessor:
             )
 
     def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
-        """Return the context for engines, with the client's request id, the arrival time, and the tenant's weight.
+        """Return the request context for engines, with the client's request id, arrival time and tenant weight.
 
-        Raises NotFound for another model, and InvalidArgument for values that are too large.
+        Raises NotFound if the request names another model, and InvalidArgument for values that are too large.
         """
         self.check_model(context.model, context.lora)
         self.check_tenant(context.tenant)
@@ -173,7 +177,7 @@ class InputProcessor:
         prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
         reasoning = self._reasoning_for(params)
         return EngineCoreRequest(
-            # The number keeps the id unique even if a client reuses its id.
+            # The serial number makes the id unique, even if a client uses the same id again.
             request_id=f"{request_id}-{next(self._serial):x}",
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
@@ -186,22 +190,22 @@ class InputProcessor:
         )
 
     def _reasoning_for(self, params: SamplingParams) -> Reasoning | None:
-        """Return the reasoning format if the parameters need it.
+        """Return the reasoning format if the parameters need it, else None.
 
-        Raises InvalidArgument for a budget that cannot be enforced.
+        Raises InvalidArgument for a reasoning budget that engines cannot enforce.
         """
         budget = params.thinking_token_budget
         if budget is not None and self.reasoning is None:
             field = "sampling_params.thinking_token_budget"
             raise InvalidArgument(
-                f"{field} is {budget}, but the server cannot limit this model's reasoning: the model has no reasoning parser "
-                "(model.reasoning_parser), or one whose tags are several tokens; leave the field out and set max_tokens",
+                f"{field} is {budget}, but the server cannot limit this model's reasoning, because the model has no reasoning "
+                "parser (model.reasoning_parser), or its reasoning tags have several tokens; remove the field and set max_tokens",
                 field=field,
             )
         return self.reasoning if budget is not None or params.structured_output is not None else None
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
-        """Check what depends on the engines: the prompt's length and its token ids."""
+        """Check the prompt's length and token ids against the engines' limits."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if request.prompt_embeds is not None:
             check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
@@ -214,7 +218,7 @@ class InputProcessor:
         if params.min_tokens > room_left:
             raise InvalidArgument(
                 f"sampling_params.min_tokens is {params.min_tokens}; a prompt of {len(prompt)} tokens leaves room for "
-                f"{room_left}",
+                f"{room_left} output tokens",
                 field="sampling_params.min_tokens",
             )
 
@@ -261,7 +265,7 @@ class InputProcessor:
         return JoinedPrompt(ids, None)
 
     async def _prediction(self, prediction: Prediction, limits: ModelLimits | None) -> list[int]:
-        """Return the token ids of a prediction, without special tokens around it."""
+        """Return the token ids of a prediction, without special tokens around the prediction."""
         field = "prediction.text" if isinstance(prediction, str) else "prediction.token_ids.ids"
         if not prediction:
             raise InvalidArgument(f"{field} is empty: there is no prediction", field=field)
@@ -282,8 +286,8 @@ class InputProcessor:
     ) -> JoinedPrompt:
         """Join the parts of a mixed prompt.
 
-        ``limits`` are the engines' limits if they are known and the prompt is not truncated later. Raises
-        InvalidArgument, and the errors of preparing media.
+        ``limits`` are the engines' limits. It is None if they are not known, or if the prompt will be truncated later.
+        Raises InvalidArgument, and the errors of preparing media.
         """
         longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
         if limits is not None and limits.max_model_len < longest:
@@ -310,12 +314,15 @@ class InputProcessor:
 
 
 def longest_text(max_model_len: int) -> int:
-    """Return the number of characters above which a text is certainly too long for the model."""
+    """Return the number of characters above which a text is too long for the model in any tokenization."""
     return max_model_len * MAX_CHARS_PER_TOKEN
 
 
 def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROMPT_TOO_LONG") -> None:
-    """Raise InvalidArgument for a text that is too long in any tokenization. Tokenizing it could take seconds."""
+    """Raise InvalidArgument for a text that is too long in any tokenization.
+
+    Such a text is never tokenized, because this could take seconds.
+    """
     longest = longest_text(max_model_len)
     if len(text) > longest:
         raise InvalidArgument(
@@ -327,7 +334,9 @@ def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROM
 
 
 def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
-    """Raise InvalidArgument if a prediction is longer than any output, or has an id that is not in the vocabulary."""
+    """Raise InvalidArgument if a prediction is longer than the longest possible output, or has an id that is not in the
+    vocabulary.
+    """
     if len(token_ids) > limits.max_model_len:
         raise InvalidArgument(
             f"prediction is {len(token_ids)} tokens; max_model_len is {limits.max_model_len}", field="prediction"
@@ -356,15 +365,16 @@ def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits)
 def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: str) -> None:
     """Raise InvalidArgument for embeddings of the wrong size, and Unimplemented if the engines accept no embeddings."""
     if hidden_size == 0:
-        raise Unimplemented(f"{field} has vectors, which the engines do not take in place of tokens", field=field)
+        raise Unimplemented(f"{field} has embeddings, but the engines accept no embeddings in prompts", field=field)
     if hidden_size is not None and embeds.hidden_size != hidden_size:
         raise InvalidArgument(
-            f"{field} has vectors of {embeds.hidden_size} numbers; the model's have {hidden_size}", field=field
+            f"{field} has embeddings of size {embeds.hidden_size}; the model's hidden size is {hidden_size}",
+            field=field,
         )
 
 
 def _text_of(prompt: str | Sequence[int] | MixedPrompt) -> str:
-    """Return the text of a prompt, or an empty text if it is not given as text."""
+    """Return the text of a prompt, or an empty text if the prompt is not given as text."""
     if isinstance(prompt, MixedPrompt):
         return prompt.text if prompt.media else ""
     return prompt if isinstance(prompt, str) else ""
@@ -381,7 +391,7 @@ def _too_long(num_tokens: int, max_model_len: int, features: Sequence[MultiModal
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
-    """Raise InvalidArgument naming the first id that is not in the vocabulary."""
+    """Raise InvalidArgument if a token id is not in the vocabulary. The error names the first such id."""
     if token_ids and max(token_ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
         raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Mixed prompts: texts with media, token ids and embeddings."""
+"""Mixed prompts, which consist of texts, media, token ids and embeddings."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -13,16 +13,16 @@ from penstock_frontend.call_types import MediaPart, MixedPrompt
 from penstock_frontend.processing.media.families.base import Family, MediaPreparer, PreparedMedia, Replacement
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, joined
 
-# Checks and preparation of media, and tokenization of texts with media.
+# The code below checks and prepares media, and tokenizes texts with media.
 
 
 class PlacedMedia(NamedTuple):
-    """A media item with its replacement in the prompt.
+    """A media item, and the tokens that replace the item's placeholder in the prompt.
 
     Attributes:
         prepared: The processed item.
         replacement: Tokens that replace the item's placeholder.
-        stand_in: Text of the placeholder, under which the tokenizer knows it.
+        stand_in: Text that the tokenizer converts to the placeholder token.
         placeholder_id: Id of the placeholder token.
     """
 
@@ -33,29 +33,31 @@ class PlacedMedia(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text that is tokenized in place of the item."""
+        """Text that is tokenized instead of the item."""
         return f"{self.replacement.before}{self.stand_in}{self.replacement.after}"
 
 
 class MediaText(NamedTuple):
-    """Text with media, tokenized as one. ``parts`` has texts and media, without two adjacent texts."""
+    """Text with media that is tokenized in one call. ``parts`` has texts and media, and never two adjacent texts."""
 
     parts: tuple[str | PlacedMedia, ...]
 
     @property
     def text(self) -> str:
-        """Complete text, with a stand-in for each item."""
+        """Complete text, with the stand-in of each media item."""
         return joined(part if isinstance(part, str) else part.text for part in self.parts)
 
     @property
     def has_text(self) -> bool:
-        """Whether there is any text besides media."""
+        """Whether there is any text in addition to media."""
         return any(isinstance(part, str) for part in self.parts)
 
     def filled(self, token_ids: Sequence[int], offset: int) -> tuple[list[int], list[MultiModalFeature]]:
-        """Replace the placeholders in the token ids of ``text``. Returns the new token ids, and the media features.
+        """Replace the placeholders in ``token_ids``, the token ids of ``text``.
 
-        ``offset`` is the number of prompt tokens before the text. Raises RuntimeError if the ids do not belong to
+        Returns the new ids and the media features.
+
+        ``offset`` is the number of prompt tokens before the text. Raises RuntimeError if ``token_ids`` do not belong to
         ``text``.
         """
         placed = [part for part in self.parts if isinstance(part, PlacedMedia)]
@@ -76,7 +78,10 @@ class MediaText(NamedTuple):
 
 
 def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
-    """Return the feature of an item at ``offset``, from its first position with an embedding to its last."""
+    """Return the feature of a media item at ``offset``.
+
+    The feature covers the positions from the item's first embedding to its last embedding.
+    """
     replacement, item = placed.replacement, placed.prepared.item
     runs = replacement.embed_runs or (EmbedRun(0, len(replacement.token_ids)),)
     start, end = runs[0].start, runs[-1].start + runs[-1].count
@@ -91,23 +96,23 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
 
 
 def identifier_of(placed: PlacedMedia) -> str:
-    """Return the item's identifier.
+    """Return the identifier of a media item.
 
-    If neighboring media change the encoder's input, the identifier is derived from both.
+    If neighboring media change the encoder's input for the item, the identifier also depends on this change.
     """
     identifier, variant = placed.prepared.identifier, placed.replacement.variant
     return hashlib.blake2b(f"{identifier}:{variant}".encode(), digest_size=32).hexdigest() if variant else identifier
 
 
 def media_tokens(features: Iterable[MultiModalFeature]) -> dict[Modality, int]:
-    """Return the number of prompt positions that media take, by modality."""
+    """Return the number of prompt positions of media, by modality."""
     counts: dict[Modality, int] = {}
     for feature in features:
         counts[feature.modality] = counts.get(feature.modality, 0) + feature.length
     return counts
 
 
-# Media of prompts: checked against the model, prepared, and assigned their replacement tokens.
+# The code below checks the media of prompts against the model, prepares them, and finds their replacement tokens.
 
 A = {"image": "an image", "audio": "a sound", "video": "a video"}
 
@@ -119,7 +124,7 @@ class MediaInputs(NamedTuple):
     preparer: MediaPreparer
 
     async def placed(self, prompt: MixedPrompt, context: RequestContext) -> list[PlacedMedia]:
-        """Prepare the prompt's media, in order. Raises like ``check_media`` and ``MediaPreparer.prepare``."""
+        """Prepare the prompt's media, in order. Raises the errors of ``check_media`` and ``MediaPreparer.prepare``."""
         parts, family = prompt.media, self.preparer.family
         check_media(parts, family)
         prepared = await self.preparer.prepare(
@@ -148,8 +153,9 @@ def check_media(parts: Sequence[MediaPart], family: Family | None) -> None:
 
 
 def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
-    """Raise Unimplemented for options that prompts with media do not support, and InvalidArgument for embeddings with
-    media.
+    """Raise Unimplemented for an option that prompts with media do not support.
+
+    Raise InvalidArgument for a prompt with both embeddings and media.
     """
     first = prompt.media[0].field
     for name, value in (
@@ -161,13 +167,15 @@ def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
     for part, field in zip(prompt.parts, prompt.fields, strict=True):
         if isinstance(part, PromptEmbeds):
             raise InvalidArgument(
-                f"{field} has vectors and {first} is media; a prompt has one or the other", field=field
+                f"{field} has embeddings and {first} is media; a prompt cannot have both", field=field
             )
 
 
 def no_media_with(field: str, media_field: str) -> Unimplemented:
     """Return the error for an option that prompts with media do not support."""
-    return Unimplemented(f"{field} is set; it is not served beside media ({media_field}), so leave it out", field=field)
+    return Unimplemented(
+        f"{field} is set, but it is not supported for prompts with media ({media_field}); remove it", field=field
+    )
 
 
 _Encode = Callable[[str, bool], Awaitable[list[int]]]
@@ -175,12 +183,12 @@ _Piece = str | Sequence[int] | PromptEmbeds | MediaText
 
 
 class JoinedPrompt(NamedTuple):
-    """Prompt after joining its parts.
+    """Prompt whose parts were joined.
 
     Attributes:
-        token_ids: One token id per position. Ids at positions with an embedding have no meaning.
-        embeds: Embeddings; None if there are none.
-        features: Media in the order of their positions.
+        token_ids: One token id per position. At positions with an embedding, the token id has no meaning.
+        embeds: Embeddings of the prompt, or None without embeddings.
+        features: Media features, in the order of their positions.
     """
 
     token_ids: list[int]
@@ -195,12 +203,12 @@ class JoinedPrompt(NamedTuple):
 async def join_parts(
     prompt: MixedPrompt, encode: _Encode, *, max_positions: int, what: str, media: Sequence[PlacedMedia] = ()
 ) -> JoinedPrompt:
-    """Join the parts of a prompt, up to ``max_positions``, a limit with the name ``what``.
+    """Join the parts of a prompt. The prompt may have ``max_positions`` positions; ``what`` is the name of this limit.
 
-    ``encode`` tokenizes a text; its flag is True for text at the start of the prompt. ``media`` are the prepared media,
-    in order.
+    ``encode`` tokenizes a text. The second argument of ``encode`` is True for text at the start of the prompt.
+    ``media`` are the prepared media, in order.
 
-    Raises InvalidArgument for an empty part, too many positions, or embeddings of different sizes or dtypes.
+    Raises InvalidArgument for an empty part, for too many positions, or for embeddings of different sizes or dtypes.
     """
     vectors = [part for part in prompt.parts if isinstance(part, PromptEmbeds)]
     first = vectors[0] if vectors else None
@@ -238,10 +246,10 @@ async def join_parts(
 
 
 def _pieces(prompt: MixedPrompt, media: Iterator[PlacedMedia]) -> Iterable[tuple[_Piece, str]]:
-    """Yield the pieces that are tokenized as one, each with the name of its last part.
+    """Yield the pieces of a prompt, each with the name of its last part. Each piece is tokenized separately.
 
-    A text next to media forms one piece with them. Two adjacent texts are separate pieces. Raises InvalidArgument for
-    an empty text.
+    A text next to media forms one piece with the media. Two adjacent texts are separate pieces. Raises InvalidArgument
+    for an empty text.
     """
     open_: list[str | PlacedMedia] = []
     named = ""
@@ -280,14 +288,17 @@ def _too_long(
 def _check_alike(part: PromptEmbeds, first: PromptEmbeds, field: str) -> None:
     if (part.dtype, part.hidden_size) != (first.dtype, first.hidden_size):
         raise InvalidArgument(
-            f"{field} has {part.dtype} vectors of {part.hidden_size} numbers; the first ones are {first.dtype} of "
-            f"{first.hidden_size}",
+            f"{field} has {part.dtype} embeddings of size {part.hidden_size}; the first embeddings of the prompt are "
+            f"{first.dtype} of size {first.hidden_size}, and all must be alike",
             field=field,
         )
 
 
 def text_context(token_ids: Sequence[int], embeds: PromptEmbeds | None) -> Sequence[int]:
-    """Return the tokens after the prompt's last embedding. Decoding of the output may look back at them."""
+    """Return the tokens after the prompt's last embedding.
+
+    They are the context for decoding the first output tokens.
+    """
     if embeds is None:
         return token_ids
     last = embeds.is_token.rfind(IS_VECTOR) if embeds.is_token else embeds.num_tokens - 1

@@ -1,4 +1,4 @@
-"""Conversion of pooling requests to engine requests, with one engine request per input."""
+"""Conversion of pooling requests to engine requests. Each input becomes one engine request."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, 
 AS_MANY_AS_FIT = -1
 """Value for ``truncate_prompt_tokens`` that truncates to the model's maximum."""
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
-"""Capabilities of pooling engines."""
+"""Capabilities of engines that pool, which are the names of the pooling tasks."""
 
 
 class _Tokenized(NamedTuple):
-    """A tokenized input."""
+    """A tokenized input of a pooling request."""
 
     ids: list[int]
     second_text_start: int | None = None
@@ -47,7 +47,7 @@ class PoolingInputs:
         self._serial = itertools.count(1)
 
     def check_count(self, count: int, *, field: str) -> None:
-        """Raise InvalidArgument for a call without inputs, or with too many."""
+        """Raise InvalidArgument for a call without inputs, or with too many inputs."""
         if count == 0:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         if count > (limit := self._limits.now.max_pooling_inputs):
@@ -57,15 +57,16 @@ class PoolingInputs:
             )
 
     def with_truncation(self, request: PoolingRequest) -> PoolingRequest:
-        """Return the request with its truncation resolved.
+        """Return the request with final values of ``truncate_prompt_tokens`` and ``truncation``.
 
-        ``truncate_prompt_tokens`` is None for no truncation. Otherwise ``truncation`` says where tokens are cut off.
+        In the result, ``truncate_prompt_tokens`` is None for no truncation. Otherwise ``truncation`` is the side at
+        which tokens are removed.
         """
         where, tokens = request.truncation, request.truncate_prompt_tokens
         if where is None and tokens is not None:
             where = "end"
         elif where is None:
-            # The server's setting cannot truncate media, so it does not apply to such calls.
+            # Media cannot be truncated, so the server's setting does not apply to calls with media.
             mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
             where = "none" if mixed else self._limits.now.pooling_truncation
         if where == "none":
@@ -76,7 +77,7 @@ class PoolingInputs:
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
     ) -> list[EngineCoreRequest]:
-        """Process a request as far as possible without an engine. Returns one engine request per input.
+        """Process a request as far as possible without an engine. Return one engine request per input.
 
         If the engines' ``limits`` are known, texts that far exceed them are refused before tokenization.
         """
@@ -89,7 +90,7 @@ class PoolingInputs:
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
         return [
             EngineCoreRequest(
-                # The number keeps the id unique even if a client reuses its id.
+                # The serial number makes the id unique, even if a client uses the same id again.
                 request_id=f"{request_id}-p{next(self._serial):x}",
                 prompt_token_ids=each.ids,
                 pooling_params=request.params,
@@ -107,7 +108,7 @@ class PoolingInputs:
         limits: ModelLimits,
         capabilities: Sequence[str],
     ) -> None:
-        """Check what depends on the engines: the task, the prompts' lengths, and token ids."""
+        """Check the task, the prompts' lengths and their token ids against the engines' capabilities and limits."""
         check_task(request.params.task, capabilities)
         for core_request, field in zip(core_requests, request.fields, strict=True):
             prompt = core_request.prompt_token_ids
@@ -133,22 +134,23 @@ class PoolingInputs:
             check_size(prompt, limits.max_model_len, field=field)
         if request.seconds:
             if not isinstance(prompt, str):
-                raise InvalidArgument(f"{field}: a pair is read as texts, not as token ids", field=field)
+                raise InvalidArgument(f"{field} has token ids; a pair must consist of two texts", field=field)
             self._inputs.check_length(request.seconds[index], field=field)
 
     def _check_longest(self, request: PoolingRequest) -> None:
         longest, added = request.truncate_prompt_tokens, self._tokenizer.num_added(pair=bool(request.seconds))
         if longest is not None and longest <= added:
             raise InvalidArgument(
-                f"truncate_prompt_tokens is {longest}; it must be above {added}, the tokens that are put around a text",
+                f"truncate_prompt_tokens is {longest}; it must be above {added}, the number of special tokens around a text",
                 field="truncate_prompt_tokens",
             )
 
     async def _singles(
         self, request: PoolingRequest, context: RequestContext, limits: ModelLimits | None
     ) -> list[_Tokenized]:
-        """Tokenize the inputs. All texts go to one thread in a single call, because a task per text would block the
-        event loop.
+        """Tokenize the inputs.
+
+        One thread tokenizes all texts in a single call, because one task per text would block the event loop.
         """
         texts = [prompt for prompt in request.inputs if isinstance(prompt, str)]
         cut = _cut_of(request)
@@ -170,7 +172,7 @@ class PoolingInputs:
         return tokenized
 
     async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
-        """Tokenize the pairs. Each result has the position of the second text."""
+        """Tokenize the pairs. Each result includes the position of the pair's second text."""
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs(
             [(str(first), second) for first, second in pairs], cut=_cut_of(request)
@@ -184,20 +186,23 @@ def _cut_of(request: PoolingRequest) -> Cut | None:
 
 
 def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
-    """Raise InvalidArgument for parts that a mixed input cannot have, and Unimplemented for unsupported options."""
+    """Raise InvalidArgument for parts that a mixed input cannot contain.
+
+    Raise Unimplemented for unsupported options.
+    """
     if request.seconds:
-        raise InvalidArgument(f"{field}: a pair is read as texts, not as text with media between", field=field)
+        raise InvalidArgument(f"{field} has media; a pair must consist of two texts", field=field)
     for part, part_field in zip(prompt.parts, prompt.fields, strict=True):
         if not isinstance(part, (str, MediaPart)):
             raise InvalidArgument(
-                f"{part_field} is neither text nor media; an input is made of these", field=part_field
+                f"{part_field} is neither text nor media; an input may have only text and media", field=part_field
             )
     if request.truncate_prompt_tokens is not None:
         raise no_media_with("truncate_prompt_tokens", field)
 
 
 def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
-    """Shorten texts to ``longest`` characters, because text that will be truncated need not be tokenized."""
+    """Shorten texts to ``longest`` characters, because tokenizing text that will be truncated is unnecessary work."""
     at_start = request.truncation == "start"
     return msgspec.structs.replace(
         request,
@@ -209,9 +214,9 @@ def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
 
 
 def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
-    """Return the bytes of the result vectors: float32, one vector per request or per token.
+    """Return the number of bytes of the result vectors. There is one float32 vector per request, or one per token.
 
-    0 for tasks without vectors.
+    The number is 0 for tasks without result vectors.
     """
     if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
         return 0
@@ -221,14 +226,17 @@ def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], e
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming the served tasks, unless an engine serves ``task``."""
+    """Raise InvalidArgument if no engine serves ``task``. The error names the served tasks."""
     word = task.name.lower()
     if word not in capabilities:
         raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
 
 
 def check_scores(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming the served tasks, unless engines score pairs directly or by embeddings."""
+    """Raise InvalidArgument if engines can neither score pairs nor compute embeddings.
+
+    The error names the served tasks.
+    """
     if not {"score", "embed"} & set(capabilities):
         raise _wrong_model(
             f"the model does not score: it serves neither score nor embed; it serves {served(capabilities)}"
@@ -236,13 +244,13 @@ def check_scores(capabilities: Sequence[str]) -> None:
 
 
 def check_pools(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming the served tasks, if no engine serves a pooling task."""
+    """Raise InvalidArgument if no engine serves a pooling task. The error names the served tasks."""
     if not set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument, naming the served tasks, if engines only pool and do not generate."""
+    """Raise InvalidArgument if the engines only pool and do not generate. The error names the served tasks."""
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
 
@@ -252,12 +260,15 @@ def _wrong_model(message: str) -> InvalidArgument:
 
 
 def served(capabilities: Sequence[str]) -> str:
-    """Return the capabilities that clients can use, as text."""
+    """Return the capabilities that clients can use, as text for an error message."""
     return ", ".join(word for word in capabilities if word in ("generate", *POOLING_WORDS)) or "nothing now"
 
 
 def load_labels(config: ModelConfig) -> list[str]:
-    """Return the class names from config.json in order; empty if it has none. Raises ConfigError."""
+    """Return the class names in config.json, in order of class index.
+
+    Return an empty list if there are none. Raises ConfigError.
+    """
     file = resolve(config) / "config.json"
     try:
         named = {int(index): str(label) for index, label in read_json(file).get("id2label", {}).items()}

@@ -1,4 +1,4 @@
-"""Checks of a request's sampling parameters and list lengths, and the split into n sequences."""
+"""Checks of sampling parameters and list lengths, and division of a request into its ``n`` sequences."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ _PATH = "sampling_params"
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a model's generation_config.json. Raises ConfigError if a value is out of range.
+    """Return the default parameters in a model's generation_config.json. Raises ConfigError if a value is out of range.
 
-    Sampling filters apply only if the model asks for sampling (``do_sample``). The repetition penalty always applies.
+    Sampling filters apply only if ``do_sample`` is true in the file. The repetition penalty always applies.
     """
     defaults: dict[str, Any] = {}
     if generation_config.get("do_sample"):
@@ -46,11 +46,13 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: LimitsConfig) -> SamplingParams:
-    """Return the parameters of a request: given values, then the model's defaults, then Penstock's.
+    """Return the parameters of a request.
+
+    Values in the request have priority, then the model's defaults, then Penstock's defaults.
 
     The seed is always set.
 
-    Raises InvalidArgument naming the field, the value and the limit.
+    Raises InvalidArgument. The error names the field, the value and the limit.
     """
     params = SamplingParams(**_with_top_k({"seed": random.getrandbits(63), **defaults, **given}))
     check_values(params)
@@ -60,7 +62,10 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
     _check_texts("stop", params.stop, "max_stop_string_chars", limits)
     _check_texts("bad_words", params.bad_words, "max_bad_word_chars", limits)
     if params.stop and not params.detokenize:
-        raise InvalidArgument(f"{_PATH}.stop needs {_PATH}.detokenize", field=f"{_PATH}.stop")
+        raise InvalidArgument(
+            f"{_PATH}.stop is set, but {_PATH}.detokenize is false; set it to true",
+            field=f"{_PATH}.stop",
+        )
     if params.structured_output is not None:
         _check_structured_output(params.structured_output, limits)
     return params
@@ -71,7 +76,7 @@ def _with_top_k(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidArgument if a token id in ``params`` does not exist."""
+    """Raise InvalidArgument if a token id in ``params`` is not in the vocabulary."""
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
@@ -89,7 +94,7 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_lists(params: Any, limits: LimitsConfig) -> None:
-    """Raise InvalidArgument for a list with too many entries. ``params`` may be the domain's object or an API message."""
+    """Raise InvalidArgument for a list with too many entries. ``params`` is a ``SamplingParams`` or an API message."""
     for name, what, limit in (
         ("stop", "strings", "max_stop_strings"),
         ("stop_token_ids", "ids", "max_stop_token_ids"),
@@ -141,16 +146,18 @@ def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsCon
     raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
 
 
-# Sequences of one prompt (``n``). Each is a separate request to the engine.
+# The code below splits a prompt into its ``n`` sequences. Each sequence is a separate engine request.
 
 
 def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Split a request into one engine request per sequence, in order of their index.
+    """Split a request into one engine request per sequence, in order of the sequences' index.
 
-    Sequence i has seed + i, so it equals the output of a single request with that seed. Prompt log-probabilities are
-    the same for all sequences, so only the first computes them. Engine requests always have ``n`` 1.
+    Sequence i has the seed ``seed + i``, so its output equals the output of a single request with this seed. Prompt
+    log-probabilities are the same for all sequences, so only the first sequence computes them. In engine requests,
+    ``n`` is always 1.
 
-    The id ends with a hyphen, the request's number, a dot, and the index. So ids chosen by clients cannot collide.
+    The id of an engine request ends with a hyphen, the request's serial number, a dot, and the index. Ids that clients
+    choose can therefore not collide.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -171,11 +178,11 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _wrapped(seed: int) -> int:
-    """Wrap a seed around from the largest to the smallest value."""
+    """Return the seed, wrapped around to the smallest value if it is above the largest value."""
     return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
 
 
-# Limits of list lengths in a request. Lists are counted before they are processed or copied.
+# The code below limits the lengths of lists in a request. Lists are counted before they are processed or copied.
 
 
 def check_count(field: str, count: int, limits: LimitsConfig, name: str) -> None:
@@ -188,7 +195,7 @@ def check_count(field: str, count: int, limits: LimitsConfig, name: str) -> None
 def check_conversation(messages: Sequence[Any], tools: Sequence[Any], limits: LimitsConfig) -> None:
     """Raise InvalidArgument for too many messages or tools, or for a message with too many parts or tool calls.
 
-    Messages may be the domain's objects or those of the public API.
+    Messages may be ``ChatMessage`` objects or messages of the public API.
     """
     check_count("messages", len(messages), limits, "max_messages")
     check_count("tools", len(tools), limits, "max_tools")

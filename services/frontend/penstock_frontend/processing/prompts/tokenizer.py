@@ -1,4 +1,4 @@
-"""Tokenizer of the model. It uses only the ``tokenizers`` library, because importing transformers takes seconds."""
+"""Tokenizer of the model. Uses only the ``tokenizers`` library, because importing transformers takes seconds."""
 
 import asyncio
 import contextlib
@@ -18,36 +18,38 @@ from penstock_common import files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 
-# Decoding of byte-level vocabularies (GPT-2, Llama 3, Qwen), in which a token is a byte sequence independent of its
-# neighbors.
+# The code below decodes byte-level vocabularies (GPT-2, Llama 3, Qwen). In such a vocabulary, a token stands for the
+# same bytes next to any other token.
 
 _Decode = Callable[[Sequence[int]], str]
 
 
 class OddTokenError(Exception):
-    """Error for a token whose text differs from its bytes."""
+    """Error for a token whose text in the library differs from the token's bytes."""
 
 
 class ByteLevelDecoder:
-    """Fast decoder for byte-level vocabularies. For short inputs it takes a fifth of the time of the library's decoder.
+    """Fast decoder for byte-level vocabularies.
 
-    The bytes of each token are looked up once, and compared with the library's text of the token.
+    For short inputs, it needs a fifth of the time of the library's decoder.
+
+    The decoder looks up the bytes of each token once, and compares them with the library's text of the token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
-        """Create the decoder. ``decode`` is the library's decoder, including special tokens."""
+        """Create the decoder. ``decode`` is the library's decode function, which includes special tokens."""
         self._bytes_of = _Bytes(backend, decode).__getitem__
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``.
 
-        Ids without a token are skipped. Raises OddTokenError if the library must decode.
+        Ids without a token are skipped. Raises OddTokenError if only the library can decode a token.
         """
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
 
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether the tokenizer's decoder only joins the bytes of tokens."""
+    """Return whether the tokenizer decodes by joining the bytes of tokens, without other changes."""
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
 
@@ -72,9 +74,9 @@ class _Bytes(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the bytes that characters of byte-level vocabularies stand for.
+    """Return the byte that each character in a byte-level vocabulary stands for.
 
-    Printable Latin-1 bytes are their own characters. The others are mapped to characters from U+0100 on.
+    Printable Latin-1 characters stand for their own byte. Characters from U+0100 on stand for the other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -85,21 +87,25 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def spelt_bytes(token: str) -> bytes:
-    """Return the bytes that a token of a byte-level vocabulary encodes. A token with other characters is its own text."""
+    """Return the bytes that a token of a byte-level vocabulary stands for.
+
+    For a token with other characters, return the bytes of the token's name.
+    """
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
         return token.encode()
 
 
-# Media placeholder tokens, which client text must never produce.
+# The code below prevents text of clients from producing media placeholder tokens.
 
 
 def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Copy a tokenizer and rename ``tokens`` to random names. Returns the copy, and the new name of each token.
+    """Copy a tokenizer, and give ``tokens`` random names in the copy. Return the copy, and the new name of each token.
 
-    The ids and the effect on surrounding text do not change. The copy treats the original names as plain text. Tokens
-    that are not added tokens of the model are skipped. Raises ConfigError if none is, or if one cannot be renamed.
+    Token ids and the tokenization of surrounding text do not change. The copy treats the original names as plain text.
+    Names that are not added tokens of the model are skipped. Raises ConfigError if none of the names is an added token,
+    or if a token cannot be renamed.
     """
     described = json.loads(backend.to_str())
     added = {entry["content"]: entry for entry in described["added_tokens"]}
@@ -123,9 +129,9 @@ def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenize
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in a model's vocabulary, which is a dict or a list of pieces with scores.
+    """Rename tokens in a tokenizer model's vocabulary. The vocabulary is a dict, or a list of pieces with scores.
 
-    Merges that produce these tokens are dropped, so no text becomes such a token.
+    Merges that produce these tokens are removed, so that no text becomes such a token.
     """
     vocabulary = model.get("vocab")
     if model.get("unk_token") in names:
@@ -146,31 +152,33 @@ def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
     return first, second, first + second
 
 
-# Texts in which control tokens may be spelled out without becoming tokens.
+# The code below handles texts in which the names of control tokens can be plain text.
 
 
 class GuardedText(str):
-    """Text of a prompt in which control tokens written by a client are plain characters.
+    """Text of a prompt in which control tokens from a client are plain text.
 
-    In ``named``, control tokens written by the chat template have the names of ``Tokenizer.guard``. The tokenizer reads
-    ``named``; all other code uses the text itself. Methods of ``str`` return plain text in which all control tokens
-    count, so use ``cut`` and ``joined`` instead.
+    ``named`` is the same text, except that control tokens from the chat template have the names of ``Tokenizer.guard``.
+    The tokenizer reads ``named``, and all other code uses the text itself. Methods of ``str`` return unguarded text, in
+    which control tokens from a client are control tokens again. Use ``cut`` and ``joined`` instead.
     """
 
     __slots__ = ("named",)
     named: str
 
     def __new__(cls, text: str, named: str) -> "GuardedText":
-        """Create ``text`` with its ``named`` form."""
+        """Create a guarded text from ``text`` and its form ``named``."""
         made = super().__new__(cls, text)
         made.named = named
         return made
 
 
 def cut(text: str, longest: int, *, at_start: bool = False) -> str:
-    """Return at most the first ``longest`` characters, or the last ones with ``at_start``.
+    """Return at most the first ``longest`` characters.
 
-    A guarded text stays guarded.
+    With ``at_start``, return at most the last ``longest`` characters.
+
+    The result of a guarded text is guarded.
     """
     kept = slice(-longest, None) if at_start else slice(longest)
     if isinstance(text, GuardedText):
@@ -190,10 +198,10 @@ def joined(texts: Iterable[str]) -> str:
     return GuardedText(text, "".join(part.named if isinstance(part, GuardedText) else part for part in parts))
 
 
-# Truncation of tokenized texts. As in transformers, special tokens around a text are kept.
+# The code below truncates tokenized texts. As in transformers, special tokens around a text are kept.
 
 End = Literal["end", "start"]
-"""End at which tokens are cut off."""
+"""Side at which tokens are removed."""
 
 
 class Cut(NamedTuple):
@@ -201,7 +209,7 @@ class Cut(NamedTuple):
 
     Attributes:
         longest: Maximum number of tokens of a prompt, including the special tokens around its texts.
-        at: End at which tokens are cut off.
+        at: Side at which tokens are removed.
     """
 
     longest: int
@@ -225,7 +233,7 @@ def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers
 
 
 def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: Cut) -> tokenizers.Encoding:
-    """Truncate two texts of one prompt: the longer one is cut first, until both have equal length."""
+    """Truncate two texts of one prompt. The longer text is truncated first, until both texts have equal length."""
     one, other = (backend.encode(each, add_special_tokens=False) for each in (text, second))
     of_one, of_other = _shares(len(one), len(other), cut.longest - backend.num_special_tokens_to_add(True))
     one.truncate(of_one, direction=cut.direction)
@@ -234,9 +242,10 @@ def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: 
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each text remain.
+    """Return how many tokens of each text remain after truncation.
 
-    An odd token goes to the longer text, or to the second if they are equal.
+    If the number of tokens is odd, the longer text keeps one token more. If both texts have equal length, the second
+    text keeps one token more.
     """
     shorter = min(first, second, room // 2)
     return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
@@ -251,16 +260,19 @@ _WEIGHT_INDEXES = ("*.index.json",)
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""Byte token of SentencePiece vocabularies."""
+"""Pattern of byte tokens in SentencePiece vocabularies."""
 _LONG_TEXT = 64 * 1024
-"""Number of characters above which a text is tokenized in a separate thread.
+"""Number of characters above which a text counts as long. Long texts have separate threads.
 
-Tokenizing such a text may take seconds, and other texts must not wait for it.
+Tokenizing a long text may take seconds, and shorter texts must not wait for it.
 """
 
 
 class TokenizerPanicError(Exception):
-    """Error for a panic in the tokenizers library, which raises a BaseException that callers do not expect."""
+    """Error that replaces a panic of the tokenizers library.
+
+    The library raises a BaseException, which callers do not expect.
+    """
 
 
 @contextlib.contextmanager
@@ -278,23 +290,26 @@ def _without_panic(error: BaseException) -> BaseException:
 
 
 class Encoded(NamedTuple):
-    """Token ids, and the tokens' spelling in the vocabulary if requested."""
+    """Token ids of a text, and, if requested, the names of the tokens in the vocabulary."""
 
     ids: list[int]
     tokens: Sequence[str] = ()
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of two texts in one prompt. ``second_text_start`` is the first token of the second text, or None."""
+    """Token ids of two texts in one prompt.
+
+    ``second_text_start`` is the position of the second text's first token, or None.
+    """
 
     ids: list[int]
     second_text_start: int | None
 
 
 class Tokenizer:
-    """Tokenizer that encodes in a few threads, off the event loop, and decodes in the caller's thread.
+    """Tokenizer that encodes in a few threads outside the event loop, and decodes in the caller's thread.
 
-    Special tokens around a text (such as BOS) are those that the post-processor in tokenizer.json adds.
+    The post-processor in tokenizer.json adds the special tokens around a text, such as BOS.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
@@ -316,12 +331,15 @@ class Tokenizer:
     def hide(self, tokens: Sequence[str]) -> None:
         """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token.
 
-        Call it before any text is tokenized. Raises ConfigError.
+        Call this method before any text is tokenized. Raises ConfigError.
         """
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
     def stand_in(self, token: str) -> str:
-        """Return the text of a hidden token. Clients cannot know it. Raises ConfigError for a token that is not hidden."""
+        """Return the secret text that produces a hidden token.
+
+        Clients cannot know this text. Raises ConfigError for a token that is not hidden.
+        """
         if token not in self._stand_ins:
             raise ConfigError(
                 f"the tokenizer has no added token {token!r}, which the model uses as a media placeholder"
@@ -329,40 +347,45 @@ class Tokenizer:
         return self._stand_ins[token]
 
     def added_tokens(self) -> list[tokenizers.AddedToken]:
-        """Return the added tokens without the hidden ones."""
+        """Return the added tokens, without hidden tokens."""
         added = self._backend.get_added_tokens_decoder().values()
         return [token for token in added if token.content not in self._stand_ins]
 
     @property
     def normalizes(self) -> bool:
-        """Whether texts are normalized before tokens are searched."""
+        """Whether the tokenizer normalizes texts before it searches for added tokens."""
         return self._backend.normalizer is not None
 
     def guard(self, tokens: Sequence[str]) -> Mapping[str, str]:
         """Treat these tokens as plain text in every GuardedText from now on.
 
-        Returns their names for ``GuardedText.named``. Clients cannot know the names. Call it once, after ``hide``,
-        before any text is tokenized. Raises ConfigError.
+        Return their names for ``GuardedText.named``.
+
+        Clients cannot know these names. Call this method once, after ``hide`` and before any text is tokenized. Raises
+        ConfigError.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
 
     def literal(self, text: str) -> list[int]:
-        """Return the token ids of a trusted text, in which all of the model's tokens count, including hidden ones."""
+        """Return the token ids of a trusted text.
+
+        The text may contain any token of the model, including hidden tokens.
+        """
         with _no_panic():
             return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
-        """Tokenize ``text``. Tokens are returned only if ``with_tokens`` is set."""
+        """Tokenize ``text``. Return the token ids, and also the tokens' names if ``with_tokens`` is True."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
-        """Tokenize pairs of texts, each into one prompt with the tokenizer's pair template.
+        """Tokenize pairs of texts. The tokenizer's pair template makes one prompt of each pair.
 
-        For ``cut`` see ``encode_all``.
+        For ``cut``, see ``encode_all``.
         """
 
         def encode() -> list[EncodedPair]:
@@ -372,7 +395,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids`` with special tokens. Ids without a token are skipped."""
+        """Return the text of ``token_ids``, including special tokens. Skip ids without a token."""
         if self._byte_level is None:
             return self._decode(token_ids)
         try:
@@ -390,12 +413,12 @@ class Tokenizer:
 
     @functools.cached_property
     def leading_token(self) -> int | None:
-        """Special token added before every text, such as BOS or CLS, or None."""
+        """Special token that the tokenizer adds before every text, such as BOS or CLS, or None."""
         with_it, without = (self._backend.encode("a", add_special_tokens=add).ids for add in (True, False))
         return with_it[0] if len(with_it) > len(without) and with_it[:1] != without[:1] else None
 
     def num_added(self, *, pair: bool) -> int:
-        """Return how many special tokens are added around a text, or around a pair."""
+        """Return how many special tokens the tokenizer adds around a text, or around a pair of texts."""
         return int(self._backend.num_special_tokens_to_add(pair))
 
     def token_id(self, text: str) -> int | None:
@@ -404,14 +427,16 @@ class Tokenizer:
         return token_id
 
     def is_special(self, text: str) -> bool:
-        """Return whether ``text`` is a special token. Outputs omit special tokens unless requested."""
+        """Return whether ``text`` is the name of a special token."""
         return self._backend.token_to_id(text) in self.special_ids
 
     def text_of(self, token_id: int) -> str:
-        """Return the text that a token adds after another token, including a leading space that decoding it alone may
-        lose.
+        """Return the text that a token adds after another token.
 
-        Returns U+FFFD for a part of a character, the name of a special token, and ``""`` for an id without a token.
+        The text includes a leading space, which is lost if the token is decoded alone.
+
+        Returns U+FFFD for a token that is part of a character, the name for a special token, and ``""`` for an id
+        without a token.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -421,7 +446,10 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of ``text_of`` a token. A part of a character has its own bytes, not those of U+FFFD."""
+        """Return the bytes of the token's text.
+
+        For a token that is part of a character, these are the token's own bytes, not the bytes of U+FFFD.
+        """
         data = self._bytes.get(token_id)
         if data is None:
             text = self.text_of(token_id)
@@ -429,7 +457,9 @@ class Tokenizer:
         return data
 
     def _own_bytes(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token in a byte vocabulary, or else the bytes of its ``text``."""
+        """Return the token's bytes in a byte-level vocabulary, or the bytes of the token's ``text`` in other
+        vocabularies.
+        """
         token = self._backend.id_to_token(token_id) or ""
         if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(fallback[1], 16)])
@@ -439,7 +469,10 @@ class Tokenizer:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Return the token ids of each text. ``cut`` truncates long texts; its limit must exceed ``num_added`` tokens."""
+        """Return the token ids of each text.
+
+        ``cut`` truncates long texts. The limit of ``cut`` must be above ``num_added`` tokens.
+        """
 
         def encode() -> list[list[int]]:
             with _no_panic():
@@ -453,7 +486,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a whole sequence, decoded off the event loop."""
+        """Return the text of a complete sequence, decoded in a tokenizer thread."""
 
         def decode() -> str:
             return self.decode(
@@ -465,18 +498,20 @@ class Tokenizer:
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` in a tokenizer thread with the caller's context.
 
-        For text work that would block the event loop.
+        Use this method for work on texts that would block the event loop.
         """
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """Close the thread pools. Texts that are still queued are dropped."""
+        """Close the thread pools, and drop queued texts."""
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _find_anchor(self) -> list[int]:
-        """Return a token to decode before others: a single letter or digit, which never merges. Empty if there is none."""
+        """Return a token that can be decoded before another token: a single letter or digit, whose text does not change
+        the text of the next token. Return an empty list if there is no such token.
+        """
         for token in "0123456789abcdefghijklmnopqrstuvwxyz":
             token_id = self._backend.token_to_id(token)
             if token_id is not None and self.decode([token_id]) == token:
@@ -487,14 +522,14 @@ class Tokenizer:
         return self._threads if size <= _LONG_TEXT else self._long_threads
 
     def _reading(self, text: str) -> tuple[tokenizers.Tokenizer, str]:
-        """Return the tokenizer for a text, and the text in that tokenizer's form."""
+        """Return the tokenizer for a text, and the form of the text that this tokenizer reads."""
         return (self._guarded_reader, text.named) if isinstance(text, GuardedText) else (self._reader, text)
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
         reader, text = self._reading(text)
         with _no_panic():
             ids = reader.encode(text, add_special_tokens=add_special_tokens).ids
-        # One call per token, because the library's list holds the GIL until it is complete.
+        # Call the library once per token, because its function for a list keeps the GIL until the list is complete.
         return Encoded(ids, [self._backend.id_to_token(i) or "" for i in ids] if with_tokens else ())
 
     def _encode_pair(self, text: str, second: str, cut: Cut | None) -> EncodedPair:
@@ -505,13 +540,14 @@ class Tokenizer:
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:
-            raise Unimplemented("the tokenizer gives the texts of a pair types that the engine does not know")
+            raise Unimplemented("the tokenizer uses token types for pairs of texts that engines do not support")
         return EncodedPair(encoding.ids, start if start < len(types) else None)
 
 
 class ModelFiles(NamedTuple):
-    """Files of a model that the frontend reads: ``tokenizer``, and ``generation_config.json`` as a dict (empty if
-    missing).
+    """Files of a model that the frontend reads: the tokenizer, and ``generation_config.json`` as a dict.
+
+    The dict is empty if the file is missing.
     """
 
     tokenizer: Tokenizer
@@ -519,20 +555,23 @@ class ModelFiles(NamedTuple):
 
 
 def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
-    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError naming the missing file."""
+    """Read the tokenizer and generation config from a directory or hub id.
+
+    Raises ConfigError with the name of a missing file.
+    """
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
     return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
 
 
 def resolve(config: ModelConfig) -> Path:
-    """Return the local directory of the model. A hub id is downloaded without weights. Raises ConfigError."""
+    """Return the local directory of the model. For a hub id, download the model without weights. Raises ConfigError."""
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
         raise ConfigError(f"model.path is {config.path!r}: there is no such directory")
-    import huggingface_hub  # slow to import, and needed only for hub ids
+    import huggingface_hub  # import here, because the import is slow and only needed for hub ids
 
     try:
         return Path(
@@ -543,9 +582,9 @@ def resolve(config: ModelConfig) -> Path:
                 ignore_patterns=list(_WEIGHT_INDEXES),
             )
         )
-    except Exception as e:  # its failures have no common base class
+    except Exception as e:  # the library's exceptions have no common base class
         raise ConfigError(
-            f"model.path is {config.path!r}: no such directory, and the hub says: {_first_line(e)}"
+            f"model.path is {config.path!r}, which is not a directory; its download from the hub failed: {_first_line(e)}"
         ) from e
 
 
@@ -560,12 +599,12 @@ def _load_backend(folder: Path, path: str) -> tokenizers.Tokenizer:
 
 
 def _convert_tokenizer(folder: Path, path: str) -> tokenizers.Tokenizer:
-    problem = f"model.path is {path!r}: it has no tokenizer.json, and none can be made from what it has"
+    problem = f"model.path is {path!r}: it has no tokenizer.json, and no other tokenizer files can be converted"
     try:
-        from transformers import AutoTokenizer  # slow to import, and needed only to convert other formats
+        from transformers import AutoTokenizer  # import here, because it is slow and only needed for other formats
 
         backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
-    except Exception as e:  # any error of the model's tokenizer class
+    except Exception as e:  # the model's tokenizer class may raise any error
         raise ConfigError(f"{problem}: {_first_line(e)}") from e
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(problem)
@@ -577,7 +616,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Returns an empty dict if the file does not exist. Raises ConfigError."""
+    """Read a JSON object from a file. Return an empty dict if the file does not exist. Raises ConfigError."""
     try:
         data = files.read_json(path)
     except FileNotFoundError:
@@ -585,5 +624,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read: {e}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold an object")
+        raise ConfigError(f"{path} must contain a JSON object")
     return data

@@ -1,4 +1,4 @@
-"""Model description for gateways: the model card, and an archive of the tokenizer files."""
+"""Description of the model for gateways: the model card, and an archive of the tokenizer files."""
 
 import asyncio
 import hashlib
@@ -16,7 +16,7 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.sampling_params import SAMPLING_DEFAULTS, model_defaults
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# Model metadata for clients that build prompts and parse outputs themselves.
+# The code below reads metadata of the model for clients that build prompts and parse outputs themselves.
 
 _ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 
@@ -24,8 +24,8 @@ _ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata from a model's files.
 
-    ``folder`` has the files. ``sampling_defaults`` are the model's defaults that differ from Penstock's.
-    ``pad_token_id`` and ``bos_token_id`` are 0 if the model has none.
+    ``folder`` is the directory of the files. ``sampling_defaults`` are the model's default parameters that differ from
+    Penstock's defaults. ``pad_token_id`` and ``bos_token_id`` are 0 if the model has no such token.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -> ModelCard:
-    """Read config.json if it exists. Raises ConfigError if it cannot be read."""
+    """Return the model card. Raises ConfigError if config.json exists, but cannot be read."""
     folder = resolve(config)
     described = read_json(folder / "config.json")
     # Multimodal models describe their language model in a separate section.
@@ -81,18 +81,18 @@ _NAMES = frozenset(
 )
 _SUFFIXES = (".model", ".tiktoken", ".jinja")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Earliest date that a zip archive can store. All files have it, so that equal files give equal archives."""
+"""Earliest date that a zip archive can store. All files get this date, so that equal files give equal archives."""
 
 
 class Bundle(NamedTuple):
-    """Zip archive and its SHA-256 in hexadecimal."""
+    """Zip archive, and the archive's SHA-256 in hexadecimal."""
 
     data: bytes
     sha256: str
 
 
 class TokenizerBundle:
-    """Archive of the tokenizer files, built off the event loop at first use.
+    """Archive of the tokenizer files. The archive is built in a thread when it is first used.
 
     The archive is cached, because the files do not change.
     """
@@ -102,10 +102,10 @@ class TokenizerBundle:
         self._building: asyncio.Task[Bundle] | None = None
 
     async def get(self) -> Bundle:
-        """Return the archive. Raises NotFound if the model has no such files."""
+        """Return the archive. Raises NotFound if the model has no tokenizer files."""
         if self._building is None or (self._building.done() and self._building.exception() is not None):
             self._building = asyncio.create_task(asyncio.to_thread(_build, self._folder))
-        # Concurrent callers share the build. A caller that is cancelled must not cancel it for the others.
+        # Concurrent callers share one build. If one caller is cancelled, the build must continue for the other callers.
         return await asyncio.shield(self._building)
 
 

@@ -189,10 +189,10 @@ async def test_an_input_to_embed_may_have_media(inputs: InputProcessor, tokenize
     assert not text.mm_features
     assert ids.prompt_token_ids == [5, 6]
     with pytest.raises(
-        Unimplemented, match=r"truncate_prompt_tokens is set; .* beside media \(inputs\[1\]\.mixed\), so leave it out"
+        Unimplemented, match=r"truncate_prompt_tokens is set, .* prompts with media \(inputs\[1\]\.mixed\); remove it"
     ):
         await pooling.process(msgspec.structs.replace(request, truncate_prompt_tokens=5), "r", LIMITS)
-    with pytest.raises(InvalidArgument, match="a pair is read as texts"):
+    with pytest.raises(InvalidArgument, match="a pair must consist of two texts"):
         pair = PoolingRequest(inputs=[mixed], seconds=["b"], fields=["inputs[1].mixed"], params=EMBED)
         await pooling.process(pair, "r", LIMITS)
     small = ModelLimits(max_model_len=16, vocab_size=512)

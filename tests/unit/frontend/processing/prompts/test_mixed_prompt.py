@@ -67,11 +67,11 @@ async def test_a_long_vector_is_no_reason_to_allocate_one_for_each_token(inputs:
 async def test_vectors_of_another_length_than_the_models_are_refused(inputs: InputProcessor) -> None:
     error = await refusal(inputs, [7], vectors(1, hidden_size=5))
     assert error.field == "mixed.parts[1]"
-    assert error.message == "mixed.parts[1] has vectors of 5 numbers; the model's have 4"
+    assert error.message == "mixed.parts[1] has embeddings of size 5; the model's hidden size is 4"
 
 
 async def test_vectors_are_refused_where_no_engine_takes_them(inputs: InputProcessor) -> None:
-    with pytest.raises(Unimplemented, match=r"mixed.parts\[0\] has vectors"):
+    with pytest.raises(Unimplemented, match=r"mixed.parts\[0\] has embeddings"):
         await process(inputs, vectors(1), limits=LIMITS._replace(hidden_size=0))
 
 
