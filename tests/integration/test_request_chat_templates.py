@@ -72,7 +72,7 @@ async def test_a_requests_template_is_used_where_the_setting_is_on(engine: FakeE
         ({"chat_template": "\n{% for %}"}, "chat_template", "chat_template, line 2: "),
         ({"chat_template": "a" * (MAX_TEMPLATE + 1)}, "chat_template", f"the limit is {MAX_TEMPLATE}"),
         ({"chat_template": "{% if a %}" * 2000}, "chat_template", "chat_template, "),
-        ({"chat_template": OWN, "tools": TOOLS}, "tools", "the request's chat_template does not show them"),
+        ({"chat_template": OWN, "tools": TOOLS}, "tools", "the request's chat_template does not show tools"),
         ({"chat_template": 3}, "chat_template", "chat_template: expected"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Chat templates, roles, tools, and the content blocks of answers."""
+"""Conversations: chat templates, roles, tools, and the content blocks of the model's answers."""

@@ -13,7 +13,7 @@ from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import Finish, RequestOutput
 from penstock_frontend.processing.parsers.base import AnswerDelta, AnswerParser, ReasoningParser, ToolCallDelta
 
-# Counting of the reasoning tokens in an answer.
+# The code below counts the reasoning tokens in an answer.
 
 
 class ReasoningTokenCount(Protocol):
@@ -22,7 +22,7 @@ class ReasoningTokenCount(Protocol):
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
         """Count the tokens of the next piece.
 
-        ``reasoning``: the piece contains reasoning. ``ended``: it is the last piece.
+        ``reasoning`` is True if the piece contains reasoning. ``ended`` is True for the last piece.
         """
         ...
 
@@ -33,10 +33,10 @@ class ReasoningTokenCount(Protocol):
 
 
 class CountToEndToken:
-    """Counts all tokens up to and including the token that ends the reasoning.
+    """Counter that counts all tokens until the end of the reasoning, including the token that ends the reasoning.
 
     Args:
-        tokens: Tokens of the model's reasoning tags.
+        tokens: Tokens of the model's reasoning tags, with one token per tag.
     """
 
     def __init__(self, tokens: ReasoningTokens) -> None:
@@ -61,14 +61,14 @@ class CountToEndToken:
 
 
 class CountByParser:
-    """Counts the tokens whose text is reasoning according to a parser, including tokens of the opening tag.
+    """Counter for tokens whose text is reasoning according to a parser. The tokens of the opening tag also count.
 
-    Used for models whose tags are several tokens. A piece of output may end anywhere in the reasoning, so the text is
-    parsed a second time, token by token.
+    This counter is for models whose reasoning tags have several tokens. A piece of output may contain both reasoning
+    and other text, so the counter parses the text a second time, token by token.
 
     Args:
-        parser: Parser used only for this sequence.
-        text_of_next: Returns the text that the sequence's next token completes.
+        parser: Parser that no other sequence uses.
+        text_of_next: Takes the next token of the sequence, and returns the text that this token completes.
     """
 
     def __init__(self, parser: ReasoningParser, text_of_next: Callable[[int], str]) -> None:
@@ -96,10 +96,10 @@ class CountByParser:
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Piece of one of the request's answers, or the whole answer, depending on the output kind. See ``RequestOutput``.
+    """Piece of one answer of the request, or the complete answer, depending on the output kind. See ``RequestOutput``.
 
-    ``tool_calls`` has pieces of calls. Pieces with equal ``index`` belong to one call, and the first piece has the
-    call's name. With output kinds other than DELTA, each call is one piece.
+    ``tool_calls`` has pieces of tool calls. Pieces with the same ``index`` belong to the same call. The first piece of
+    a call has the call's name. With output kinds other than DELTA, each call is one piece.
     """
 
     index: int = 0
@@ -121,14 +121,17 @@ class ChatOutputs:
         make_parser: Callable[[], AnswerParser],
         make_count: Callable[[], ReasoningTokenCount] | None = None,
     ) -> None:
-        """Create the reader. ``make_count`` creates a counter of reasoning tokens; None for a model without reasoning."""
+        """Create the reader.
+
+        ``make_count`` creates a counter of reasoning tokens. It is None for a model without reasoning.
+        """
         self._kind = kind
         self._make_parser = make_parser
         self._make_count = make_count
         self._answers: dict[int, _Answer] = {}
 
     def read(self, output: RequestOutput) -> ChatOutput:
-        """Convert an output to a piece of answer. A token may arrive before the text that it is part of."""
+        """Convert an output to a piece of the answer. A token may arrive before its text."""
         answer = self._answers.get(output.index)
         if answer is None:
             answer = self._answers[output.index] = _Answer(
@@ -179,7 +182,10 @@ class _Answer:
         return self._parser.push(text, ended=ended)
 
     def counted(self, output: RequestOutput, delta: AnswerDelta, *, cumulative: bool) -> Finish | None:
-        """Count the reasoning tokens of an output. Returns its finish with the count if the model reasons."""
+        """Count the reasoning tokens of an output.
+
+        Return the output's ``finish``, with the number of reasoning tokens if the model has reasoning.
+        """
         if self._count is None:
             return output.finish
         new = output.token_ids[self.num_counted :] if cumulative else output.token_ids
@@ -192,7 +198,7 @@ class _Answer:
         return msgspec.structs.replace(output.finish, usage=msgspec.structs.replace(usage, reasoning_tokens=told))
 
     def add(self, delta: AnswerDelta) -> AnswerDelta:
-        """Add a delta. Returns the answer so far, with each call in one piece."""
+        """Add a delta. Return the complete answer so far, in which each tool call is one piece."""
         self._content += delta.content
         self._reasoning += delta.reasoning
         for call in delta.tool_calls:
@@ -205,7 +211,7 @@ class _Answer:
         return AnswerDelta(self._content, self._reasoning, tuple(self._calls))
 
 
-# Blocks of an answer, one after the other: reasoning, text, and tool calls.
+# The code below divides an answer into consecutive blocks: reasoning, text, and tool calls.
 
 
 class BlockKind(enum.Enum):
@@ -217,9 +223,11 @@ class BlockKind(enum.Enum):
 
 
 class Block:
-    """A block that is being built. ``text`` is its text so far, or the arguments of a call.
+    """A block that is not complete yet.
 
-    ``call_id`` and ``name`` are set for calls only.
+    ``text`` is the text of the block so far, or the arguments of a tool call so far.
+
+    ``call_id`` and ``name`` are set only for tool calls.
     """
 
     __slots__ = ("call_id", "index", "kind", "name", "text")
@@ -233,7 +241,7 @@ class Block:
 
 
 class BlockPiece(NamedTuple):
-    """New part of a block: added text, and whether the block begins or ends with this piece."""
+    """Piece of a block: the added text, and whether the block begins or ends with this piece."""
 
     block: Block
     text: str = ""
@@ -244,7 +252,8 @@ class BlockPiece(NamedTuple):
 class Blocks:
     """Converts the deltas of one sequence to blocks.
 
-    Without ``parallel_calls``, calls after the first are dropped. Without ``reasoning``, reasoning is dropped.
+    Without ``parallel_calls``, tool calls after the first call are dropped. Without ``reasoning``, reasoning is
+    dropped.
     """
 
     def __init__(self, *, parallel_calls: bool = True, reasoning: bool = True) -> None:
@@ -255,7 +264,7 @@ class Blocks:
         self._call_index = -1
 
     def push(self, output: ChatOutput) -> Iterator[BlockPiece]:
-        """Yield the pieces of a delta. The last delta ends the open block."""
+        """Yield the block pieces of a delta. The last delta ends the current block."""
         if output.reasoning and self._reasoning:
             yield from self._text(BlockKind.REASONING, output.reasoning)
         if output.content:
@@ -267,7 +276,7 @@ class Blocks:
             yield from self._close()
 
     def has(self, kind: BlockKind) -> bool:
-        """Return whether a block of this kind exists."""
+        """Return whether the answer has had a block of this kind."""
         return any(block.kind is kind for block in self.all)
 
     def _text(self, kind: BlockKind, text: str) -> Iterator[BlockPiece]:

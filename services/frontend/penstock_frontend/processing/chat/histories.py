@@ -1,4 +1,7 @@
-"""Repair of conversations that clients send back: call arguments that are not JSON, and results without calls."""
+"""Repair of conversation histories from clients.
+
+Handles tool call arguments that are not JSON, tool results without a call, and media that the model cannot read.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +14,15 @@ from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.prompts.mixed_prompt import A
 
 INVALID = "INVALID_JSON"
-"""Key under which the model sees arguments that are not a JSON object, as in Anthropic's documentation."""
+"""Key under which the model sees arguments that are not a JSON object. Anthropic's documentation uses the same key."""
 
 
 def arguments_text(given: object, field: str) -> str:
-    """Return the arguments of a call as the text of a JSON object.
+    """Return the arguments of a tool call as the JSON text of an object.
 
-    None and an empty text mean an empty object. A text may contain the object encoded as JSON twice. Anything else,
-    such as arguments cut off by ``max_tokens``, becomes text inside an object, with a warning about ``field``.
+    None and an empty text mean an empty object. The object may be encoded as JSON twice. Any other value, such as
+    arguments cut off by ``max_tokens``, becomes a text inside an object. The client then gets a warning about
+    ``field``.
     """
     if isinstance(given, dict):
         return _text(given)
@@ -39,7 +43,7 @@ def arguments_text(given: object, field: str) -> str:
 
 
 def warn_of_lost_calls(messages: Sequence[ChatMessage], places: Sequence[str]) -> None:
-    """Warn about tool results that belong to no earlier call. ``places`` has the client's field for each message."""
+    """Warn about tool results without an earlier tool call. ``places`` has the client's field name of each message."""
     calls: set[str] = set()
     for message, place in zip(messages, places, strict=True):
         calls.update(call.id for call in message.tool_calls)
@@ -48,9 +52,10 @@ def warn_of_lost_calls(messages: Sequence[ChatMessage], places: Sequence[str]) -
 
 
 def without_unread(messages: Sequence[ChatMessage], family: Family | None) -> Sequence[ChatMessage]:
-    """Replace media in tool results that the model cannot read with a text and a warning.
+    """Replace media in tool results by a text and a warning, if the model cannot read these media.
 
-    Clients cannot know in advance what their tools return. ``family`` is None for a text-only model.
+    Such media are not an error, because clients cannot know in advance what their tools return. ``family`` is None for
+    a text-only model.
     """
     taken = family.modalities if family is not None else ()
 

@@ -1,4 +1,4 @@
-"""Messages for chat templates: maps roles, escapes client texts, and marks the positions of media."""
+"""Messages for chat templates. Maps roles, escapes texts from clients, and marks the positions of media."""
 
 import json
 import re
@@ -13,15 +13,16 @@ from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
 from penstock_frontend.processing.media.families.base import Family
 
-# Client texts in template variables, and characters in these texts that could begin a token. Template variables are
-# JSON values.
+# The code below finds and changes texts in template variables, which are JSON values. It also finds characters that
+# could
+# begin a token in these texts.
 
 
 def texts_in(value: Any) -> list[str]:
-    """Return every text in a template variable, including object keys."""
+    """Return every text in a template variable, including the keys of objects."""
     texts: list[str] = []
     values = [value]
-    for each in values:  # the list grows during the loop
+    for each in values:  # nested values are appended to the list during the loop
         if isinstance(each, str):
             texts.append(each)
         elif isinstance(each, dict):
@@ -33,7 +34,7 @@ def texts_in(value: Any) -> list[str]:
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply ``change`` to every text in a template variable."""
+    """Return a template variable in which ``change`` was applied to every text."""
     if isinstance(value, str):
         return change(value)
     # A comprehension would add a stack frame per level, and JSON may be nested 512 levels deep.
@@ -51,10 +52,10 @@ def changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def openings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each token that the text contains.
+    """Return a pattern that matches the first character of each of these tokens in a text.
 
-    The pattern also matches if the text ends before the token is complete. A template may trim the end of the text and
-    write the rest of the token from another text.
+    The pattern also matches if the text ends before the token is complete. A template may trim the end of the text, and
+    continue with another text that completes the token.
     """
     by_first: dict[str, list[str]] = {}
     for token in tokens:
@@ -63,8 +64,10 @@ def openings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _rest(rests: Collection[str]) -> str:
-    """Return a pattern for one of ``rests``, or for the start of one of ``rests`` at the end of the text. Common
-    prefixes are matched once.
+    """Return a pattern for any text of ``rests``.
+
+    At the end of the searched text, the pattern also matches the beginning of any text of ``rests``. Common prefixes
+    occur only once in the pattern.
     """
     if "" in rests:
         return ""
@@ -74,16 +77,16 @@ def _rest(rests: Collection[str]) -> str:
     return rf"(?:\s*\Z|{'|'.join(re.escape(first) + _rest(more) for first, more in by_first.items())})"
 
 
-# Positions of media in a conversation that a template has rendered.
+# The code below finds the positions of media in a conversation that a template has rendered.
 #
-# A template that reads content parts writes the model's placeholder for each media item. Client text must not produce
-# placeholders. Therefore a random mark is inserted into client text that contains a placeholder, or from which a
-# template could form a placeholder. The mark is removed once the positions are known. For a template that reads plain
-# text, such marks replace the media.
+# A template that reads content parts writes the model's placeholder for each media item. Text from a client must not
+# produce placeholders. If such a text contains a placeholder, or a template could form a placeholder from it, the code
+# inserts a random mark into the text. The mark is removed once the positions are known. For a template that reads plain
+# text, marks stand for the media.
 
 
 class Places:
-    """Media positions of one conversation. ``media`` are its media, in order."""
+    """Media positions of one conversation. ``media`` are the conversation's media, in order."""
 
     def __init__(self, family: Family, media: Sequence[MediaPart]) -> None:
         self._family = family
@@ -98,18 +101,20 @@ class Places:
         self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
 
     def guarded(self, value: Any) -> Any:
-        """Return a template variable in which no text is a placeholder or ends with the start of a placeholder."""
+        """Return a template variable in which no text contains a placeholder or ends with the beginning of a
+        placeholder.
+        """
         return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
 
     def named(self, index: int) -> str:
-        """Return the mark for the media item with this index, for templates that read plain text."""
+        """Return the mark that stands for the media item with this index, for templates that read plain text."""
         return f"{self._mark}:{index}:{self._mark}"
 
     def split(self, rendered: str, *, by_name: bool) -> list[str | MediaPart]:
-        """Split the rendered conversation into texts and media, in order. No text is empty.
+        """Split the rendered conversation into texts and media, in order. Leave out empty texts.
 
-        With ``by_name``, media are located by their marks, otherwise by the placeholders of their modality. Raises
-        InvalidArgument if the template has not written each item exactly once.
+        With ``by_name``, the marks show the positions of media. Otherwise the placeholders of each modality show the
+        positions. Raises InvalidArgument if the template has not written each item exactly once.
         """
         parts: list[str | MediaPart] = []
         begin, found = 0, []
@@ -139,21 +144,22 @@ class Places:
     def _miscounted(self, modality: Modality, how: str) -> InvalidArgument:
         count = len(self._of(modality))
         return InvalidArgument(
-            f"messages have {count} media of modality {modality}; the model's chat template writes {how} places for them "
-            "than one for each",
+            f"messages have {count} media items of modality {modality}, but the model's chat template writes {how} "
+            "placeholders than one for each item",
             field="messages",
         )
 
 
-# Clients send several system messages, late system messages, or messages with the role ``developer``. Many templates
-# support only one system message at the start. They refuse others, or drop them silently.
+# Clients may send several system messages, system messages after other messages, or messages with the role
+# ``developer``. Many templates support only one system message at the start. They refuse other system messages, or drop
+# them silently. The code below adapts the messages to the template.
 
 _MAX_CHARS = 1 << 20
 _SECONDS = 1.0
-"""Limits of one trial rendering."""
+"""Time limit of one trial rendering, in seconds, and size limit of its prompt, in characters."""
 _DEVELOPER = "developer"
 _BETWEEN = "\n\n"
-"""Separator between texts of merged messages."""
+"""Separator between the texts of merged messages."""
 _MARKS = ("Qmark1", "Qmark2", "Qmark3")
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
@@ -161,15 +167,16 @@ Message = dict[str, Any]
 
 
 class ShownRoles(NamedTuple):
-    """Roles that a template shows to the model.
+    """Roles whose messages a template writes into the prompt, so that the model sees them.
 
     Attributes:
-        developer: Whether messages with role ``developer`` are shown. True only if the template names the role. A template
-            that writes any role does not count, because its model was not trained on this role.
-        system: Whether one system message at the start is shown.
-        systems: Whether any number of system messages is shown, anywhere.
-        users: Whether several consecutive user messages are shown.
-        tool: Whether tool results are shown.
+        developer: Whether the template shows messages with the role ``developer``. True only if the template's source
+            names
+            the role. A template that accepts any role does not count, because its model was not trained on this role.
+        system: Whether the template shows one system message at the start.
+        systems: Whether the template shows any number of system messages at any position.
+        users: Whether the template shows several consecutive user messages.
+        tool: Whether the template shows tool results.
     """
 
     developer: bool = True
@@ -180,15 +187,15 @@ class ShownRoles(NamedTuple):
 
 
 def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> ShownRoles:
-    """Find the shown roles by trial rendering.
+    """Return the roles that a template shows. Trial renderings with marked messages find these roles.
 
-    ``as_content`` converts a text to the form in which the template reads contents. If the template cannot render a
-    plain question, all roles count as shown.
+    ``as_content`` converts a text to the form in which the template reads message contents. If the template cannot
+    render even a plain question, all roles count as shown.
     """
     one, two, three = _MARKS
 
     def shows(*messages: tuple[str, str], calls: bool = False) -> bool | None:
-        """Return whether the prompt contains all marks, or None if the template refuses the messages."""
+        """Return whether the rendered prompt contains the marks of all messages, or None if the template refuses them."""
         said: list[Message] = [{"role": role, "content": as_content(text)} for role, text in messages]
         for message in said:
             if calls and message["role"] == "assistant":
@@ -218,11 +225,11 @@ def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> S
 
 
 def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
-    """Adapt the messages to the roles that the template shows.
+    """Return the messages, adapted to the roles that the template shows.
 
-    ``developer`` becomes ``system``. System messages are merged into one at the start, or into the first user message
-    if the template shows no system messages. Consecutive user messages are merged. Messages with media stay in place,
-    because media must keep their order.
+    The role ``developer`` becomes ``system``. System messages are merged into one system message at the start. If the
+    template shows no system messages, they are merged into the first user message. Consecutive user messages are
+    merged. Messages with media keep their position, because media must keep their order.
     """
     found = [_renamed(message, shown) for message in messages]
     systems = [message for message in found if message["role"] == "system"]
@@ -242,11 +249,11 @@ def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
 
 
 def check_shown(role: str, path: str, shown: ShownRoles) -> None:
-    """Raise InvalidArgument for a message that the template would drop."""
+    """Raise InvalidArgument for a message with a role that the template does not show."""
     if role == "tool" and not shown.tool:
         raise InvalidArgument(
-            f"{path}.role is 'tool'; the model's chat template does not show such messages to the model. Put the "
-            "tool's answer into a user message, or serve the model with a template that shows it: --chat-template",
+            f"{path}.role is 'tool', but the model's chat template does not show tool messages to the model. Put the tool's "
+            "result into a user message, or serve the model with a template that shows tool messages: --chat-template",
             field=f"{path}.role",
         )
 
@@ -268,7 +275,7 @@ def _without_rows(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """Return the first message, with the contents of all messages."""
+    """Return the first message, with the contents of all these messages as its content."""
     contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
         return {**messages[0], "content": _BETWEEN.join(filter(None, contents))}
@@ -292,18 +299,25 @@ Content = str | list[dict[str, str]]
 class MessageReader:
     """Checks and converts the messages of one conversation.
 
-    ``places`` has the positions of its media, or is None. ``form`` is how the template reads contents.
+    ``places`` has the positions of the conversation's media, or is None. ``form`` is the format in which the template
+    reads message contents.
     """
 
     def __init__(self, form: ContentFormat, places: Places | None, *, by_parts: bool) -> None:
-        """Create the reader. With ``by_parts``, contents are given as parts if the template reads parts."""
+        """Create the reader.
+
+        With ``by_parts``, contents are passed to the template as parts if the template reads parts.
+        """
         self._by_parts = by_parts and form.reads_parts
         self._tells_text = form.tells_text
         self._places = places
         self._num_media = 0
 
     def variable(self, message: ChatMessage, path: str) -> dict[str, Any]:
-        """Convert a message to its template variable. ``content`` is always set; other keys only if they have a value."""
+        """Convert a message to a template variable.
+
+        The key ``content`` is always set. Other keys are set only if they have a value.
+        """
         if message.role not in ROLES:
             raise InvalidArgument(
                 f"{path}.role is {quoted(message.role)}; known: {', '.join(ROLES)}", field=f"{path}.role"
@@ -312,14 +326,14 @@ class MessageReader:
         if message.tool_calls:
             if message.role != "assistant":
                 raise InvalidArgument(
-                    f"{path}.tool_calls is set; a message with role {quoted(message.role)} has none",
+                    f"{path}.tool_calls is set, but a message with role {quoted(message.role)} cannot have tool calls",
                     field=f"{path}.tool_calls",
                 )
             variable["tool_calls"] = [
                 _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
             ]
         if message.reasoning:
-            # Templates use different names for the reasoning.
+            # Set three names, because templates use different names for the reasoning.
             variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
         if message.tool_call_id:
             variable["tool_call_id"] = message.tool_call_id
@@ -337,7 +351,7 @@ class MessageReader:
         return "\n".join(self._text(part) for part in content)
 
     def text_content(self, text: str) -> Content:
-        """Return a text as message content."""
+        """Return a text as message content, in the form that the template reads."""
         return text if not self._by_parts or self._tells_text else [_text_part(text)]
 
     def _text(self, part: ContentPart) -> str:
@@ -359,7 +373,7 @@ def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
 
 
 def add_text(content: Content, text: str) -> Content:
-    """Append ``text`` to a content."""
+    """Return a message content to which ``text`` was appended."""
     if isinstance(content, str):
         return content + text
     if content and content[-1]["type"] == "text":
@@ -368,7 +382,7 @@ def add_text(content: Content, text: str) -> Content:
 
 
 def size_of(content: Content) -> int:
-    """Return the number of characters in the texts of a content."""
+    """Return the number of characters in all texts of a message content."""
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
@@ -376,12 +390,14 @@ def _check_part(part: ContentPart, path: str) -> None:
     if part.type not in ("text", "media"):
         raise InvalidArgument(f"{path}.type is {quoted(part.type)}; known: text, media", field=f"{path}.type")
     if (part.type == "media") != (part.media is not None):
-        raise InvalidArgument(f"{path}: a part has media where its type is 'media'", field=path)
+        raise InvalidArgument(f"{path}: a part must have media if, and only if, its type is 'media'", field=path)
 
 
 def _part_variable(part: ContentPart) -> dict[str, str]:
-    """Return a content part in the form that templates read. A media part has its type both as the value of ``type``
-    and as a key, because templates check either.
+    """Return a content part in the form that templates read.
+
+    For a media part, the modality is both the value of ``type`` and a key, because some templates check the value and
+    other templates check the key.
     """
     return _text_part(part.text) if part.media is None else {"type": part.media.modality, part.media.modality: ""}
 
@@ -395,5 +411,5 @@ def _call_variable(call: ToolCall, path: str) -> dict[str, Any]:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
     arguments = json.loads(arguments_text(call.arguments, f"{path}.arguments"))
     function = {"name": call.name, "arguments": arguments}
-    # Most templates expect calls in OpenAI's format.
+    # Most templates expect tool calls in OpenAI's format.
     return {"id": call.id, "type": "function", "function": function}

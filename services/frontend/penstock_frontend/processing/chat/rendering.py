@@ -1,4 +1,4 @@
-"""Rendering of conversations into prompts by the model's chat template, with checks."""
+"""Rendering of conversations into prompts with the model's chat template. Checks conversations and prompts."""
 
 import re
 import uuid
@@ -36,24 +36,33 @@ from penstock_frontend.processing.prompts.mixed_prompt import check_media
 from penstock_frontend.processing.prompts.sampling_params import check_conversation
 from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenizer
 
-# Protection against control tokens in client texts. The rendered prompt is tokenized as one text. A control token such
-# as ``<|im_end|>`` in client text would therefore end a turn. So a mark is inserted after the first character of every
-# control token in client texts before the template runs. Control tokens without the mark then come from the template.
-# The mark is one character that occurs in no client text, so templates may trim and cut texts.
+# The code below protects against control tokens in texts from clients. The rendered prompt is tokenized as one text. A
+# control token such as ``<|im_end|>`` in a client's text would therefore end a turn. Before the template runs, the code
+# inserts a mark after the first character of every control token in texts from clients. All control tokens without a
+# mark
+# then come from the template. The mark is a single character that occurs in no text of the client, so templates may
+# trim
+# and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
-"""Code points of possible marks: rare Chinese characters, which have no case, are not whitespace, and stay unchanged
-when a template writes a value as Python or JSON.
+"""Code points of possible marks. They are rare Chinese characters, which have no upper or lower case and are not
+whitespace. They do not change when a template writes a value as Python or JSON.
 """
 
 _IN_BRACKETS = re.compile(r"<.+>|\[.+\]")
 
 
 class ControlTokens:
-    """Control tokens of a model. ``names`` maps their texts to the names of ``Tokenizer.guard``."""
+    """Control tokens of a model.
+
+    ``names`` maps the texts of control tokens to the names that ``Tokenizer.guard`` returned.
+    """
 
     def __init__(self, names: Mapping[str, str], *, always: bool = False) -> None:
-        """Create the set. With ``always``, every conversation is guarded, even if its texts contain no control tokens."""
+        """Create the set of control tokens.
+
+        With ``always``, every conversation is guarded, even a conversation without control tokens.
+        """
         self._names = names
         self._always = always
         self._token = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
@@ -61,10 +70,10 @@ class ControlTokens:
         self._firsts = {token[0] for token in names}
 
     def guarded(self, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Mark the control tokens in template variables. Returns the variables, and the mark.
+        """Mark the control tokens in template variables. Return the marked variables, and the mark.
 
-        In the result, no text contains a control token or ends with the start of a control token. If the variables
-        contain no control tokens, they are unchanged and the mark is empty. Raises InvalidArgument.
+        In the result, no text contains a control token, or ends with the beginning of a control token. If the variables
+        contain no control tokens, the variables are unchanged and the mark is empty. Raises InvalidArgument.
         """
         texts = texts_in(variables)
         together = "\n".join(texts)
@@ -78,7 +87,7 @@ class ControlTokens:
         return changed(variables, marked), mark
 
     def text(self, rendered: str, mark: str) -> str:
-        """Remove the mark from rendered text. Only control tokens without the mark become tokens."""
+        """Remove the mark from rendered text. In the result, only control tokens without a mark become tokens."""
         if not mark and not self._always:
             return rendered
         named = self._token.sub(lambda match: self._names[match[0]], rendered)
@@ -86,9 +95,9 @@ class ControlTokens:
 
 
 def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> ControlTokens | None:
-    """Return the control tokens of a model, or None. From now on, the tokenizer can treat their texts as plain text.
+    """Return the control tokens of a model, or None if they are not guarded. Raises ConfigError.
 
-    Raises ConfigError.
+    From now on, the tokenizer can treat the texts of the control tokens as plain text.
     """
     tokens = [token for token in tokenizer.added_tokens() if _controls(token, templates)]
     if not tokens:
@@ -100,15 +109,17 @@ def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> Contr
         names = tokenizer.guard([token.content for token in tokens])
     except ConfigError as e:
         raise ConfigError(f"model.special_tokens_in_content is 'text': {e}") from e
-    # A normalizer may form a token from other characters, which a text search cannot find.
+    # A normalizer may form a control token from other characters. A search in the text cannot find such control tokens.
     return ControlTokens(names, always=tokenizer.normalizes and any(token.normalized for token in tokens))
 
 
 def _controls(token: tokenizers.AddedToken, templates: ChatTemplates) -> bool:
-    """Return whether a token is special, or is in brackets and occurs in a template's source.
+    """Return whether a token is a control token.
 
-    Some models do not declare all of their control tokens as special. Tokens that a template searches for in messages,
-    such as ``</think>``, do not count.
+    A special token is a control token. So is a token in brackets that occurs in a template's source.
+
+    The second rule is necessary because some models do not declare all control tokens as special. Tokens that a
+    template searches for in messages, such as ``</think>``, are not control tokens.
     """
     text = token.content
     if token.special:
@@ -123,47 +134,49 @@ def _unused(text: str) -> str:
         if chr(point) not in used:
             return chr(point)
     raise InvalidArgument(
-        f"messages have each of the {len(_MARKS)} characters from U+{_MARKS[0]:X} to U+{_MARKS[-1]:X}; leave one out",
+        f"messages have each of the {len(_MARKS)} characters from U+{_MARKS[0]:X} to U+{_MARKS[-1]:X}; remove one of "
+        "these characters",
         field="messages",
     )
 
 
 _NOT_SHOWN = (
-    "tools: the model's chat template does not show them to the model, so it would ignore them. Leave them out, "
+    "tools: the model's chat template does not show tools to the model, so the model would ignore them. Remove the tools, "
     "or set tool_choice to 'none'. If your messages describe the tools, calls can be parsed with --set "
     "frontend.model.tool_parser=..., which is one of: "
 )
 MAX_TEMPLATE = 64 << 10
-"""Maximum length of a request's own template, in characters."""
+"""Maximum length of a chat template in a request, in characters."""
 _HIDES_TOOLS = (
-    "tools: the request's chat_template does not show them to the model. Leave them out, or set tool_choice to 'none'"
+    "tools: the request's chat_template does not show tools to the model. Remove tools, or set tool_choice to 'none'"
 )
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 class _Prepared(NamedTuple):
-    """A checked conversation before rendering."""
+    """A conversation that was checked, before it is rendered."""
 
     variables: dict[str, Any]
     form: ContentFormat
     places: Places | None
     mark: str
-    """Mark after the last message, if that message is continued; empty otherwise."""
+    """Mark after the last message if the model continues this message, else empty."""
     control_mark: str
 
 
 class ChatRenderer:
-    """Renders conversations into prompts. Every error names the message, its field and the problem.
+    """Renders conversations into prompts. Every error names the message, the field and the problem.
 
     Args:
         templates: Chat templates of the model.
         tokenizer: Tokenizer of the model.
         limits: Limits of requests.
-        tool_parser: Configured tool parser. If the template does not show tools, tools are refused unless this names a parser:
-            then messages may describe the tools.
+        tool_parser: Configured tool parser. If the template does not show tools, tools are accepted only if this is the
+            name
+            of a parser, because messages may then describe the tools.
         family: Media family of the model; None for a text-only model.
-        control: Control tokens that client texts must not become; None to allow them.
-        own_templates: Process that renders templates of requests; None to refuse such templates.
+        control: Control tokens that texts from clients must not produce. None allows control tokens in texts.
+        own_templates: Process that renders the chat templates of requests. None refuses such templates.
     """
 
     def __init__(
@@ -210,15 +223,15 @@ class ChatRenderer:
         )
 
     async def close(self) -> None:
-        """End the process that renders templates of requests. Idempotent."""
+        """End the process that renders the chat templates of requests. Idempotent."""
         if self._own_templates is not None:
             await self._own_templates.close()
 
     async def _by_own_template(self, request: ChatRequest) -> str | MixedPrompt:
         if self._own_templates is None:
             raise Unimplemented(
-                "chat_template is set, but this server accepts no templates from requests unless "
-                "model.request_chat_templates is true",
+                "chat_template is set, but this server accepts no templates from requests; the operator can set "
+                "model.request_chat_templates to true",
                 field="chat_template",
             )
         if len(request.template) > MAX_TEMPLATE:
@@ -242,7 +255,7 @@ class ChatRenderer:
             raise InvalidArgument(f"chat_template, {e}", field="chat_template") from None
         if request.may_call and not traits.shows_tools:
             raise InvalidArgument(_HIDES_TOOLS, field="tools")
-        # The template runs in another process, so no trial rendering is possible here.
+        # The template runs in another process, so the code cannot find the shown roles by trial renderings here.
         shown = ShownRoles(developer="developer" in traits.looked_for)
         return self._prepared(request, traits.form, shown)
 
@@ -253,9 +266,10 @@ class ChatRenderer:
         return self._shown[form]
 
     def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
-        """Return whether the tokenizer must add special tokens.
+        """Return whether the tokenizer must add special tokens to the rendered prompt.
 
-        Templates usually write them. Templates of multimodal models may leave them to the processor.
+        Most templates write the special tokens. Some templates of multimodal models do not, because the model's
+        processor in transformers adds them.
         """
         if self._family is None:
             return False
@@ -276,8 +290,9 @@ class ChatRenderer:
         places = Places(self._family, media) if self._family is not None and media else None
         reader = MessageReader(form, places, by_parts=self._family is not None)
         messages = as_shown(self._messages(request, reader, shown), shown)
-        # A random mark shows where the template wrote the end of the last message. The space after it shows whether the
-        # template trims messages.
+        # A random mark shows where the template wrote the end of the last message. The space after the mark shows
+        # whether
+        # the template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
         if mark:
             messages[-1]["content"] = add_text(messages[-1]["content"], f"{mark} ")
@@ -299,7 +314,9 @@ class ChatRenderer:
         if prepared.mark:
             prompt = _up_to(prepared.mark, prompt)
         if not prompt:
-            raise InvalidArgument("messages: the model's chat template makes an empty prompt of them", field="messages")
+            raise InvalidArgument(
+                "messages: the model's chat template renders them as an empty prompt", field="messages"
+            )
         if not prompt.isascii():
             _check_unicode(prompt)
 
@@ -328,7 +345,7 @@ class ChatRenderer:
 
 
 def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools as chat templates read them. Raises InvalidArgument for a missing or repeated name."""
+    """Return tools in the form that chat templates read. Raises InvalidArgument for a missing or repeated name."""
     variables = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -336,7 +353,9 @@ def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         if not tool.name:
             raise InvalidArgument(f"{field} is empty", field=field)
         if tool.name in names:
-            raise InvalidArgument(f"{field} is {quoted(tool.name)}, which another tool has", field=field)
+            raise InvalidArgument(
+                f"{field} is {quoted(tool.name)}, which is also the name of another tool", field=field
+            )
         names.add(tool.name)
         parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
@@ -349,18 +368,21 @@ def _mixed(parts: Sequence[str | MediaPart]) -> MixedPrompt:
 
 
 def _up_to(mark: str, prompt: str) -> str:
-    """Return the prompt up to the mark at the end of the last message."""
+    """Return the part of the prompt before the mark at the end of the last message."""
     before, found, after = prompt.rpartition(mark)
     if not found:
         raise InvalidArgument(
-            "continue_final_message is set, but the model's chat template does not write the last message's content",
+            "continue_final_message is set, but the model's chat template does not write the content of the last message",
             field="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _check_unicode(prompt: str) -> None:
-    """Raise InvalidArgument for lone surrogates. JSON can express them, but tokenizers cannot encode them."""
+    """Raise InvalidArgument for lone surrogates.
+
+    JSON can contain lone surrogates, but tokenizers cannot encode them.
+    """
     try:
         prompt.encode()
     except UnicodeEncodeError as e:
@@ -386,5 +408,5 @@ def _checked_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in _OWN_VARIABLES:
         if name in kwargs:
             field = f"chat_template_kwargs.{name}"
-            raise InvalidArgument(f"{field} is set; it has a field of its own: {name}", field=field)
+            raise InvalidArgument(f"{field} is set; set the request's field {name} instead", field=field)
     return kwargs

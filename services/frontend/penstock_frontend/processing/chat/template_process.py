@@ -1,4 +1,4 @@
-"""Child process that renders chat templates from clients."""
+"""Child process that renders the chat templates of requests."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ import msgspec
 from penstock_common.errors import InvalidArgument, Unavailable
 from penstock_common.process import start_python
 
-# Messages between a frontend and the template process: JSON, preceded by its length.
+# The frontend and the template process exchange JSON messages. Each message is preceded by its length.
 
 LENGTH = struct.Struct("<I")
-"""Format of the message length in bytes, which precedes each message."""
+"""Binary format of the message length, which is in bytes."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt, or an ``error`` about ``field`` of the request."""
+    """The rendered prompt, or an ``error`` about ``field`` of the request."""
 
     prompt: str = ""
     error: str = ""
@@ -45,10 +45,10 @@ def framed(message: TemplateJob | TemplateAnswer) -> bytes:
 
 _MODULE = "penstock_frontend.processing.chat.template_worker"
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
-"""Environment variables that the process inherits. Secrets and addresses are not passed on."""
+"""Environment variables that the process inherits. Other variables may contain secrets and addresses."""
 KILLED_AFTER = 3.0
-"""Seconds after which the frontend kills the process. The process also checks its own time limit, but not within a
-single operation.
+"""Seconds after which the frontend kills the process. The process also checks a shorter time limit itself, but it
+cannot interrupt a single long operation.
 """
 _START_LIMIT = 60.0
 """Timeout of the process start, in seconds."""
@@ -56,9 +56,11 @@ _FIELD = "chat_template"
 
 
 class TemplateProcess:
-    """Renders templates one at a time. The process starts with the first template, and again after it was killed.
+    """Renders templates in a child process, one at a time.
 
-    All calls must come from one event loop. ``variables`` must be JSON values.
+    The process starts when the first template arrives. If it was killed, it starts again with the next template.
+
+    All calls must come from the same event loop. ``variables`` must be JSON values.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,10 @@ class TemplateProcess:
     async def render(
         self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any], *, max_chars: int
     ) -> str:
-        """Return the prompt. Raises InvalidArgument for a template that is wrong or needs too much time or memory."""
+        """Return the rendered prompt.
+
+        Raises InvalidArgument for a template that is not valid, or that needs too much time or memory.
+        """
         job = TemplateJob(
             source=source, special_tokens=dict(special_tokens), variables=dict(variables), max_chars=max_chars
         )
@@ -105,7 +110,7 @@ class TemplateProcess:
             ) from None
         except (OSError, EOFError, msgspec.MsgspecError):
             raise InvalidArgument(
-                f"{_FIELD} ended the process that renders it; it needs too much memory", field=_FIELD
+                f"{_FIELD} crashed the process that renders it, probably because it needs too much memory", field=_FIELD
             ) from None
         finally:
             if not whole:

@@ -1,7 +1,8 @@
 """Entry point of the template process: ``python -m penstock_frontend.processing.chat.template_worker SOCKET``.
 
-A template is a program. Jinja's sandbox restricts its access, but limits neither the memory nor the time of a single
-operation. This process therefore has a memory limit, and the frontend kills it if it takes too long.
+A template is a program. Jinja's sandbox restricts what a template can access, but limits neither the memory nor the
+time of a single operation. This process therefore has a memory limit, and the frontend kills the process if it takes
+too long.
 """
 
 import contextlib
@@ -18,14 +19,14 @@ from penstock_frontend.processing.chat.template_process import LENGTH, TemplateA
 from penstock_frontend.processing.chat.templates import ChatTemplates
 
 SECONDS = 2.0
-"""Time limit of one template, in seconds."""
+"""Time limit for rendering one template, in seconds."""
 MEMORY = 256 << 20
-"""Memory that templates may allocate beyond the process's memory at its start, in bytes."""
+"""Number of bytes that templates may allocate in addition to the process's memory at its start."""
 _NICENESS = 10
 
 
 def answer_to(job: TemplateJob) -> TemplateAnswer:
-    """Return the prompt, or the error of the template."""
+    """Return the rendered prompt, or the error of the template."""
     templates = ChatTemplates({"default": job.source}, job.special_tokens, subject="chat_template")
     if templates.broken:
         return TemplateAnswer(error=f"chat_template, {templates.broken}", field="chat_template")
@@ -35,12 +36,13 @@ def answer_to(job: TemplateJob) -> TemplateAnswer:
         return TemplateAnswer(
             error=e.message, field="messages" if e.message.startswith("messages") else "chat_template"
         )
-    # JSON cannot contain lone surrogates. The frontend refuses prompts with them.
+    # The JSON encoder cannot encode lone surrogates, so replace them. The frontend refuses prompts with lone
+    # surrogates.
     return TemplateAnswer(prompt=prompt.encode(errors="replace").decode())
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer jobs until the other end closes the socket, then raise EOFError."""
+    """Answer jobs until the frontend closes the socket, then raise EOFError."""
     channel.sendall(framed(TemplateAnswer()))
     while True:
         (length,) = LENGTH.unpack(_take(channel, LENGTH.size))
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     end_with_parent()
     name_process("template-worker")
     os.nice(_NICENESS)
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - clients must not fill logs with what is wrong in templates
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - errors in clients' templates must not fill the logs
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     limit_memory(MEMORY)

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 programs that run in a sandbox with time and size limits."""
+"""Chat templates, which are jinja2 programs. They run in a sandbox with time and size limits."""
 
 import datetime as dt
 import json
@@ -23,8 +23,9 @@ from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# Detection of how a chat template reads message content: as text, or part by part. It is derived from the template's
-# code.
+# The code below analyzes the source of a chat template. It finds out whether the template reads message content as
+# text,
+# or part by part.
 
 _MESSAGES, _CONTENT = "messages", "content"
 
@@ -33,8 +34,8 @@ class ContentFormat(NamedTuple):
     """Form in which a template reads message content.
 
     Attributes:
-        reads_parts: Whether the template iterates over the parts of a content.
-        tells_text: Whether the template checks if a content is a string.
+        reads_parts: Whether the template iterates over the parts of a message content.
+        tells_text: Whether the template checks if a message content is a string.
     """
 
     reads_parts: bool
@@ -53,7 +54,8 @@ def content_format(template: nodes.Template) -> ContentFormat:
 class _Contents:
     """Finds the expressions of a template that are message contents.
 
-    Names are followed through assignments, loops and macros, regardless of scope, assuming that a name has one meaning.
+    The search follows names through assignments, loops and macros. It ignores scopes, because it assumes that a name
+    has the same meaning in the complete template.
     """
 
     def __init__(self, template: nodes.Template) -> None:
@@ -68,7 +70,7 @@ class _Contents:
                     self._messages.add(loop.target.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Return whether an expression is a content, or derived from one."""
+        """Return whether an expression is a message content, or is derived from a message content."""
         node = _base(node)
         if isinstance(node, nodes.Name):
             return node.name in self._names
@@ -94,7 +96,7 @@ class _Contents:
 
 
 def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield names and their values, from assignments and macro arguments."""
+    """Yield each name and its value, from assignments and from arguments of macros."""
     for assign in template.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name):
             yield assign.target.name, assign.node
@@ -105,7 +107,7 @@ def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator
 
 
 def _base(node: nodes.Node) -> nodes.Node:
-    """Strip filters and slices from an expression, and take the first branch of a conditional."""
+    """Return an expression without filters and slices. For a conditional expression, use its first branch."""
     inner = _inner(node)
     return node if inner is None else _base(inner)
 
@@ -133,11 +135,11 @@ def _is(node: nodes.Node, text: str) -> bool:
     return isinstance(node, nodes.Const) and node.value == text
 
 
-# Strings that a chat template searches for in its input texts.
+# The code below finds the strings that a chat template searches for in its input texts.
 
 
 def looked_for(template: nodes.Template) -> set[str]:
-    """Return the string constants that a template compares with, or passes to methods and filters.
+    """Return the string constants that a template uses in comparisons, or as arguments of methods and filters.
 
     Examples: ``'</think>' in content``, ``content.split('</think>')``.
     """
@@ -152,7 +154,7 @@ def looked_for(template: nodes.Template) -> set[str]:
 def _places(template: nodes.Template) -> Iterator[nodes.Node]:
     yield from template.find_all(nodes.Compare)
     for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):  # a method call; macro calls only write their arguments
+        if isinstance(call.node, nodes.Getattr):  # a method call; calls of macros only write their arguments
             yield from call.args
     for filtered in template.find_all(nodes.Filter):
         yield from filtered.args
@@ -163,13 +165,13 @@ TIME_LIMIT = 5.0
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _MAX_TEMPLATE_BYTES = 4 << 20
-"""Maximum size of a template file in bytes. Published templates have less than 64 KiB."""
+"""Maximum size of a template file in bytes. Published templates are smaller than 64 KiB."""
 _TOOLS = "tools"
-"""Name of the template variable with the tools."""
+"""Name of the template variable that contains the tools."""
 
 
 class TemplateTraits(NamedTuple):
-    """Properties of a template that its source shows, without running it."""
+    """Properties of a template that are known from its source, without running the template."""
 
     form: ContentFormat
     looked_for: set[str]
@@ -178,10 +180,10 @@ class TemplateTraits(NamedTuple):
 
 
 class ChatTemplates:
-    """Chat templates of one model by name; most models have one, ``default``.
+    """Chat templates of one model, by name. Most models have only the template ``default``.
 
-    ``special_tokens`` are texts by name, like ``bos_token``. Thread-safe: conversations are rendered in the tokenizer's
-    threads.
+    ``special_tokens`` are the texts of special tokens by name, such as ``bos_token``. The class is thread-safe, because
+    conversations are rendered in the tokenizer's threads.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class ChatTemplates:
         *,
         subject: str = "messages: the model's chat template",
     ) -> None:
-        """Compile the templates. ``subject`` is the name of the template in errors, after the field."""
+        """Compile the templates. ``subject`` is the beginning of error messages: the field, and the template's name."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
@@ -216,27 +218,30 @@ class ChatTemplates:
 
     @property
     def source(self) -> str:
-        """Text of all templates; empty if the model has none."""
+        """Joined sources of all templates, or empty if the model has no template."""
         return "\n".join(self._sources.values())
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """Texts of the model's special tokens, by their names in templates."""
+        """Texts of the model's special tokens, by the names that templates use."""
         return self._special_tokens
 
     @property
     def broken(self) -> str:
-        """Reason why the template for conversations without tools is invalid; empty if it is valid or missing."""
+        """Reason why the template for conversations without tools is not valid.
+
+        Empty if the template is valid or missing.
+        """
         return self._broken.get(_DEFAULT, "")
 
     @property
     def begin(self) -> str:
-        """Text of the token that begins a prompt; empty if the model has none."""
+        """Text of the token that begins a prompt, or empty if the model has no such token."""
         return self._special_tokens.get("bos_token", "")
 
     @property
     def hides_tools(self) -> bool:
-        """Whether conversations with tools are rendered by a template that ignores the tools."""
+        """Whether the template for conversations with tools ignores the tools."""
         name = self._name_of(with_tools=True)
         return name in self._templates and name not in self._showing_tools
 
@@ -245,7 +250,10 @@ class ChatTemplates:
         return self._formats.get(self._name_of(with_tools=with_tools), ContentFormat(False, True))
 
     def render(self, variables: Mapping[str, Any], *, max_chars: int, seconds: float = TIME_LIMIT) -> str:
-        """Render the prompt. Raises InvalidArgument if there is no template, or if it refuses the conversation."""
+        """Return the rendered prompt.
+
+        Raises InvalidArgument if there is no template, or if the template refuses the conversation.
+        """
         template = self._pick(with_tools=bool(variables.get("tools")))
         pieces: list[str] = []
         size = 0
@@ -262,7 +270,7 @@ class ChatTemplates:
                 pieces.append(piece)
         except InvalidArgument:
             raise
-        except Exception as e:  # The template is a program, and any error that it raises concerns this conversation.
+        except Exception as e:  # the template is a program that may raise any error about this conversation
             raise InvalidArgument(f"{self._subject} refuses them: {_first_line(e)}", field="messages") from e
         return "".join(pieces)
 
@@ -272,7 +280,8 @@ class ChatTemplates:
             raise InvalidArgument(f"{self._subject} cannot be read: {self._broken[name]}", field="messages")
         if name not in self._templates:
             raise InvalidArgument(
-                "messages: the model has no chat template; use Generate with a prompt of your own", field="messages"
+                "messages: the model has no chat template; render the prompt yourself and use Generate",
+                field="messages",
             )
         return self._templates[name]
 
@@ -281,7 +290,10 @@ class ChatTemplates:
 
 
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:
-    """Load the templates of a directory or hub id. Template files override tokenizer_config.json. Raises ConfigError."""
+    """Load the templates of a directory or hub id.
+
+    Template files override templates in tokenizer_config.json. Raises ConfigError.
+    """
     folder = resolve(config)
     if config.chat_template:
         return given_template(
@@ -302,7 +314,7 @@ def template_traits(source: str) -> TemplateTraits:
     """Analyze the source of a template without running it.
 
     Raises:
-        ValueError: The template is invalid. The text has the reason and the line.
+        ValueError: The template is not valid. The error message has the reason and the line.
     """
     try:
         return _traits(_Environment(), source)
@@ -319,7 +331,10 @@ def _traits(environment: jinja2.Environment, source: str) -> TemplateTraits:
 def given_template(
     path: str, special_tokens: Mapping[str, str], *, setting: str = "model.chat_template"
 ) -> ChatTemplates:
-    """Load a template file that replaces the model's templates. ``setting`` names it in errors. Raises ConfigError."""
+    """Load a template file that replaces the model's templates.
+
+    ``setting`` is the name of the setting in error messages. Raises ConfigError.
+    """
     try:
         source = read_input(Path(path), _MAX_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as e:
@@ -338,7 +353,10 @@ def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
 
 
 def _listed(value: Any, folder: Path) -> dict[str, str]:
-    """Return the templates of tokenizer_config.json, which has one text or a list of named templates."""
+    """Return the templates in tokenizer_config.json.
+
+    The file has either one template text, or a list of named templates.
+    """
     if value is None:
         return {}
     if isinstance(value, str):
@@ -375,8 +393,9 @@ def _first_line(error: Exception) -> str:
 
 
 class _Checked(CodeGenerator):
-    """Code generator that makes every block, such as a loop body, check the time limit first. So no template runs
-    forever.
+    """Code generator that adds a check of the time limit to the start of every block, such as a loop body.
+
+    A template therefore cannot run forever.
     """
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
@@ -395,11 +414,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _Namespace
         self.globals["dict"] = _Dict()
-        del self.globals["lipsum"]  # No chat template needs filler text of any length.
+        del self.globals["lipsum"]  # this function creates filler text of any length, which no chat template needs
         self._running = threading.local()
 
     def begin(self, limit: float) -> None:
-        """Start the time limit of ``limit`` seconds for templates in this thread."""
+        """Start the time limit for the template that runs in the current thread. ``limit`` is in seconds."""
         self._running.deadline = time.monotonic() + limit
 
     def checkpoint(self) -> None:
@@ -408,7 +427,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise SecurityError("it takes too long")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse products of long texts and powers of large numbers, whose memory use no time limit prevents."""
+        """Refuse products of long texts, and powers of large numbers.
+
+        The time limit cannot prevent their use of memory.
+        """
         del context
         if operator == "*":
             for repeated, count in ((left, right), (right, left)):
@@ -425,7 +447,7 @@ def _check_size(size: int) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Support for ``{% generation %}``, which marks an assistant's output for training. The tags are ignored."""
+    """Support for the tag ``{% generation %}``, which marks an assistant's output for training. The tag is ignored."""
 
     tags = {"generation"}
 
@@ -435,7 +457,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Template variables that outlive a loop. Names of Python's own attributes are refused."""
+    """Object whose attributes are template variables that keep their values after a loop.
+
+    Names of Python's internal attributes are refused.
+    """
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -444,8 +469,10 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """Replacement for ``dict`` in templates, which creates dicts. Methods of Python's own class would modify objects
-    that the sandbox protects.
+    """Replacement for ``dict`` in templates.
+
+    Templates can create dicts with it. Methods of Python's ``dict`` class could modify objects that the sandbox
+    protects.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Forced tool calls, as constraints on the model's output."""
+"""Forced tool calls. A constraint on the model's output forces the call."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParse
 CHOICES = ("auto", "none", "required")
 _FIELD = "sampling_params.structured_output"
 _OF_TOOL = re.compile(r"\S+: #\S*?/tags/(?P<index>[0-9]+)/content/json_schema(?P<what>.*)", re.DOTALL)
-"""Pattern of an error about the schema of one tool, with its position in the constraint."""
+"""Pattern of an error message about the schema of one tool. The message has the tool's position in the constraint."""
 _OPEN_FORMS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -27,19 +27,21 @@ def tool_constraint(
     reasoning: type[ReasoningParser] | None = None,
     prompt: str = "",
 ) -> StructuredOutput | None:
-    """Return a constraint that forces tool calls. ``required`` forces at least one call, ``named`` exactly one call of
-    that tool.
+    """Return a constraint that forces tool calls.
 
-    Returns None for ``auto`` and ``none``. Arguments match the tool's schema and are written in the format of
-    ``parser``. If ``reasoning`` is set, the constraint itself allows reasoning first, for engines that do not add it.
-    ``prompt`` shows whether the reasoning has already begun. Raises InvalidArgument.
+    The choice ``required`` forces at least one call. ``named`` forces exactly one call of the tool with this name.
+
+    Returns None for ``auto`` and ``none``. The constraint requires arguments that match the tool's schema, in the call
+    format of ``parser``. If ``reasoning`` is set, the constraint also allows reasoning before the calls. This is for
+    reasoning formats that the engine does not handle. ``prompt`` shows whether the reasoning has already begun. Raises
+    InvalidArgument.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":
         return None
     if parser is None:
         raise InvalidArgument(
-            "tool_choice asks for a call, but the call format of this model is unknown; set the frontend's "
+            "tool_choice requires a tool call, but the format of tool calls of this model is unknown; set the frontend's "
             "model.tool_parser",
             field="tool_choice",
         )
@@ -76,14 +78,14 @@ def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> 
 
 
 def named_choice(name: str, *, field: str) -> tuple[str, str]:
-    """Return ``tool_choice`` and ``named_tool`` of a chat that must call the tool ``name``. Raises InvalidArgument."""
+    """Return the ``tool_choice`` and ``named_tool`` that force a call of the tool ``name``. Raises InvalidArgument."""
     if not name:
         raise InvalidArgument(f"{field} is empty", field=field)
     return "auto", name
 
 
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
-    """Raise InvalidArgument for an unknown choice, or one that the tools do not allow."""
+    """Raise InvalidArgument for an unknown choice, or for a choice that the tools do not allow."""
     if choice not in CHOICES:
         raise InvalidArgument(f"tool_choice is {quoted(choice)}; known: {', '.join(CHOICES)}", field="tool_choice")
     if named and named not in {tool.name for tool in tools}:
@@ -96,7 +98,7 @@ def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
 def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
     if not any(schema.get(name) is not None for name in _OPEN_FORMS):
-        schema = {**schema, "type": "object"}  # arguments are always an object, even if the schema does not say so
+        schema = {**schema, "type": "object"}  # arguments are always an object, even if the schema has no type
     return {
         "type": "tag",
         "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)).replace("{bare}", tool.name),

@@ -111,7 +111,7 @@ async def test_tools_that_the_template_cannot_show_are_refused(tmp_path: Path, t
     with pytest.raises(InvalidArgument) as error:
         await plain.prompt(HI, tools=[WEATHER])
     assert error.value.field == "tools"
-    assert error.value.message.startswith("tools: the model's chat template does not show them to the model")
+    assert error.value.message.startswith("tools: the model's chat template does not show tools to the model")
     names = ", ".join(registry.tool_parser_names())
     assert error.value.message.endswith(f"--set frontend.model.tool_parser=..., which is one of: {names}")
 
@@ -143,7 +143,7 @@ async def test_a_continued_message_is_trimmed_where_the_template_trims(llama: Re
 
 
 async def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(chatml: Renderer) -> None:
-    with pytest.raises(InvalidArgument, match="does not write the last message's content") as error:
+    with pytest.raises(InvalidArgument, match="does not write the content of the last message") as error:
         renderer = ChatRenderer(
             ChatTemplates({"default": "{{ messages[0].content }}"}, {}), chatml.tokenizer, Reread(LIMITS)
         )
