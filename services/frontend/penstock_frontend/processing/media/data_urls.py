@@ -1,4 +1,4 @@
-"""Decoder of ``data:`` URLs, including URLs that deviate from RFC 2397 and RFC 4648."""
+"""Decoder of ``data:`` URLs. Also accepts common deviations from RFC 2397 and RFC 4648."""
 
 import binascii
 import re
@@ -12,9 +12,9 @@ from penstock_common.errors import quoted
 _HEAD = re.compile(r"[ \t\r\n\f]*data:([^,]{0,256}?)(; *base64 *)?,", re.IGNORECASE)
 _WHITESPACE = " \t\r\n\f"
 _SLICE = 128 * 1024
-"""Number of characters to decode at once, a multiple of four.
+"""Number of characters to decode per call, a multiple of four.
 
-Canonical base64 of this length holds the GIL for half a millisecond.
+Decoding canonical base64 of this length blocks the GIL for half a millisecond.
 """
 _MAX_PADDING = 2
 _DIGITS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -25,7 +25,7 @@ _TOKEN = re.compile(r"%[0-9A-Fa-f]{2}|[\s\S]")
 class DataUrlError(ValueError):
     """Error for a text that is not a ``data:`` URL, or whose data cannot be decoded.
 
-    The message continues the field's name.
+    The message is the text after the field's name, such as ``is empty``.
     """
 
 
@@ -39,7 +39,10 @@ class DataUrl(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the number of bytes, from the length of the text alone. Exact for base64 without whitespace."""
+        """Upper bound of the number of decoded bytes, computed from the length of the text.
+
+        For base64 without whitespace, this is the exact number.
+        """
         length = len(self.text) - self.start
         if not self.is_base64:
             return length
@@ -47,28 +50,28 @@ class DataUrl(NamedTuple):
 
 
 def is_data_url(url: str) -> bool:
-    """Return whether the URL itself contains the media. Whitespace may precede it."""
+    """Return whether a URL is a ``data:`` URL. Whitespace may precede the URL."""
     return (url if url[:1] not in _WHITESPACE else url.lstrip(_WHITESPACE))[:5].lower() == "data:"
 
 
 def parse_data_url(url: str) -> DataUrl:
-    """Find the data of a ``data:`` URL. Its media type is ignored.
+    """Find the data in a ``data:`` URL. Ignore the URL's media type.
 
     Raises:
-        DataUrlError: The URL has no comma near its start, or neither ``;base64`` nor any percent-encoded byte.
+        DataUrlError: The URL has no comma near its start, or it has neither ``;base64`` nor a percent-encoded byte.
     """
     if (head := _HEAD.match(url)) is None:
         raise DataUrlError("is not a data: URL: it has no comma after its type")
     if head.end() == len(url):
         raise DataUrlError("is empty")
     is_base64 = head[2] is not None
-    if not is_base64 and "%" not in url:  # No image or audio file can be written this way.
+    if not is_base64 and "%" not in url:  # no image or audio file can be written without base64 and percent-encoding
         raise DataUrlError("is a data: URL without ;base64 before its comma")
     return DataUrl(url, head.end(), is_base64)
 
 
 def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
-    """Decode the data of a ``data:`` URL. For ``unwritten`` see ``decode_base64``.
+    """Decode the data of a ``data:`` URL. For ``unwritten``, see ``decode_base64``.
 
     Raises:
         DataUrlError: The data cannot be decoded.
@@ -85,19 +88,20 @@ def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
 
 
 def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> bytes:
-    """Decode ``text[start:end]``, base64 in any common form.
+    """Decode the base64 text ``text[start:end]`` in any common form.
 
-    Both alphabets (RFC 4648 sections 4 and 5), whitespace, missing padding and percent-encoding are accepted.
+    The function accepts both alphabets (RFC 4648, sections 4 and 5), whitespace, missing padding and percent-encoding.
 
     Args:
         text: Text of a request that contains the base64.
-        start: Position of the first character.
-        end: Position after the last character.
-        unwritten: Number of characters at the start of ``text`` that the client did not write.
+        start: Position of the first base64 character.
+        end: Position after the last base64 character.
+        unwritten: Number of characters at the start of ``text`` that Penstock added to the client's text.
 
     Raises:
-        DataUrlError: The text is not base64. The message has the first wrong character and its position in the client's text,
-            counted from 1.
+        DataUrlError: The text is not base64. The message has the first wrong character, and the character's position in
+            the
+            client's text, counted from 1.
     """
     if start == end:
         raise DataUrlError("is empty")
@@ -108,14 +112,14 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
 
 
 def _decode_canonical(text: str, start: int, end: int) -> bytes:
-    """Decode strictly valid base64. Raises ValueError."""
+    """Decode base64 that is strictly valid. Raises ValueError for other text."""
     decoded: list[bytes] = []
     for begin in range(start, end, _SLICE):
         if decoded:
             time.sleep(0)  # let other threads run
         decoded.append(binascii.a2b_base64(text[begin : min(begin + _SLICE, end)], strict_mode=True))
     data = decoded[0] if len(decoded) == 1 else b"".join(decoded)
-    # binascii accepts more than two padding characters, and each slice may have some.
+    # Check the length, because binascii accepts more than two padding characters, and accepts padding in every slice.
     if len(data) != (end - start) // 4 * 3 - text.count("=", max(start, end - _MAX_PADDING), end):
         raise ValueError("padding in a wrong place")
     return data
@@ -123,7 +127,7 @@ def _decode_canonical(text: str, start: int, end: int) -> bytes:
 
 def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
     decoded: list[bytes] = []
-    rest = b""  # characters of an incomplete group of four
+    rest = b""  # characters at the end of a slice that do not form a complete group of four
     num_digits = padding = 0
     for begin, piece in _slices(text, start, end):
         raw = piece.encode("utf-8", "replace")
@@ -150,7 +154,7 @@ def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
 
 
 def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yield pieces of the text with their positions. No piece ends inside a percent-encoded byte."""
+    """Yield each piece of the text with its position. No piece ends inside a percent-encoded byte."""
     begin = start
     while begin < end:
         if begin > start:
@@ -166,7 +170,7 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
     """Return the error for the first character of a slice that is not base64.
 
-    ``padding`` is the number of ``=`` before the slice.
+    ``padding`` is the number of ``=`` characters before the slice.
     """
     for token in _TOKEN.finditer(piece):
         value = unquote_to_bytes(token[0]) if len(token[0]) == 3 else token[0].encode("utf-8", "replace")

@@ -1,6 +1,6 @@
-"""Decoding of files to pixels and samples in a media worker.
+"""Decoding of files to pixels and audio samples in a media worker.
 
-Headers are checked first, and only the detected format is tried.
+The code checks the headers of a file first, and tries only the decoder of the detected format.
 """
 
 import math
@@ -20,26 +20,28 @@ from penstock_frontend.processing.media.rgb import flattened, transparent_colour
 from penstock_frontend.processing.media.sniff import image_format, sound_format
 from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
 
-# Resampling of audio, with numpy alone.
+# The code below resamples audio, and needs only numpy.
 
 Samples = npt.NDArray[np.float32]
 
 _ZERO_CROSSINGS = 32
-"""Zero crossings of the kernel on each side."""
+"""Number of zero crossings on each side of the filter kernel."""
 _BETA = 12.0
-"""Shape of the kernel's Kaiser window, with side lobes at -118 dB."""
+"""Shape parameter of the kernel's Kaiser window. With this value, side lobes are at -118 dB."""
 _POINTS = 8192
 _WINDOW = np.kaiser(2 * _POINTS + 1, _BETA)[_POINTS:]
-"""Right half of the window as a lookup table. It falls to 0.00005 at its end."""
+"""Lookup table of the right half of the window. The window's value at its end is 0.00005."""
 _ROLLOFF = 0.95
-"""Cutoff of the kernel, as a fraction of the lower rate's Nyquist frequency."""
+"""Cutoff frequency of the kernel, as a fraction of the Nyquist frequency of the lower sampling rate."""
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Resample ``samples``, [n] at ``rate`` Hz, to ``wanted`` Hz. Returns [ceil(n * wanted / rate)].
+    """Resample ``samples`` of shape [n] from ``rate`` Hz to ``wanted`` Hz.
 
-    Band-limited interpolation: a sum of sinc functions under a Kaiser window (Smith and Gossett, 1984), with one filter
-    for each phase of the outputs between inputs.
+    The result has the shape [ceil(n * wanted / rate)].
+
+    The method is band-limited interpolation: a sum of sinc functions with a Kaiser window (Smith and Gossett, 1984).
+    There is one filter for each phase, which is the position of an output sample between two input samples.
     """
     if rate == wanted:
         return samples
@@ -51,7 +53,7 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
     out = np.empty(num_out, np.float32)
     taps = np.arange(-half, half + 1, dtype=np.float64)
-    for phase in range(min(up, num_out)):  # output i * up + phase is at input i * down + phase * down / up
+    for phase in range(min(up, num_out)):  # output i * up + phase is at input position i * down + phase * down / up
         start, fraction = divmod(phase * down, up)
         kernel = _kernel(taps - fraction / up, cutoff, half)
         rows = len(range(phase, num_out, up))
@@ -66,19 +68,20 @@ def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samp
     return scaled
 
 
-# WAV files whose header lacks the length, because the length was unknown when the header was written.
+# The code below repairs WAV files whose header has no length, because the length was unknown when the header was
+# written.
 
 _UNKNOWN = (0, 0xFFFF_FFFF)
-"""Sizes that programs write while the length of a stream is unknown."""
+"""Sizes in a header that mean that the length is unknown."""
 _RIFF_HEADER = 12
 _CHUNK = struct.Struct("<4sI")
 
 
 def with_size(data: bytes) -> bytes:
-    """Return the file with the size of its samples in the header, if the header has 0 or 0xFFFFFFFF.
+    """Return the WAV file with the size of its samples in the header, if the size in the header is 0 or 0xFFFFFFFF.
 
-    Everything after such a header counts as samples, unless its size is 0 and other chunks follow up to the end of the
-    file. Files with a size, and files without samples, are returned unchanged.
+    All bytes after such a header count as samples. The exception is the size 0 if only complete other chunks follow up
+    to the end of the file. Files with a valid size, and files without samples, are returned unchanged.
     """
     offset = _RIFF_HEADER
     while offset + _CHUNK.size <= len(data):
@@ -95,7 +98,7 @@ def with_size(data: bytes) -> bytes:
 
 
 def _are_chunks(data: bytes, offset: int) -> bool:
-    """Return whether only complete chunks follow up to the end of the file."""
+    """Return whether the file consists only of complete chunks from ``offset`` to its end."""
     while offset + _CHUNK.size <= len(data):
         name, size = _CHUNK.unpack_from(data, offset)
         if not (name.isascii() and name.decode().isprintable()):
@@ -104,19 +107,20 @@ def _are_chunks(data: bytes, offset: int) -> bool:
     return offset in (len(data), len(data) + 1)
 
 
-Pillow.MAX_IMAGE_PIXELS = None  # Penstock's own limit is checked before any pixel is decoded.
+Pillow.MAX_IMAGE_PIXELS = None  # not needed, because Penstock checks its own limit before any pixel is decoded
 
 _SOUND_FORMATS = {"WAV": ("WAV", "WAVEX"), "FLAC": ("FLAC",), "OGG": ("OGG",), "MP3": ("MP3", "MPEG")}
 _BLOCK = 256 * 1024
-"""Number of samples, over all channels, to decode at once."""
+"""Number of samples to decode per call, summed over all channels."""
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 384_000
-"""Limits of the sampling rate in Hz."""
+"""Limits of a file's sampling rate in Hz."""
 
 
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
-    """Open an image without decoding it. The returned image has a known size within the limits. Raises TooLarge,
-    Unreadable.
+    """Open an image without decoding its pixels.
+
+    The size of the returned image is known and within the limits. Raises TooLarge, Unreadable.
     """
     if (kind := image_format(data)) is None:
         raise Unreadable("is not a JPEG, PNG, WebP or GIF file")
@@ -135,7 +139,7 @@ def open_image(data: bytes, limits: DecodeLimits) -> Image:
 
 
 def decode_image(image: Image) -> Image:
-    """Decode the first image of an open file to RGB. EXIF rotation is applied, and transparent pixels become white.
+    """Decode the first image of an open file to RGB. Apply the EXIF rotation, and make transparent pixels white.
 
     Raises:
         Unreadable: The file is broken.
@@ -152,7 +156,11 @@ def decode_image(image: Image) -> Image:
 
 
 class VideoFrames(Sequence[Image]):
-    """Frames of a video, each decoded on access. Raises TooLarge or Unreadable immediately if headers show a problem."""
+    """Frames of a video.
+
+    Each frame is decoded when it is accessed. If the headers show a problem, the constructor raises TooLarge or
+    Unreadable.
+    """
 
     def __init__(self, files: Sequence[bytes], limits: DecodeLimits) -> None:
         if not files:
@@ -174,14 +182,17 @@ class VideoFrames(Sequence[Image]):
     def __getitem__(self, index: slice) -> Sequence[Image]: ...
 
     def __getitem__(self, index: int | slice) -> Image | Sequence[Image]:
-        """Return a frame, or a slice of undecoded frames."""
+        """Return a decoded frame, or a sequence of frames that are not decoded yet."""
         if isinstance(index, slice):
             return VideoFrames(self._files[index], self._limits)
         return decode_image(open_image(self._files[index], self._limits))
 
 
 def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.NDArray[np.float32]:
-    """Decode audio to mono samples at ``sampling_rate`` Hz, the mean of all channels. Raises TooLarge, Unreadable."""
+    """Decode audio to mono samples at ``sampling_rate`` Hz.
+
+    A mono sample is the mean of all channels. Raises TooLarge, Unreadable.
+    """
     if (kind := sound_format(data)) is None:
         raise Unreadable("is not a WAV, FLAC, Ogg or MP3 file")
     try:
@@ -206,12 +217,12 @@ def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.flo
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
         raise Unreadable(f"has {file.samplerate} samples a second; it must have {MIN_RATE} to {MAX_RATE}")
     most = int(limits.max_audio_seconds * file.samplerate)
-    known = file.frames if file.frames < 2**62 else 0  # libsndfile's value for unknown
+    known = file.frames if file.frames < 2**62 else 0  # libsndfile uses such large values for an unknown number
     _check_seconds(known, most, file.samplerate, limits)
     blocks: list[npt.NDArray[np.float32]] = []
     total = 0
     while len(block := file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)):
-        _check_seconds(total := total + len(block), most, file.samplerate, limits)  # the header may be wrong
+        _check_seconds(total := total + len(block), most, file.samplerate, limits)  # check, as the header may be wrong
         blocks.append(block.mean(axis=1, dtype=np.float32))
     return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 

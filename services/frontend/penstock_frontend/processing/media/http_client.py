@@ -1,4 +1,4 @@
-"""HTTP client that fetches media files from checked addresses only, without blocking the event loop."""
+"""HTTP client that fetches media files without blocking the event loop, and connects only to allowed addresses."""
 
 import asyncio
 import socket
@@ -17,34 +17,34 @@ from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
 
-# Incremental parser of a media host's HTTP response.
+# The class below parses the HTTP response of a media host incrementally.
 
 _MOST_HEADERS = 256
 _MOST_INFORMATIONAL = 16
 _FRAMING = 64 * 1024
-"""Maximum number of bytes of a response besides its body: headers, informational responses, chunk sizes and their
-extensions, trailers, and TLS overhead.
+"""Maximum number of bytes of a response in addition to the body. They include headers, informational responses, chunk
+sizes, chunk extensions, trailers, and TLS overhead.
 """
 _FRAMING_SHARE = 4
-"""Divisor of the body's size that gives the additional allowance for overhead. Chunks of 24 bytes or more stay within
-the limit.
+"""Divisor of the body's size. The quotient is added to the limit ``_FRAMING``. Responses with chunks of 24 bytes or
+more stay within the limit.
 """
 
 
 class BadAnswer(Exception):  # noqa: N818 - it says what is wrong with the answer
-    """Error for a host that violates the protocol or a limit. The text continues "could not be fetched: "."""
+    """Error for a host that violates the protocol or a limit. The text follows "could not be fetched: " in messages."""
 
 
 class Answer:
-    """Final response to one GET request, without informational responses (1xx) before it.
+    """Final response to one GET request. Informational responses (1xx) before the final response are dropped.
 
-    The parser is compiled, and the limits are checked after every slice of bytes. A host that sends one-byte chunks,
-    endless headers, or other responses with little content is given up after about 64 KiB.
+    The parser is compiled code, and the limits are checked after every slice of bytes. If a host sends one-byte chunks,
+    endless headers, or other bytes without content, the request fails after about 64 KiB.
     """
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """Status code; None until all headers have arrived."""
+        """Status code, or None until all headers have arrived."""
         self.headers: dict[str, str] = {}
         """Headers by lower-case name."""
         self.body = bytearray()
@@ -53,15 +53,16 @@ class Answer:
         self._num_headers = 0
         self._num_informational = 0
         self._parser = httptools.HttpResponseParser(self)
-        # Some hosts end lines with LF only, or pad chunk sizes. This is safe, because no second response follows on the
-        # connection.
+        # Accept lines that end with LF only, and padded chunk sizes, because some hosts send them. This is safe,
+        # because
+        # each connection has only one response.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
 
     def feed(self, data: bytes, num_received: int) -> None:
         """Parse the next bytes.
 
         Args:
-            data: The bytes; empty if the host has closed the connection.
+            data: The next bytes, or empty if the host has closed the connection.
             num_received: Total number of bytes that the host has sent so far, including TLS.
 
         Raises:
@@ -74,7 +75,7 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self.is_complete:  # bytes after the response are ignored
+            if not self.is_complete:  # ignore errors in bytes after the response
                 raise BadAnswer("its host violates the HTTP protocol") from None
         self._check(num_received)
 
@@ -90,20 +91,20 @@ class Answer:
             raise BadAnswer(f"its host sends more than {_MOST_HEADERS} headers")
         if num_received - len(self.body) > _FRAMING + len(self.body) // _FRAMING_SHARE:
             raise BadAnswer(
-                f"its host sends more than {_FRAMING} bytes of headers, chunk sizes and the like, and more than "
-                f"1/{_FRAMING_SHARE} of the file; it should send chunks of 1 KiB or more"
+                f"its host sends more than {_FRAMING} bytes of headers, chunk sizes and other overhead, and more than "
+                f"1/{_FRAMING_SHARE} of the file's size; the host should send chunks of 1 KiB or more"
             )
 
-    # Callbacks of the parser.
+    # The parser calls the methods below.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Headers after the body are only counted."""
+        """Store a header. Headers after the body are counted, but not stored."""
         self._num_headers += 1
         if self.status is None:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
-        """Store the status, unless the response is informational."""
+        """Store the status of the final response. Ignore informational responses."""
         if self.status is not None:
             return
         status = self._parser.get_status_code()
@@ -120,39 +121,39 @@ class Answer:
             self.body += data
 
     def on_message_complete(self) -> None:
-        """Mark the body as complete, unless the response is informational."""
+        """Mark the final response as complete. Ignore informational responses."""
         self.is_complete = self.status is not None
 
 
-# Connections to media hosts. They are read in slices, so that no host can block the event loop.
+# The code below reads from connections to media hosts. It reads small slices, so that no host can block the event loop.
 
 RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
 
 BYTES_PER_TURN = 64 * 1024
-"""Number of bytes from media hosts that all connections together process per turn of the event loop.
+"""Maximum number of bytes from media hosts that all connections together process per iteration of the event loop.
 
-Parsing them takes 1 ms in the worst case, one-byte chunks.
+Parsing this many bytes takes at most 1 ms. The worst case is one-byte chunks.
 """
 _SLICE = 16 * 1024
 """Maximum number of bytes per read from a socket."""
 _SMALLEST_CHARGE = 2 * 1024
-"""Minimum number of bytes charged per read. A read costs about 50 us, even if the host sends single bytes."""
+"""Minimum number of bytes that one read counts for the limit. A read takes about 50 us, even for a single byte."""
 _LONGEST_HANDSHAKE = 128 * 1024
 
 
 class Wire:
     """Connection to a media host, with or without TLS. The caller closes the connection.
 
-    TLS uses memory buffers. asyncio's own TLS decrypts up to 256 KiB in one turn of the event loop, even for small
-    records.
+    TLS uses memory buffers here. asyncio's own TLS would decrypt up to 256 KiB in one iteration of the event loop, even
+    for small records.
     """
 
     def __init__(self, connection: socket.socket, pace: Pace) -> None:
         """Wrap a connected, non-blocking socket.
 
         Args:
-            connection: The socket, which the wire owns from now on.
-            pace: Limit of bytes per turn of the event loop, shared by all wires.
+            connection: The socket. The wire closes it.
+            pace: Limit of bytes per iteration of the event loop, shared by all wires.
         """
         self._socket = connection
         self._pace = pace
@@ -162,12 +163,14 @@ class Wire:
         """Number of bytes that the host has sent after the TLS handshake, before decryption."""
 
     async def start_tls(self, context: ssl.SSLContext, name: str, run_in_thread: RunInThread) -> None:
-        """Do the TLS handshake and check the certificate.
+        """Do the TLS handshake, and check the certificate.
 
         Args:
-            context: TLS context with the trusted authorities.
-            name: Expected name in the certificate.
-            run_in_thread: Runs the steps of the handshake. A step can take a large part of a second if the host uses large keys.
+            context: TLS context with the trusted certificate authorities.
+            name: Host name that the certificate must contain.
+            run_in_thread: Runs the steps of the handshake in a thread. A step can take most of a second if the host
+                uses
+                large keys.
 
         Raises:
             ssl.SSLCertVerificationError: The certificate is not trusted.
@@ -209,7 +212,7 @@ class Wire:
             if (data := b"".join(pieces)) or is_over:
                 return data
             if not (received := await self._receive()):
-                return b""  # many hosts close the connection without a TLS close message
+                return b""  # not an error, because many hosts close the connection without a TLS close message
             self._incoming.write(received)
 
     def close(self) -> None:
@@ -221,7 +224,7 @@ class Wire:
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def _receive(self) -> bytes:
-        """Return received bytes, once the event loop's turn has capacity to process them."""
+        """Return received bytes, as soon as the limit of bytes per iteration allows processing them."""
         data = await asyncio.get_running_loop().sock_recv(self._socket, _SLICE)
         self.num_received += len(data)
         await self._pace.take(max(len(data), _SMALLEST_CHARGE))
@@ -242,7 +245,7 @@ async def connect(address: str, port: int, pace: Pace) -> Wire:
 
 
 def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
-    """Continue the handshake. Returns False if it needs more bytes from the host."""
+    """Continue the TLS handshake. Return False if the handshake needs more bytes from the host."""
     try:
         tls.do_handshake()
     except ssl.SSLWantReadError:
@@ -250,10 +253,10 @@ def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
     return True
 
 
-# One GET request to a media host, and its response.
+# The code below sends one GET request to a media host, and reads the response.
 
 Counted = Callable[[int], None]
-"""Function called with the number of additional bytes in memory. Raises ResourceExhausted."""
+"""Function that is called with the number of additional bytes in memory. Raises ResourceExhausted at the limit."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -261,7 +264,7 @@ _FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Exchange:
-    """Request to a media host, with its response."""
+    """One request to a media host, and the host's response."""
 
     def __init__(self, wire: Wire, field: str, max_bytes: int, counted: Counted) -> None:
         self._wire = wire
@@ -271,11 +274,11 @@ class Exchange:
         self._answer = Answer()
 
     async def get(self, target: Target, check: Callable[..., Target]) -> bytes | Target:
-        """Return the file, or the checked target of a redirect.
+        """Return the file, or the target of a redirect after ``check``.
 
         Raises:
             OSError: The connection is lost.
-            RequestFailed: The response is not a file, or exceeds a limit.
+            RequestFailed: The response has no file, or exceeds a limit.
         """
         answer = self._answer
         await self._wire.send(_request(target))
@@ -287,9 +290,13 @@ class Exchange:
             why = f"its host answered with status {answer.status}"
             raise sources.fetch_failed(self._field, why, for_now=answer.status in _FOR_NOW)
         if answer.headers.get("content-encoding", "").lower() not in ("", "identity"):
-            raise sources.fetch_failed(self._field, "its host encodes the content, unasked", for_now=False)
+            raise sources.fetch_failed(
+                self._field, "its host sent a Content-Encoding that was not requested", for_now=False
+            )
         if answer.headers.get("transfer-encoding", "chunked").lower() != "chunked":
-            raise sources.fetch_failed(self._field, "its host encodes the transfer, unasked", for_now=False)
+            raise sources.fetch_failed(
+                self._field, "its host sent a Transfer-Encoding that was not requested", for_now=False
+            )
         return await self._body(int(answer.headers.get("content-length", 0)))
 
     async def _read(self) -> None:
@@ -328,7 +335,7 @@ class Exchange:
 
 
 def _request(target: Target) -> bytes:
-    """Encode a request. Targets have no line breaks, because sources.py encodes paths and checks hosts."""
+    """Encode a GET request. A target cannot contain line breaks, because sources.py encodes paths and checks hosts."""
     lines = (
         f"GET {target.path} HTTP/1.1",
         f"Host: {target.authority}",
@@ -340,22 +347,22 @@ def _request(target: Target) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
 
-# Fetching of media files from other hosts. Only checked addresses are dialed, and only the request is sent.
+# The code below fetches media files from other hosts. It connects only to allowed addresses.
 
 T = TypeVar("T")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Function that returns all addresses of a host as text. Raises OSError."""
+"""Function that returns all IP addresses of a host as texts. Raises OSError."""
 
 _RESOLVING_THREADS = 8
 _HANDSHAKE_THREADS = 2
-"""Number of threads for TLS handshakes. OpenSSL computes without the GIL, so the event loop keeps running."""
+"""Number of threads for TLS handshakes. OpenSSL releases the GIL, so the event loop continues during a handshake."""
 
 
 class Fetcher:
-    """Fetches files by URL. A name is resolved once, all of its addresses are checked, and one of them is dialed.
+    """Fetches files by URL. Resolves a host name once, checks all of its addresses, and connects to one of them.
 
-    There are no proxies, cookies, credentials, content codings, or reused connections.
+    The fetcher uses no proxies, cookies, credentials or content encodings, and does not reuse connections.
     """
 
     def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
@@ -368,7 +375,7 @@ class Fetcher:
         self._pace = Pace(BYTES_PER_TURN)
         try:
             self._tls = ssl.create_default_context(cafile=config.ca or None)
-        except OSError as e:  # includes SSLError
+        except OSError as e:  # SSLError is a subclass of OSError
             raise ConfigError(f"media.ca: cannot read certificates from {config.ca}: {e}") from None
         self._tls.options |= ssl.OP_NO_RENEGOTIATION
         self._room = asyncio.Semaphore(config.max_fetches)
@@ -376,7 +383,7 @@ class Fetcher:
         self._closed = False
 
     def close(self) -> None:
-        """Stop: no more names are resolved, and no more TLS handshakes are started."""
+        """Stop. The fetcher then resolves no further names, and starts no further TLS handshakes."""
         self._closed = True
         self._threads.shutdown(wait=False)
         self._handshakes.shutdown(wait=False)
@@ -384,15 +391,16 @@ class Fetcher:
     def check(self, url: str, *, field: str) -> Target:
         """Return the target of a URL.
 
-        Raises PermissionDenied or InvalidArgument, before any connection, if it may not be fetched.
+        Opens no connection. Raises PermissionDenied or InvalidArgument if fetching the URL is not allowed.
         """
         target = read_url(url, field=field)
         check_domain(target, self._config.allowed_domains, field=field)
         return target
 
     async def fetch(self, url: str, *, field: str, counted: Counted = lambda _: None) -> bytes:
-        """Fetch a file. Raises like ``check``, RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, or
-        ResourceExhausted.
+        """Fetch a file.
+
+        Raises the errors of ``check``, RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, or ResourceExhausted.
         """
         target = self.check(url, field=field)
         if self.num_waiting >= self._config.max_queued:
@@ -411,7 +419,7 @@ class Fetcher:
                 return await self._follow(target, field, counted)
         except TimeoutError:
             raise sources.fetch_failed(
-                field, f"it took more than media.fetch_timeout, {self._config.fetch_timeout:g} s", for_now=True
+                field, f"fetching took longer than media.fetch_timeout, {self._config.fetch_timeout:g} s", for_now=True
             ) from None
         finally:
             self._room.release()
@@ -459,7 +467,10 @@ class Fetcher:
         return wire
 
     async def _addresses(self, target: Target, field: str) -> Sequence[str]:
-        """Return all addresses of the host. Raises PermissionDenied if any is not public; the error does not say which."""
+        """Return all addresses of the host.
+
+        Raises PermissionDenied if any address is not public. The error does not name the address.
+        """
         if target.address is not None:
             addresses: Sequence[str] = [target.host]
         else:

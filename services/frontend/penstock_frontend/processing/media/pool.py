@@ -1,4 +1,7 @@
-"""Pool of media workers: a fair bounded queue before processes that are replaced if they end or take too long."""
+"""Pool of media workers.
+
+A fair bounded queue feeds the worker processes. A process that ends or takes too long is replaced.
+"""
 
 import asyncio
 import contextlib
@@ -39,38 +42,38 @@ from penstock_frontend.processing.media.worker_messages import (
     framed,
 )
 
-# Queue shared by tenants, which take turns.
+# The class below is a queue in which tenants take turns.
 
 T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue with round-robin between tenants, so that a tenant with many items does not delay others.
+    """Queue that serves tenants round-robin, so that a tenant with many items does not delay other tenants.
 
-    The items of one tenant keep their order.
+    The items of the same tenant keep their order.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
-        """Waiting items by tenant, in order of their turns. No deque is empty."""
+        """Waiting items by tenant, in the order in which tenants have their turns. No deque is empty."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def put(self, tenant: str, item: T) -> None:
-        """Add an item after the tenant's other items. A tenant without items gets the last turn."""
+        """Add an item after the tenant's other items. If the tenant has no other items, it gets the last turn."""
         self._waiting.setdefault(tenant, deque()).append(item)
         self._count += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Put an item that was taken back at the front of the queue."""
+        """Return an item that ``take`` removed to the front of the queue."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant, last=False)
         self._count += 1
 
     def take(self) -> T:
-        """Return and remove the next item. Raises IndexError if there is none."""
+        """Remove and return the next item. Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         tenant, items = self._waiting.popitem(last=False)
@@ -81,10 +84,10 @@ class FairQueue(Generic[T]):
         return item
 
     def displace(self, tenant: str) -> T | None:
-        """Remove the last item of the tenant with the most items, to make space for ``tenant``. Returns the item.
+        """Make space for an item of ``tenant``. Remove and return the last item of the tenant with the most items.
 
-        Returns None if ``tenant`` would then have as many items as the other tenant. There is no space for it in that
-        case.
+        Returns None if there is no space for ``tenant``. This is so if ``tenant`` would then have as many items as the
+        tenant with the most items.
         """
         if not self._waiting:
             return None
@@ -96,12 +99,12 @@ class FairQueue(Generic[T]):
         return item
 
 
-# Process of a media worker, and the socket to it.
+# The class below starts the process of a media worker, and exchanges messages with it over a socket.
 
 _MODULE = "penstock_frontend.processing.media.worker"
 _LONGEST_HEAD = 1024 * 1024
 _MOST_EMBEDS = 1024 * 1024
-"""Maximum number of embeddings of one item. No model reads as many tokens."""
+"""Maximum number of embeddings of one item. No model accepts so many tokens."""
 _ENVIRONMENT = (
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -113,7 +116,7 @@ _ENVIRONMENT = (
     "TMPDIR",
     "XDG_CACHE_HOME",
 )
-"""Environment variables that a worker inherits. Secrets and addresses are not passed on."""
+"""Environment variables that a worker inherits. Other variables may contain secrets and addresses."""
 _OF_WORKERS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -124,7 +127,10 @@ _OF_WORKERS = {
 
 
 class Job(NamedTuple):
-    """An item to decode and process: one file, or the frames of a video with their times in seconds."""
+    """An item to decode and process.
+
+    The item is one file, or the frames of a video with each frame's time in seconds.
+    """
 
     modality: Modality
     files: Sequence[bytes]
@@ -134,15 +140,15 @@ class Job(NamedTuple):
 
 
 class WorkerLost(Exception):  # noqa: N818 - it says what happened
-    """Error if the process has ended, or sent an invalid message."""
+    """Error for a worker process that has ended, or sent an invalid message."""
 
 
 class NoWorker(Exception):  # noqa: N818 - it says what happened
-    """Error if a worker cannot create its processor. The text has the reason."""
+    """Error for a worker that cannot create its processor. The text has the reason."""
 
 
 class WorkerProcess:
-    """Process of one worker. Its messages are checked, because it opens files of clients."""
+    """Process of one worker. The frontend checks the worker's messages, because the worker opens files from clients."""
 
     def __init__(self, most_bytes: int) -> None:
         """Start the process. ``most_bytes`` is the maximum size of an item's tensors."""
@@ -174,7 +180,7 @@ class WorkerProcess:
             raise NoWorker(ready.error)
 
     async def process(self, job: Job) -> tuple[ProcessedItem, float] | Refused:
-        """Process an item. Returns the result and the processing time in seconds, or a refusal. Raises WorkerLost."""
+        """Process an item. Return the result and the processing time in seconds, or a refusal. Raises WorkerLost."""
         loop = asyncio.get_running_loop()
         head = JobHead(
             modality=job.modality,
@@ -192,12 +198,12 @@ class WorkerProcess:
             return await self._item(answer, job.modality), answer.seconds
 
     async def ended(self) -> None:
-        """Wait until the process has ended, or sends data without having an item. Can be cancelled."""
+        """Wait until the process ends, or sends data although it has no item. This wait can be cancelled."""
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_recv(self._channel, 1)
 
     async def end(self) -> int:
-        """Kill the process. Returns its exit code, negative for a signal."""
+        """Kill the process. Return the exit code, which is negative for a signal."""
         self._process.kill()
         self._channel.close()
         return await asyncio.to_thread(self._process.wait)
@@ -232,7 +238,7 @@ class WorkerProcess:
         return await self._take(length)
 
     async def _take(self, size: int) -> bytearray:
-        """Read into a new buffer, which the result keeps without another copy."""
+        """Read ``size`` bytes into a new buffer. The result uses this buffer without a copy."""
         taken = bytearray(size)
         view, loop = memoryview(taken), asyncio.get_running_loop()
         while len(view):
@@ -243,17 +249,17 @@ class WorkerProcess:
 
 
 _ATTEMPTS = 2
-"""Number of workers that may end while processing the same item. The first worker may have ended for another reason."""
+"""Number of workers that may end while they process the same item. The first worker may have ended for another reason."""
 _STARTS = 3
-"""Number of consecutive failed starts per place in the pool, after which waiting items fail."""
+"""Number of consecutive failed starts of a worker after which waiting items fail."""
 _PAUSE = 1.0
 """Seconds to wait before the next start after a failed start."""
 _UNMEASURED = 1.0
-"""Retry delay in seconds for clients before any item was processed, when the processing rate is unknown."""
+"""Retry delay for clients in seconds, until the first processed item shows the processing rate."""
 
 
 class _Waiting:
-    """An item in the queue or in a worker."""
+    """An item that is in the queue or in a worker."""
 
     __slots__ = ("attempts", "came", "job", "result", "tenant")
 
@@ -265,13 +271,16 @@ class _Waiting:
         self.attempts = 0
 
     def fail(self, error: Exception) -> None:
-        """Fail the item. Idempotent, even after its client is gone."""
+        """Fail the item. Idempotent, and allowed after the item's client has disconnected."""
         if not self.result.done():
             self.result.set_exception(error)
 
 
 class WorkerPool:
-    """Pool of media workers. Call ``start``, then ``process`` items, then ``close``, all on one event loop."""
+    """Pool of media workers.
+
+    Call ``start``, then ``process`` for each item, then ``close``, all on the same event loop.
+    """
 
     def __init__(
         self,
@@ -280,7 +289,7 @@ class WorkerPool:
         config: MediaConfig,
         metrics: MediaMetrics,
     ) -> None:
-        """Create the pool. ``make_processor`` is called in each worker. ``sampling_rate`` is the rate of audio in Hz."""
+        """Create the pool. Each worker calls ``make_processor``. ``sampling_rate`` is the model's audio rate in Hz."""
         self._config = config
         self._metrics = metrics
         self._setup = Setup(
@@ -310,7 +319,7 @@ class WorkerPool:
         return len(self._queue)
 
     async def start(self) -> None:
-        """Wait for the first worker; the others start concurrently.
+        """Wait until the first worker is ready. Then start the other workers without waiting for them.
 
         Raises ConfigError if the model's processor cannot be created.
         """
@@ -330,7 +339,7 @@ class WorkerPool:
             TooLarge: The item exceeds a limit.
             Unreadable: The item cannot be decoded or processed.
             ResourceExhausted: The queue is full, or the item was displaced by a tenant with fewer waiting items.
-            Unavailable: There is no worker.
+            Unavailable: No worker can start, or the pool is closed.
         """
         if self._closed:
             raise sources.shutting_down()
@@ -369,7 +378,7 @@ class WorkerPool:
             self._queue.take().fail(error())
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
-        """Run one place of the pool: a worker, and its replacement whenever it ends."""
+        """Run one worker of the pool. Whenever the worker ends, start a new worker in its place."""
         try:
             while True:
                 if worker is None and (worker := await self._replaced()) is None:
@@ -386,21 +395,21 @@ class WorkerPool:
                 await self._end(worker)
 
     async def _next(self, worker: WorkerProcess) -> _Waiting | None:
-        """Return the next item, or None if the worker ends while there is none."""
+        """Return the next item, or None if the worker ends while it waits for an item."""
         while True:
             while self._queue:
-                if not worker.alive:  # An idle worker's end is not caused by an item.
+                if not worker.alive:  # the worker was idle when it ended, so no item is the cause
                     return None
                 waiting = self._queue.take()
                 self._metrics.series("penstock:media_queued").set(len(self._queue))
-                if not waiting.result.done():  # The client may be gone.
+                if not waiting.result.done():  # the client may have disconnected
                     return waiting
             self._work.clear()
             if not await self._work_for(worker):
                 return None
 
     async def _work_for(self, worker: WorkerProcess) -> bool:
-        """Wait until there may be work. Returns False if the worker ends first."""
+        """Wait until there may be an item for the worker. Return False if the worker ends before."""
         work, end = asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(worker.ended())
         try:
             await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
@@ -415,7 +424,7 @@ class WorkerPool:
         get_logger().warning("idle media worker ended", code=await self._end(worker))
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
-        """Process an item. Returns whether the worker can continue."""
+        """Process an item. Return whether the worker can process further items."""
         job = waiting.job
         if not waiting.attempts:
             self._metrics.series("penstock:media_seconds", job.modality, "queue").observe(
@@ -463,7 +472,7 @@ class WorkerPool:
         if code == -signal.SIGXCPU:
             waiting.fail(self._too_slow())
         elif waiting.attempts >= _ATTEMPTS:
-            waiting.fail(Unreadable("ends the processes that decode it"))
+            waiting.fail(Unreadable("crashes the processes that decode it"))
         else:
             self._queue.put_back(waiting.tenant, waiting)
             self._work.set()
@@ -478,7 +487,7 @@ class WorkerPool:
         except (NoWorker, WorkerLost, OSError) as e:
             self._num_lost += 1
             if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:
-                # The cause of its death may not affect the next worker.
+                # Try again, because the reason why this worker ended may not affect the next worker.
                 get_logger().warning("media worker ended while starting", error=str(e))
                 return None
             self._failure = str(e) or type(e).__name__

@@ -1,4 +1,4 @@
-"""Reader of request media: fetches or decodes files, checks them, and computes their identifiers."""
+"""Reader for the media of requests. Fetches or decodes files, checks files, and computes identifiers of media."""
 
 import asyncio
 import hashlib
@@ -22,19 +22,19 @@ from penstock_frontend.processing.media.data_urls import DataUrlError, decode_da
 from penstock_frontend.processing.media.http_client import Fetcher, Resolver
 from penstock_frontend.processing.media.sniff import FORMATS, is_of
 
-# Checks of tensors that clients have processed themselves, for all models.
+# The code below checks tensors that clients have preprocessed themselves. The checks are the same for all models.
 
 _MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
 _BEYOND_IN_BFLOAT16 = 0x4780
-"""Smallest bfloat16 bit pattern, without the sign, above ``LARGEST_NUMBER``."""
+"""Smallest bfloat16 bit pattern, without the sign bit, whose value is above ``LARGEST_NUMBER``."""
 
 
 def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
-    """Raise InvalidArgument for invalid tensors.
+    """Raise InvalidArgument for tensors that are not valid.
 
-    There may be too many tensors, bytes that do not match the shape, or numbers that are not finite or exceed float16's
-    range. The check reads every number, so run it in a thread for large tensors.
+    Reasons are too many tensors, a number of bytes that does not match the shape, and numbers that are not finite or
+    outside the range of float16. The check reads every number, so call it in a thread for large tensors.
     """
     if not tensors:
         raise sources.unreadable(field, "has no tensors")
@@ -43,12 +43,14 @@ def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
     for name, tensor in tensors.items():
         where = f"{field}.tensors[{name[:64]!r}]"
         if len(tensor.shape) > _MAX_DIMENSIONS or any(length < 0 for length in tensor.shape):
-            raise sources.unreadable(field, f"has a tensor {quoted(name)} of the shape {list(tensor.shape[:16])}")
+            raise sources.unreadable(
+                field, f"has a tensor {quoted(name)} with the shape {list(tensor.shape[:16])}, which is not valid"
+            )
         needed = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
         if len(tensor.data) != needed:
             raise sources.unreadable(
                 where,
-                f"has {len(tensor.data)} bytes; {tensor.dtype} of the shape {list(tensor.shape)} has {needed}",
+                f"has {len(tensor.data)} bytes; {tensor.dtype} with the shape {list(tensor.shape)} needs {needed} bytes",
             )
         if not needed:
             raise sources.unreadable(where, "is empty")
@@ -66,21 +68,21 @@ def _is_in_range(tensor: TensorData) -> bool:
     return bool((np.abs(numbers) <= LARGEST_NUMBER).all())
 
 
-# Identifiers of media, used in every store and cache.
+# The code below computes identifiers of media. Every store and cache uses these identifiers.
 
 _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8
 _canonical = msgspec.json.Encoder(order="deterministic")
 
 _DECODING = b"2"
-"""Version of the decoding from files to pixels and samples.
+"""Version of the code that decodes files to pixels and samples.
 
-Increase it when the same file gives different values, because engines and tiers keep embeddings and KV blocks for
-longer than a frontend runs. 2: alpha is composited on white, and 16-bit grey is scaled.
+Increase the version if the same file gives different values than before. Engines and tiers keep embeddings and KV
+blocks for longer than a frontend runs. Version 2 composites alpha on white, and scales 16-bit grey.
 """
 
 Arguments = bytes
-"""Arguments of a processor as a JSON object in canonical order."""
+"""Arguments of a processor as the JSON text of an object, with keys in canonical order."""
 Content = EncodedFile | Frames | Features
 """Content of a media item that is in memory."""
 
@@ -93,10 +95,13 @@ def identifier(
     arguments: Arguments,
     cache_salt: str,
 ) -> str:
-    """Return 64 hexadecimal digits: BLAKE2b-256, keyed with the salt, over everything that the item's embeddings depend
-    on.
+    """Return the identifier of a media item, which has 64 hexadecimal digits.
 
-    Each part is preceded by its length. ``family`` is ``Family.identity``. Client-side names of media are not included.
+    The identifier is a BLAKE2b-256 hash with the cache salt as key. The hash covers all data on which the item's
+    embeddings depend.
+
+    In the hash, the length of each part precedes the part. ``family`` is ``Family.identity``. Names that clients give
+    to media are not part of the hash.
     """
     hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
     for field in (modality.encode(), family, arguments, *_fields(content)):
@@ -106,7 +111,7 @@ def identifier(
 
 
 def arguments_of(processor_kwargs: Mapping[str, Any]) -> Arguments:
-    """Encode processor arguments. Raises ValueError for values that JSON cannot express."""
+    """Encode processor arguments as JSON. Raises ValueError for values that JSON cannot represent."""
     try:
         return _canonical.encode(dict(processor_kwargs))
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
@@ -119,7 +124,10 @@ def _key(cache_salt: str) -> bytes:
 
 
 def _fields(content: Content) -> Iterator[bytes | bytearray]:
-    """Yield the parts of the content, starting with its kind, so that contents of different kinds never collide."""
+    """Yield the parts of the content to hash.
+
+    The first part is the kind of content, so that contents of different kinds have different identifiers.
+    """
     if isinstance(content, EncodedFile):
         yield from (b"file", _DECODING, content.data)
     elif isinstance(content, Frames):
@@ -139,13 +147,13 @@ def _tensors(tensors: Iterable[tuple[str, TensorData]]) -> Iterator[bytes | byte
 T = TypeVar("T")
 
 _LONG = 256 * 1024
-"""Number of bytes above which a thread processes them, so that the event loop keeps running."""
+"""Number of bytes above which a thread processes an item, so that the event loop is not blocked."""
 _COUNTED_AT_ONCE = 1024 * 1024
-"""Step in bytes for counting a file whose size is not known in advance."""
+"""Number of bytes to count per step while a file of unknown size is read."""
 
 
 class Counted:
-    """Counts the bytes of a media item in flight until it is processed."""
+    """Counter for the bytes in flight of a media item, until the item is processed."""
 
     def __init__(self, in_flight: BytesInFlight, field: str) -> None:
         self._in_flight, self._field = in_flight, field
@@ -153,7 +161,7 @@ class Counted:
         self._uncounted = 0
 
     def __call__(self, size: int) -> None:
-        """Count more bytes. Raises ResourceExhausted."""
+        """Count further bytes. Raises ResourceExhausted at the limit."""
         self._uncounted += size
         if self._held and self._uncounted < _COUNTED_AT_ONCE:
             return
@@ -174,14 +182,14 @@ class Counted:
 
 
 class MediaReader:
-    """Reads the sources of media."""
+    """Reads media from their sources, such as URLs or request data."""
 
     def __init__(self, config: MediaConfig, metrics: MediaMetrics, resolver: Resolver | None = None) -> None:
         """Create the reader. ``resolver`` replaces the system's resolver for host names. Raises ConfigError."""
         self._config = config
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
-        # A single thread: several would compete with the event loop for the GIL.
+        # Use a single thread, because several threads would compete with the event loop for the GIL.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-bytes")
         self._closed = False
 
@@ -192,21 +200,27 @@ class MediaReader:
         self._thread.shutdown(wait=False)
 
     def check(self, part: MediaPart) -> None:
-        """Check what is possible before reading. Raises PermissionDenied for forbidden sources, and InvalidArgument."""
+        """Check a part as far as possible without reading its source.
+
+        Raises PermissionDenied for a forbidden source, and InvalidArgument.
+        """
         if isinstance(part.source, Features) and not self._config.allow_features:
             raise sources.not_allowed(part.field, "has tensors; media.allow_features is false")
         if isinstance(part.source, Url) and not is_data_url(part.source.url):
             self._fetcher.check(part.source.url, field=part.field)
 
     async def look(self, content: Content, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which reads a whole item. A thread processes large items."""
+        """Return the result of ``work``, which reads all bytes of an item.
+
+        For large items, run ``work`` in a thread.
+        """
         if size_of(content) <= _LONG:
             return work()
         self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def read(self, part: MediaPart, counted: "Counted") -> Content:
-        """Return the content of a part, checked by its first bytes. Raises RequestFailed."""
+        """Return the content of a part, after a check of the file format by its first bytes. Raises RequestFailed."""
         source = part.source
         if isinstance(source, Features):
             size = size_of(source)
@@ -216,7 +230,7 @@ class MediaReader:
             return source
         if isinstance(source, Frames):
             if part.modality != "video":
-                raise sources.unreadable(part.field, f"has frames; {part.modality} is one file")
+                raise sources.unreadable(part.field, f"has frames; {part.modality} must be one file")
             self._check_frames(source, part.field)
             counted(size_of(source))
             return source
@@ -270,8 +284,8 @@ class MediaReader:
             if not before <= frame.timestamp < float("inf"):
                 raise sources.unreadable(
                     field,
-                    f"has a timestamp of {frame.timestamp} at frame {index}; timestamps must be finite and ascend "
-                    "from 0",
+                    f"has the timestamp {frame.timestamp} at frame {index}; timestamps must be finite, ascending, and at "
+                    "least 0",
                 )
             before = frame.timestamp
             if not is_of("video", frame.data):

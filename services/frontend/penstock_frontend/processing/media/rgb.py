@@ -1,4 +1,4 @@
-"""Conversion of images of any mode to RGB. Transparent pixels become white, and 16-bit grey is scaled to 8 bits."""
+"""Conversion of images of any mode to RGB. Makes transparent pixels white, and scales 16-bit grey to 8 bits."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from PIL import ImageFile
 from PIL.Image import Image
 
 _TILE = 1024
-"""Tile size in pixels per side. Tiles limit the additional memory to about 16 MiB."""
+"""Width and height of a tile in pixels. Converting tile by tile limits the additional memory to about 16 MiB."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MAX_DEEP = 65_535
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
-"""Factors by which Pillow multiplies grey samples of 2 and 4 bits."""
+"""Factors by which Pillow multiplies grey samples with 2 and 4 bits."""
 
 
 def flattened(image: Image) -> Image:
     """Return the image in RGB.
 
-    Alpha is composited on white, like ``convert_to_rgb`` in transformers. This includes alpha in palettes, and a
-    transparent color. Grey modes of more than 8 bits (I and I;16) count as 16 bits and keep the upper 8, like Pillow
-    does for 16-bit color images. F is clipped to 0 to 255, like in Pillow.
+    Alpha is composited on white, as in ``convert_to_rgb`` of transformers. Palettes with alpha and a transparent color
+    are handled the same. Grey modes with more than 8 bits (I and I;16) count as 16 bits, of which the upper 8 bits are
+    kept. Pillow does the same for 16-bit color images. Values of mode F are clipped to 0 to 255, as in Pillow.
 
     Raises:
         ValueError: Pillow cannot convert the mode.
@@ -38,10 +38,13 @@ def flattened(image: Image) -> Image:
 
 
 def transparent_colour(image: Image) -> Any:
-    """Return the transparent color of an undecoded PNG file in terms of its decoded pixels, or None if it has none.
+    """Return the transparent color of an undecoded PNG file, as a value of the decoded pixels.
 
-    Pillow gives the samples of the file: grey of 2 and 4 bits is not scaled, and 16 bits per color are not reduced to
-    8. 16-bit colors that differ only in the lower 8 bits count as equal.
+    Return None if the file has no transparent color.
+
+    The function converts the color, because Pillow returns the value in the file. Pillow does not scale grey with 2 and
+    4 bits, and does not reduce 16 bits per color to 8 bits. 16-bit colors that differ only in the lower 8 bits count as
+    equal.
     """
     colour = image.info.get("transparency")
     if image.format != "PNG" or not isinstance(image, ImageFile.ImageFile) or not image.tile:
@@ -59,7 +62,7 @@ def _with_alpha(tile: Image) -> Image:
     """Return the tile in RGBA."""
     if tile.mode in _DEEP:
         return _deep_with_alpha(tile)
-    if tile.mode == "La":  # Pillow can convert this mode only to LA.
+    if tile.mode == "La":  # Pillow can convert this mode only to LA
         tile = tile.convert("LA")
     return tile.convert("RGBA")
 

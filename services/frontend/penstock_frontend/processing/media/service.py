@@ -1,4 +1,7 @@
-"""Media service, which fetches, checks, identifies and processes the media of requests, once per identifier."""
+"""Media service.
+
+Fetches, checks, identifies and processes the media of requests. Media with the same identifier are processed once.
+"""
 
 import asyncio
 import contextlib
@@ -22,18 +25,19 @@ from penstock_frontend.processing.media.pool import Job, WorkerPool
 from penstock_frontend.processing.media.reader import Arguments, Content, Counted, MediaReader, arguments_of, identifier
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 
-# Store of processed items by identifier. An item is created once, as long as it is cached here or used by a request.
+# The classes below store processed items by identifier. While an item is cached here or used by a request, it is not
+# created again.
 
 
 class _Alive(NamedTuple):
-    """Stored item that can be found while its tensors are in use."""
+    """Item that can be found while its tensors are in use."""
 
     item: ProcessedItem
     """The item without its tensors."""
     tensors: dict[str, "weakref.ref[TensorData]"]
 
     def whole(self) -> ProcessedItem | None:
-        """Return the item with its tensors, or None if they were freed."""
+        """Return the item with its tensors, or None if the tensors were freed."""
         data = {name: found for name, tensor in self.tensors.items() if (found := tensor()) is not None}
         if len(data) < len(self.tensors):
             return None
@@ -41,7 +45,7 @@ class _Alive(NamedTuple):
 
 
 class _Flight:
-    """An item that is being created, with the number of waiting callers."""
+    """Item that is being created, and the number of callers that wait for the item."""
 
     __slots__ = ("task", "waiting")
 
@@ -51,10 +55,10 @@ class _Flight:
 
 
 class MediaStore:
-    """LRU cache of processed items, limited to ``max_bytes``.
+    """LRU cache of processed items. The cached items have at most ``max_bytes`` bytes.
 
-    Requests keep items alive through their tensors. Items of a live request are found even if they were evicted, and
-    are not created again. Used on one event loop.
+    A request keeps the tensors of its items alive. While a request uses an item, the store finds the item even after it
+    was evicted, and does not create it again. Use a store on one event loop only.
     """
 
     def __init__(self, max_bytes: int, metrics: MediaMetrics) -> None:
@@ -64,20 +68,21 @@ class MediaStore:
         self._alive: dict[str, _Alive] = {}
         self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
-        """Size of the cached items in bytes, whether or not requests also use them."""
+        """Size of all cached items in bytes, including items that requests use."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_alive(self) -> int:
-        """Number of items that can be found, cached or in use by requests."""
+        """Number of items that can be found, because they are cached or requests use them."""
         return len(self._alive)
 
     async def get(self, identifier: str, make: Callable[[], Awaitable[ProcessedItem]]) -> ProcessedItem:
-        """Return an item, creating it with ``make`` if needed.
+        """Return an item. If the store does not find the item, create it with ``make``.
 
-        Concurrent callers share the result or the error of ``make``. It is cancelled only if no caller waits anymore.
+        Concurrent callers share the result or the error of ``make``. ``make`` is cancelled only if all callers are
+        cancelled.
         """
         flight = self._flights.get(identifier)
         found = self._find(identifier) if flight is None else None
@@ -96,11 +101,11 @@ class MediaStore:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():
                 flight.task.cancel()
-                if self._flights.get(identifier) is flight:  # Later callers start again.
+                if self._flights.get(identifier) is flight:  # let later callers create the item again
                     del self._flights[identifier]
 
     def clear(self) -> None:
-        """Drop all items. Requests keep the items that they use."""
+        """Drop all cached items. Requests keep the items that they use."""
         self._kept.clear()
         self._alive.clear()
         self.num_bytes = 0
@@ -153,7 +158,7 @@ def _with_data(item: ProcessedItem, data: dict[str, TensorData]) -> ProcessedIte
 
 
 def _look_at(task: "asyncio.Task[ProcessedItem]") -> None:
-    """Retrieve the error of a task, so that asyncio does not report it as unhandled."""
+    """Retrieve the error of a task, so that asyncio does not report the error as unhandled."""
     if not task.cancelled():
         task.exception()
 
@@ -167,7 +172,10 @@ _LONGEST_ARGUMENTS = 64 * 1024
 
 
 class MediaService:
-    """MediaPreparer of a frontend with a multimodal model. It starts with the first item to process, or by ``start``."""
+    """MediaPreparer of a frontend with a multimodal model.
+
+    The media workers start when ``start`` is called, or when the first item must be processed.
+    """
 
     def __init__(
         self,
@@ -203,7 +211,9 @@ class MediaService:
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
-            if self._closed and self._starting.cancelled():  # The start itself was cancelled, not the caller.
+            if (
+                self._closed and self._starting.cancelled()
+            ):  # ``close`` cancelled the start, not the caller
                 raise sources.shutting_down() from None
             raise
 
@@ -219,7 +229,7 @@ class MediaService:
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """Prepare media as described in ``MediaPreparer``."""
+        """Prepare the media of a request; see ``MediaPreparer``."""
         if not parts:
             return []
         if self._closed:
@@ -233,7 +243,7 @@ class MediaService:
             raise DeadlineExceeded("the deadline passed before the request's media were processed") from None
 
     def _check(self, parts: Sequence[MediaPart]) -> None:
-        """Check what is possible before reading."""
+        """Check media as far as possible without reading their sources."""
         counts: dict[str, int] = {}
         with _refused_as(self._metrics, parts[0]):
             for part in parts:
@@ -274,7 +284,10 @@ class MediaService:
     def _making(
         self, modality: Modality, content: Content, arguments: Arguments, tenant: str
     ) -> Callable[[], Awaitable[ProcessedItem]]:
-        """Return a function that creates the item. Callers share its result, so its errors name no field."""
+        """Return a function that creates the item.
+
+        Several requests may share the function's result, so its errors name no field of a request.
+        """
 
         async def describe() -> ProcessedItem:
             assert isinstance(content, Features)  # noqa: S101 - narrows the type
@@ -306,7 +319,10 @@ def _refused_as(metrics: MediaMetrics, part: MediaPart) -> Any:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results in order. The first error cancels the others and waits for them to end."""
+    """Return the results of all coroutines, in order.
+
+    If a coroutine fails, cancel the other coroutines, wait until they have ended, and raise the error.
+    """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Detection of file formats by their first bytes. File names and declared types are ignored."""
+"""Detection of a file's format by its first bytes. Ignores file names and declared media types."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ FORMATS: dict[Modality, tuple[str, ...]] = {
     "audio": ("WAV", "FLAC", "Ogg", "MP3"),
     "video": ("JPEG", "PNG", "WebP", "GIF"),
 }
-"""Accepted formats of each modality, for messages. For video, the formats of its frames."""
+"""Accepted file formats of each modality, for messages. For video, these are the formats of frames."""
 
 
 def image_format(data: bytes) -> ImageFormat | None:
-    """Return the image format under Pillow's name, or None for any other format."""
+    """Return Pillow's name of the image format, or None for a format that is not accepted."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -27,7 +27,7 @@ def image_format(data: bytes) -> ImageFormat | None:
 
 
 def sound_format(data: bytes) -> SoundFormat | None:
-    """Return the audio format under libsndfile's name, or None for any other format."""
+    """Return libsndfile's name of the audio format, or None for a format that is not accepted."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "WAV"
     if data.startswith(b"fLaC"):
@@ -38,8 +38,9 @@ def sound_format(data: bytes) -> SoundFormat | None:
 
 
 def _is_mp3_frame(data: bytes) -> bool:
-    """Return whether data begins with a layer III frame header: 11 set bits, and known version, layer, bit rate and
-    sampling rate.
+    """Return whether data begins with a layer III frame header.
+
+    The header has 11 set bits, and a known version, layer, bit rate and sampling rate.
     """
     if len(data) < 4 or data[0] != 0xFF or data[1] & 0xE0 != 0xE0:
         return False

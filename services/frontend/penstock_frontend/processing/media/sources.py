@@ -1,4 +1,4 @@
-"""Rules for where media may be fetched from, and the errors for refused media."""
+"""Rules about the hosts from which media may be fetched, and the errors for refused media."""
 
 import ipaddress
 import re
@@ -16,7 +16,7 @@ from penstock_common.errors import (
 )
 from penstock_frontend.config.media import ANY_DOMAIN, Network
 
-# Reasons why a media item is refused, as client errors. No message contains media content, or the path or query of a
+# The functions below return the errors for refused media. No message contains media content, or the path or query of a
 # URL.
 
 UNREADABLE = "MEDIA_UNREADABLE"
@@ -27,16 +27,20 @@ FETCH_FAILED = "MEDIA_FETCH_FAILED"
 
 
 def unreadable(field: str, why: str) -> InvalidArgument:
-    """Return the error for an invalid or broken media item. ``why`` continues the field's name, such as ``is empty``."""
+    """Return the error for an invalid or broken media item.
+
+    ``why`` is the text after the field's name, such as ``is empty``.
+    """
     return InvalidArgument(f"{field} {why}", field=field, reason=UNREADABLE)
 
 
 def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
     """Return the error for a media item above a limit.
 
-    ``what`` continues the field's name, such as ``has 70000000 pixels``.
+    ``what`` is the text after the field's name, such as ``has 70000000 pixels``.
     """
-    # Workers send limits as floats, and 64000000.0 pixels would look odd.
+    # Workers send limits as floats. Convert integral limits, so that the message has 64000000 and not 64000000.0
+    # pixels.
     number = int(limit) if limit == int(limit) else limit
     return InvalidArgument(f"{field} {what}; {setting} is {number}", field=field, reason=TOO_LARGE)
 
@@ -45,7 +49,7 @@ def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgume
     """Return the error for a request with too many items of a modality."""
     setting = f"limits.max_media.{modality}"
     return InvalidArgument(
-        f"the request has {count} items of {modality}; {setting} is {limit}", field=field, reason=TOO_MANY
+        f"the request has {count} {modality} items; {setting} is {limit}", field=field, reason=TOO_MANY
     )
 
 
@@ -60,10 +64,10 @@ def shutting_down() -> Unavailable:
 
 
 def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
-    """Return the error for a host that sent no file. ``for_now`` means that a later attempt may succeed.
+    """Return the error for a host that sent no file. ``for_now`` is True if a later attempt may succeed.
 
-    It is never Unavailable. A request that names a dead host must not trigger automatic retries, and gateways must not
-    assume that this frontend is down.
+    The error is never Unavailable. A request that names a dead host must not trigger automatic retries. Gateways must
+    not assume that this frontend is down.
     """
     kind = FailedPrecondition if for_now else InvalidArgument
     return kind(f"{field} could not be fetched: {why}", field=field, reason=FETCH_FAILED)
@@ -75,18 +79,20 @@ _LONGEST_URL = 8192
 _PORTS = {"https": 443, "http": 80}
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _SAFE = "/%:@!$&'()*+,;=~-._"
-"""Characters of paths that are sent unencoded."""
+"""Characters in paths that are not percent-encoded."""
 _NUMERIC = re.compile(r"([0-9]+|0x[0-9a-f]*)")
-"""Pattern of a last label that makes a host an IPv4 address, in any notation that C libraries accept."""
+"""Pattern for the last label of a host name. If it matches, C libraries read the host as an IPv4 address in some
+notation.
+"""
 
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
         "0.0.0.0/8",  # this host
         "10.0.0.0/8",
-        "100.64.0.0/10",  # carriers' NAT
+        "100.64.0.0/10",  # carrier-grade NAT
         "127.0.0.0/8",
-        "169.254.0.0/16",  # link-local, clouds' metadata
+        "169.254.0.0/16",  # link-local, including metadata services of clouds
         "172.16.0.0/12",
         "192.0.0.0/24",
         "192.0.2.0/24",
@@ -97,14 +103,16 @@ _NOT_PUBLIC = tuple(
         "203.0.113.0/24",
         "224.0.0.0/4",  # multicast
         "240.0.0.0/4",
-        "2001::/23",  # Teredo and other protocols' own
+        "2001::/23",  # Teredo and other protocols
         "2001:db8::/32",
-        "2002::/16",  # 6to4: an IPv4 address within
+        "2002::/16",  # 6to4, which contains an IPv4 address
         "3fff::/20",
     )
 )
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""Global unicast range. All other IPv6 ranges are special: mapped IPv4, NAT64, unique local, link-local, multicast."""
+"""Global unicast range. All other IPv6 ranges have special uses: mapped IPv4, NAT64, unique local, link-local,
+multicast.
+"""
 
 
 class Target(NamedTuple):
@@ -112,10 +120,10 @@ class Target(NamedTuple):
 
     scheme: str
     host: str
-    """Host name in lower case, or an address without brackets."""
+    """Host name in lower case, or IP address without brackets."""
     port: int
     path: str
-    """Path with the query, encoded."""
+    """Percent-encoded path, including the query."""
 
     @property
     def is_tls(self) -> bool:
@@ -130,24 +138,24 @@ class Target(NamedTuple):
 
     @property
     def address(self) -> Address | None:
-        """Address of the host, if the URL has an address instead of a name."""
+        """IP address of the host if the URL has an address instead of a name, else None."""
         return _address(self.host)
 
     @property
     def url(self) -> str:
-        """Complete URL, used to resolve redirects."""
+        """Complete URL, which is used to resolve redirects."""
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
 def read_url(url: str, *, field: str) -> Target:
     """Parse an ``http:`` or ``https:`` URL.
 
-    Raises PermissionDenied for other schemes and for credentials, and InvalidArgument for an invalid URL. Hosts with
-    non-ASCII characters are invalid; they must be written as in DNS (``xn--``).
+    Raises PermissionDenied for other schemes and for URLs with credentials, and InvalidArgument for an invalid URL. A
+    host name with non-ASCII characters is invalid, and must be written as in DNS (``xn--``).
     """
     if len(url) > _LONGEST_URL:
         raise too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
-    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit silently removes some of them
+    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit silently removes some of these
         raise _no_url(field)
     try:
         parts = urlsplit(url)
@@ -156,7 +164,7 @@ def read_url(url: str, *, field: str) -> Target:
         raise _no_url(field) from None
     scheme = parts.scheme.lower()
     if scheme not in _PORTS:
-        raise not_allowed(field, "must be a URL with data:, https: or http:; write base64 as data:;base64,...")
+        raise not_allowed(field, "must be a data:, https: or http: URL; write base64 as data:;base64,...")
     if "@" in parts.netloc:
         raise not_allowed(field, "is a URL with credentials, which are never sent")
     if (host := _host(parts.netloc)) is None or port == 0:
@@ -167,7 +175,7 @@ def read_url(url: str, *, field: str) -> Target:
 
 
 def _host(netloc: str) -> str | None:
-    """Return the host in lower case, or None if it is neither a name nor an address in canonical form."""
+    """Return the host in lower case, or None if the host is neither a name nor an IP address in canonical form."""
     netloc = netloc.lower()
     if netloc.startswith("["):
         inner, bracket, port = netloc[1:].partition("]")
@@ -195,13 +203,13 @@ def _no_url(field: str) -> InvalidArgument:
 
 
 def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
-    """Raise PermissionDenied unless ``media.allowed_domains`` contains the host and port."""
+    """Raise PermissionDenied if ``media.allowed_domains`` does not contain the host and port."""
     if not any(_names(domain, target) for domain in allowed):
         raise not_allowed(
             field,
             f"is on {quoted(target.authority)}, which is not in media.allowed_domains"
             if allowed
-            else "is a URL, and media.allowed_domains is empty: give the file itself, or a data: URL",
+            else "is a URL, but media.allowed_domains is empty; send the file itself or a data: URL",
         )
 
 
@@ -217,7 +225,10 @@ def _names(domain: str, target: Target) -> bool:
 
 
 def is_allowed_address(text: str, private: Sequence[Network]) -> bool:
-    """Return whether connections to an address are allowed: it is public, or in one of the ``private`` networks."""
+    """Return whether connections to an address are allowed.
+
+    They are if the address is public, or in one of the ``private`` networks.
+    """
     address = _address(text)
     if address is None or getattr(address, "scope_id", None):
         return False

@@ -1,6 +1,6 @@
 """Entry point of a media worker process: ``python -m penstock_frontend.processing.media.worker SOCKET``.
 
-Media from clients are opened only here. torch imports are blocked, so transformers uses numpy and Pillow.
+Only this process opens media files from clients. Imports of torch are blocked, so transformers uses numpy and Pillow.
 """
 
 import contextlib
@@ -40,20 +40,20 @@ from penstock_frontend.processing.media.worker_messages import (
 _BLOCKED = ("torch", "torchvision", "torchaudio", "torchcodec", "tensorflow", "jax")
 _NICENESS = 10
 _LONGEST_REASON = 300
-"""Maximum length of a processor's message about its arguments, in characters."""
+"""Maximum length of a processor's error message about its arguments, in characters."""
 
 
 class MediaWorker:
-    """Processes items from its socket one after the other, until the other end closes it."""
+    """Processes items from its socket one after the other, until the frontend closes the socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 
     def run(self) -> None:
-        """Run the worker. Raises EOFError when the frontend is gone."""
+        """Run the worker. Raises EOFError when the frontend has closed the socket."""
         setup = decode_setup(self._head())
         try:
-            make_processor = pickle.loads(setup.make_processor)  # noqa: S301 - the frontend's own
+            make_processor = pickle.loads(setup.make_processor)  # noqa: S301 - the data come from the frontend
             processor: FamilyProcessor = make_processor()
         except Exception as e:
             traceback.print_exc()
@@ -70,7 +70,7 @@ class MediaWorker:
                 return
 
     def _answer(self, processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> bool:
-        """Process an item and send the answer. Returns whether the worker can continue."""
+        """Process an item, and send the answer. Return whether the worker can process further items."""
         started = time.perf_counter()
         try:
             item = _process(processor, setup, job, files)
@@ -84,7 +84,7 @@ class MediaWorker:
             return self._refuse(
                 Refused(kind="too_large", what=what, setting="media.worker_memory", limit=limit, ends=True)
             )
-        except ValueError as e:  # The processor does not accept the arguments.
+        except ValueError as e:  # the processor does not accept the arguments
             return self._refuse(Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON]))
         except Exception as e:
             return self._refuse(Refused(kind="unreadable", what="cannot be processed", unexpected=_where(e)))
@@ -130,21 +130,24 @@ def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequ
 
 
 def _where(error: Exception) -> str:
-    """Return the error's type and place. Its message is left out, because it may quote the media."""
+    """Return the error's type, file and line. Leave out the error's message, because it may quote the media."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
     return f"{type(error).__name__} at {' > '.join(places)}"
 
 
 def _say_nothing() -> None:
-    """Discard all output, because decoders in C print warnings about files, and clients could flood the logs."""
+    """Discard all output of the process. Decoders in C print warnings about files, so clients could fill the logs."""
     with Path(os.devnull).open("wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
 
 
 def _limit_seconds(seconds: float) -> None:
-    """Limit the CPU time from now on. The frontend checks the time too; this limit applies if the frontend cannot."""
+    """Limit the CPU time from now on.
+
+    The frontend checks the time too. This limit is for cases in which the frontend cannot.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit_resource(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
 
@@ -153,11 +156,11 @@ def main(argv: Sequence[str]) -> None:
     """Run the worker. ``argv`` has the file descriptor of the socket."""
     end_with_parent()
     for module in _BLOCKED:
-        sys.modules[module] = None  # type: ignore[assignment]  # which makes its import fail
-    warnings.filterwarnings("ignore", module="PIL")  # warnings about odd client files
+        sys.modules[module] = None  # type: ignore[assignment]  # None makes the import of the module fail
+    warnings.filterwarnings("ignore", module="PIL")  # Pillow warns about unusual files of clients
     name_process("media-worker")
     os.nice(_NICENESS)
-    # The socket also closes if the frontend was killed, or has given up on the worker.
+    # The socket also closes if the frontend was killed, or if the frontend has replaced this worker.
     with socket.socket(fileno=int(argv[0])) as channel, contextlib.suppress(EOFError, ConnectionError):
         MediaWorker(channel).run()
 

@@ -1,4 +1,4 @@
-"""Messages and decode limits shared by a frontend and its media workers."""
+"""Messages between a frontend and its media workers, and limits of decoding."""
 
 import struct
 from typing import Literal
@@ -7,11 +7,11 @@ import msgspec
 
 from penstock_common.types.media import Modality, TensorDtype
 
-# Limits of decoding, and errors for media that cannot be decoded.
+# The classes below are the limits of decoding, and the errors for media that cannot be decoded.
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
-    """Decode limits, with the values of ``MediaConfig``."""
+    """Limits of decoding, with the values of ``MediaConfig``."""
 
     max_pixels: int
     max_frames: int
@@ -19,7 +19,10 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 
 
 class TooLarge(Exception):  # noqa: N818 - it says what is wrong with the medium
-    """Error for a media item above a limit. ``what`` is its value; ``setting`` and ``limit`` name the limit."""
+    """Error for a media item above a limit.
+
+    ``what`` is the item's value as text. ``setting`` is the name of the limit, and ``limit`` is its value.
+    """
 
     def __init__(self, what: str, setting: str, limit: float) -> None:
         super().__init__(what)
@@ -31,7 +34,7 @@ class Unreadable(Exception):  # noqa: N818 - it says what is wrong with the medi
 
 
 LENGTH = struct.Struct("<I")
-"""Length of a message head in bytes, sent before it."""
+"""Binary format of the length of a message head in bytes. The length is sent before the head."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +44,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         make_processor: Pickled function that creates the FamilyProcessor.
         sampling_rate: Sampling rate of audio in Hz.
         limits: Decode limits.
-        memory: Bytes that the worker may allocate beyond its memory at that time.
-        seconds: Time limit per item in seconds.
+        memory: Number of bytes that the worker may allocate in addition to its memory when it receives this message.
+        seconds: Time limit for each item in seconds.
     """
 
     make_processor: bytes
@@ -53,13 +56,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """First message of a worker. ``error`` is the reason why it has no processor, or empty."""
+    """First message of a worker. ``error`` is the reason why the worker has no processor, or empty."""
 
     error: str = ""
 
 
 class JobHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Head of an item, followed by its file or by the frames of a video.
+    """Head of an item. The item's file, or the frames of a video, follow after the head.
 
     Attributes:
         modality: Modality of the item.
@@ -75,7 +78,7 @@ class JobHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorHead(msgspec.Struct, frozen=True):
-    """Description of a tensor, whose ``size`` bytes follow after the head, in order."""
+    """Description of a tensor. The ``size`` bytes of each tensor follow after the head, in the order of the tensors."""
 
     name: str
     dtype: TensorDtype
@@ -84,7 +87,7 @@ class TensorHead(msgspec.Struct, frozen=True):
 
 
 class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A ProcessedItem. ``seconds`` is the processing time in the worker."""
+    """Answer with a ProcessedItem. ``seconds`` is the processing time in the worker."""
 
     modality: Modality
     tensors: tuple[TensorHead, ...]
@@ -94,14 +97,14 @@ class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reason why an item was not processed.
+    """Answer for an item that was not processed.
 
     Attributes:
         kind: Kind of the refusal.
-        what: Text that continues the item's name.
-        setting: Setting whose ``limit`` the item exceeds; empty if there is none.
+        what: Reason, as the text after the item's name.
+        setting: Setting whose ``limit`` the item exceeds, or empty if the item exceeds no limit.
         limit: Value of that setting.
-        unexpected: Place of an unexpected error for the log, without its message.
+        unexpected: Type, file and line of an unexpected error for the log, without the error's message.
         ends: Whether the worker ends after this answer.
     """
 
@@ -123,6 +126,6 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def framed(head: Setup | Ready | JobHead | Answer) -> bytes:
-    """Encode a head with its length before it."""
+    """Encode a message head, and put the length of the head before it."""
     encoded = _encoder.encode(head)
     return LENGTH.pack(len(encoded)) + encoded

@@ -1,1 +1,1 @@
-"""Parsers of tool calls and of reasoning, one per model format."""
+"""Parsers of tool calls and of reasoning. Each model format has its own parser."""

@@ -8,17 +8,17 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 _PROMPT_END = 256
-"""Number of characters at the end of a prompt to search for a tag and whitespace after it."""
+"""Number of characters at the end of a prompt in which the parser searches for a tag, followed only by whitespace."""
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New part of one tool call.
+    """New piece of one tool call.
 
     Attributes:
-        index: Number of the call in its answer, from 0.
-        id: Id of the call, repeated in every piece.
-        name: Name of the tool, complete in the first piece of the call.
-        arguments: Next part of the arguments. All parts joined are the call's arguments.
+        index: Position of the call in the answer, from 0.
+        id: Id of the call, which is the same in every piece.
+        name: Complete name of the tool, set in the first piece of the call.
+        arguments: Next part of the arguments. The joined parts of all pieces are the call's arguments.
     """
 
     index: int
@@ -28,25 +28,25 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolDelta(NamedTuple):
-    """New part of an answer: text outside calls, and calls."""
+    """New piece of an answer: text outside tool calls, and tool calls."""
 
     content: str = ""
     calls: Sequence[ToolCallDelta] = ()
 
 
 class ReasoningDelta(NamedTuple):
-    """New part of an answer: reasoning, and text after it."""
+    """New piece of an answer: reasoning, and text after the reasoning."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ToolForm(NamedTuple):
-    """Text form in which a model can be forced to write a call: ``begin``, then the arguments as JSON, then ``end``.
+    """Text form of a forced tool call: ``begin``, then the arguments as JSON, then ``end``.
 
-    In ``begin``, ``{name}`` is the tool's name as a JSON string, and ``{bare}`` is the name unchanged. ``separator`` is
-    the text between two calls, or None if the model makes one call at a time. ``opening`` and ``closing`` enclose all
-    calls.
+    In ``begin``, ``{name}`` stands for the tool's name as a JSON string, and ``{bare}`` stands for the unchanged name.
+    ``separator`` is the text between two calls, or None if an answer can have only one call. ``opening`` and
+    ``closing`` are the texts before and after all calls.
     """
 
     begin: str
@@ -59,15 +59,15 @@ class ToolForm(NamedTuple):
 class ToolParser(abc.ABC):
     """Base class of parsers that find tool calls in a model's answer.
 
-    ``tags`` are the texts that the parser must receive, even if they are special tokens.
+    ``tags`` are texts that the parser must receive, even if they are special tokens.
     """
 
     form: ClassVar[ToolForm]
     tags: ClassVar[Sequence[str]] = ()
     schemas: Mapping[str, Mapping[str, Any]] = {}
-    """JSON schemas of the tools' arguments by tool name, for formats without types."""
+    """JSON schemas of the tools' arguments, by tool name. Parsers of formats without types use the schemas."""
     broken: int = 0
-    """Number of calls that could not be parsed. Their text becomes content, or they end early."""
+    """Number of calls that could not be parsed. The text of such a call becomes content, or the call ends early."""
 
     @classmethod
     @abc.abstractmethod
@@ -75,7 +75,7 @@ class ToolParser(abc.ABC):
         """Return whether a model with this chat template writes calls in this format."""
 
     def expect(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the parameter schemas of the tools that the model may call."""
+        """Set the argument schemas of the tools that the model may call."""
         self.schemas = schemas
 
     @abc.abstractmethod
@@ -84,25 +84,30 @@ class ToolParser(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> ToolDelta:
-        """Return the held-back text at the end of the answer."""
+        """Return the remaining text at the end of the answer."""
 
 
 class ReasoningParser(abc.ABC):
-    """Base class of parsers that split an answer into reasoning and the rest.
+    """Base class of parsers that split an answer into reasoning and other text.
 
-    ``tags`` are as in ToolParser. The first tag begins the reasoning, and the second tag ends it.
+    ``tags`` are texts that the parser must receive, as in ToolParser. The first tag begins the reasoning, and the
+    second tag ends the reasoning.
     """
 
     tags: ClassVar[tuple[str, str]]
     before_calls: ClassVar[str | None] = "\n\n"
-    """Text between ``tags[1]`` and a forced call; None if a forced call has no reasoning before it."""
+    """Text between ``tags[1]`` and a forced call, or None if a forced call can have no reasoning before the call."""
     always: ClassVar[bool] = False
-    """Whether the answer begins with reasoning even without its tag, unless the prompt has ended the reasoning."""
+    """Whether the answer begins with reasoning even without the opening tag. This does not apply if the prompt has
+    ended the reasoning.
+    """
 
     @abc.abstractmethod
     def __init__(self, prompt: str) -> None:
-        """Create the parser. ``prompt`` is the model's prompt, because templates may begin or end the reasoning
-        themselves.
+        """Create the parser.
+
+        ``prompt`` is the model's prompt. The parser needs the prompt, because a template may begin or end the reasoning
+        in the prompt.
         """
 
     @classmethod
@@ -119,31 +124,31 @@ class ReasoningParser(abc.ABC):
 
     @abc.abstractmethod
     def push(self, text: str) -> ReasoningDelta:
-        """Take the next piece of the answer."""
+        """Parse the next piece of the answer."""
 
     @abc.abstractmethod
     def finish(self) -> ReasoningDelta:
-        """Return the held-back text at the end of the answer."""
+        """Return the remaining text at the end of the answer."""
 
 
 def call_id() -> str:
-    """Return a random id for a call."""
+    """Return a random id for a tool call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def partial(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``tag``."""
+    """Return the number of characters at the end of ``text`` that may be the beginning of an incomplete ``tag``."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return size
     return 0
 
 
-# Complete parser of an answer: content, reasoning and tool calls.
+# The class below combines the parsers of an answer's reasoning and tool calls.
 
 
 class AnswerDelta(NamedTuple):
-    """New part of an answer."""
+    """New piece of an answer: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -151,7 +156,7 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser:
-    """Parses the answer of one sequence. Reasoning is split off first, then the remaining text is searched for calls.
+    """Parses the answer of one sequence. First finds the reasoning, then finds tool calls in the remaining text.
 
     Without parsers, all text is content. The joined deltas do not depend on how the text is split into pieces.
     """
@@ -164,11 +169,11 @@ class AnswerParser:
 
     @property
     def broken(self) -> int:
-        """Number of calls that could not be parsed."""
+        """Number of tool calls that could not be parsed."""
         return self._tool.broken if self._tool is not None else 0
 
     def push(self, text: str, *, ended: bool = False) -> AnswerDelta:
-        """Parse the next piece of the sequence's text. ``ended`` marks the last piece."""
+        """Parse the next piece of the sequence's text. ``ended`` is True for the last piece."""
         reasoning, content = self._reasoning.push(text) if self._reasoning else ReasoningDelta("", text)
         if ended and self._reasoning:
             rest = self._reasoning.finish()

@@ -1,4 +1,4 @@
-"""Base class of parsers for calls after a mark: content up to the mark, then one call or a list of calls."""
+"""Base class of parsers for formats in which a mark precedes a tool call or a list of tool calls."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -8,30 +8,31 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, 
 from penstock_frontend.processing.parsers.call_scanner import CallScanner, ObjectScanner
 
 State = Callable[[], Any]
-"""Function that reads from the front of ``_text``.
+"""Function that reads from the start of ``_text``.
 
-Returns the next state, or None if it needs more text or is finished.
+Returns the next state. Returns None if the function needs more text, or if the parser has finished.
 """
 
 _MAX_HEAD = 256
-"""Maximum length of a tool name with its surrounding text, in characters."""
+"""Maximum length of a tool name, including the text around the name, in characters."""
 
 
 class CallReader(ToolParser):
-    """State machine that consumes text from the front of a buffer, or waits for more text.
+    """State machine that consumes text from the start of a buffer, or waits for more text.
 
-    ``marks`` begin calls. ``ends`` after a call are dropped, and so is the whitespace around marks and ends. If the
-    text after a mark is not a call, the text with the mark becomes content, and the call counts as broken.
+    ``marks`` are texts that begin a call. ``ends`` are texts that end a call. The parser drops marks, ends, and the
+    whitespace around them. If the text after a mark is not a call, the mark and this text become content, and the call
+    counts as broken.
     """
 
     marks: ClassVar[Sequence[str]]
     ends: ClassVar[Sequence[str]] = ()
 
     def __init__(self) -> None:
-        self._text = ""  # text not read yet
+        self._text = ""  # text that was not read yet
         self._ended = False  # whether the answer has ended
         self._mark = ""  # last mark that was read
-        self._raw = ""  # text of a possible call that is not confirmed yet: whitespace, mark, and following text
+        self._raw = ""  # whitespace, mark and further text of a possible call, until it is known to be a call
         self._scanner: CallScanner | ObjectScanner = ObjectScanner()
         self._state: State = self._outside
         self._calls: list[ToolCallDelta] = []
@@ -43,7 +44,7 @@ class CallReader(ToolParser):
         return self._advance()
 
     def finish(self) -> ToolDelta:
-        """Return the held-back text, which is content if it did not become a call."""
+        """Return the remaining text. If the text has not become a call, it is content."""
         self._ended = True
         return self._advance()
 
@@ -56,7 +57,7 @@ class CallReader(ToolParser):
 
     @abc.abstractmethod
     def _begin(self) -> State | None:
-        """Return the first state of a call, after the mark ``_mark``."""
+        """Return the state that reads a call after the mark ``_mark``."""
 
     def _outside(self) -> State | None:
         """Read content up to the next mark. The whitespace before a mark belongs to the mark."""
@@ -79,7 +80,7 @@ class CallReader(ToolParser):
         self._raw = ""
         self._text = self._text.lstrip()
         if any(end.startswith(self._text) for end in self.ends if len(end) > len(self._text)) or not self._text:
-            return None  # At the end of the answer, a partial end mark is dropped.
+            return None  # drop an incomplete end mark at the end of the answer
         for end in self.ends:
             if self._text.startswith(end):
                 self._text = self._text[len(end) :]
@@ -87,18 +88,18 @@ class CallReader(ToolParser):
         return self._outside
 
     def _broken(self) -> State:
-        """Turn the text read so far into content, because it is not a call."""
+        """Turn the text that was read so far into content, because the text is not a call."""
         self.broken += 1
         self._content.append(self._raw)
         self._raw = ""
         return self._outside
 
     def _wait(self) -> State | None:
-        """Wait for more text of a call. If the answer has ended, the call is broken."""
+        """Wait for more text of a call. If the answer has already ended, the call counts as broken."""
         return self._broken() if self._ended else None
 
     def _drop(self, count: int) -> None:
-        """Consume characters that are shown only if the call turns out to be broken."""
+        """Consume characters. They become content only if the call is broken."""
         self._raw += self._text[:count]
         self._text = self._text[count:]
 
@@ -106,9 +107,10 @@ class CallReader(ToolParser):
         self._drop(len(self._text) - len(self._text.lstrip()))
 
     def _head(self, end: str, *, keep_end: bool = False) -> str | None:
-        """Return the text up to ``end`` and consume it. ``end`` is consumed too, unless ``keep_end`` is set.
+        """Consume and return the text before ``end``. Also consume ``end`` if ``keep_end`` is False.
 
-        Returns None if ``end`` has not arrived, and ``""`` if the text before it is empty or too long for a name.
+        Returns None if ``end`` has not arrived yet. Returns ``""`` if the text before ``end`` is empty, or too long for
+        a name.
         """
         index = self._text.find(end)
         if index > _MAX_HEAD or (index < 0 and len(self._text) >= _MAX_HEAD + len(end)):
@@ -120,7 +122,7 @@ class CallReader(ToolParser):
         return head
 
     def _start(self, name: str, *, given_id: str = "", arguments: str = "") -> None:
-        """Start a confirmed call. ``given_id`` is the id that the model wrote."""
+        """Start a call, after the text is known to be a call. ``given_id`` is the id that the model wrote, if any."""
         taken = not given_id or given_id in self._ids
         self._ids.append(self._new_id() if taken else given_id)
         self._raw = ""
@@ -138,7 +140,7 @@ class CallReader(ToolParser):
         return self._scan
 
     def _arguments(self) -> State | None:
-        """Read the arguments object of a call that has started."""
+        """Read the JSON object with the arguments of a call that has started."""
         self._scanner = ObjectScanner()
         return self._scan
 
@@ -162,15 +164,18 @@ class CallReader(ToolParser):
         return self._broken()
 
     def _after_scan(self) -> State | None:
-        """Continue after a call's JSON."""
+        """Return the state after the JSON of a call."""
         return self._behind()
 
 
-# Calls as a JSON list: ``[{"name": ..., "arguments": ...}, ...]``.
+# The class below reads calls in a JSON list: ``[{"name": ..., "arguments": ...}, ...]``.
 
 
 class CallListReader(CallReader):
-    """Reads a list of calls after a mark. A list that ends early or has no closing bracket yields its complete calls."""
+    """Parser for formats with a list of calls after a mark.
+
+    If the list ends early or has no closing bracket, its complete calls are returned.
+    """
 
     def _list(self) -> State | None:
         """Read the opening bracket of the list."""

@@ -1,4 +1,4 @@
-"""Incremental scanners of tool calls and other JSON objects."""
+"""Incremental scanners for tool calls and other JSON objects. They process text as it arrives."""
 
 import abc
 import enum
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolParser, call_id
 
-# Bracket matching of incomplete JSON.
+# The class below matches the brackets of incomplete JSON.
 
 
 class Brackets:
-    """Tracks one JSON value from its first bracket to its last. Brackets in strings do not count."""
+    """Tracks the brackets of one JSON value, from the first bracket to the last. Ignores brackets in strings."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -19,7 +19,10 @@ class Brackets:
         self._escaped = False
 
     def close(self, char: str) -> bool:
-        """Process the next character. Returns True if it ends the value, or closes a bracket that is not open."""
+        """Process the next character.
+
+        Return True if the character ends the value, or closes a bracket that is not open.
+        """
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -55,10 +58,10 @@ class Scanned(NamedTuple):
     """Result of scanning a piece of text.
 
     Attributes:
-        taken: Number of characters consumed.
-        name: Name of the call, when the text is first known to be a call.
-        arguments: Next part of the arguments.
-        ended: Whether the object is complete or invalid. The next character does not belong to it.
+        taken: Number of consumed characters.
+        name: Name of the call, set once, when the text is first known to be a call.
+        arguments: Next part of the call's arguments.
+        ended: Whether the object is complete or not valid. The next character does not belong to the object.
     """
 
     taken: int
@@ -68,16 +71,18 @@ class Scanned(NamedTuple):
 
 
 def whole(text: str) -> str:
-    """Replace lone surrogates by U+FFFD. JSON can express them, but no protocol accepts them."""
+    """Replace lone surrogates by U+FFFD. JSON can contain lone surrogates, but no API protocol accepts them."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class CallScanner:
-    """Scans the outermost level of a call object, and passes its arguments on unchanged.
+    """Scanner for the JSON object of a call.
 
-    The object is known to be a call once its name and the start of its arguments are read. Arguments that are not an
-    object are passed on when complete. A string contains the arguments as JSON; null and an empty string mean no
-    arguments.
+    Scans the outermost level of the object, and returns the call's arguments unchanged.
+
+    The object is known to be a call once its name and the start of its arguments are read. If the arguments are not an
+    object, they are returned when they are complete. If the arguments are a string, the string contains the arguments
+    as JSON. null and an empty string mean no arguments.
     """
 
     def __init__(self, *, need_arguments: bool) -> None:
@@ -87,16 +92,16 @@ class CallScanner:
         self._at = _At.OPEN
         self._key = ""
         self._name = ""
-        self._value: list[str] = []  # key or value being read
-        self._ready: list[str] = []  # arguments that were not returned yet
+        self._value: list[str] = []  # characters of the current key or value
+        self._ready: list[str] = []  # parts of the arguments that were not returned yet
         self._brackets = Brackets()
         self._escaped = False
         self.raw: list[str] = []
-        """Characters consumed before the text was known to be a call."""
+        """Characters that were consumed before the text was known to be a call."""
         self.started = False
         """Whether the text is known to be a call."""
         self.complete = False
-        """Whether the object ended as valid JSON."""
+        """Whether the object is complete and valid JSON."""
 
     def push(self, text: str) -> Scanned:
         """Consume characters up to the end of the object."""
@@ -118,7 +123,7 @@ class CallScanner:
         return Scanned(count, "" if before else self._name, arguments, ended)
 
     def _take(self, char: str) -> bool:
-        """Process one character. Returns False if it is invalid here."""
+        """Process one character. Return False if the character is not valid at this position."""
         match self._at:
             case _At.IN_CONTAINER:
                 self._in_container(char)
@@ -134,7 +139,7 @@ class CallScanner:
                 return self._between(char)
 
     def _between(self, char: str) -> bool:
-        """Process a character of the outermost level, outside keys and values."""
+        """Process a character on the outermost level that is not part of a key or value."""
         if char in _BLANKS:
             return True
         match self._at, char:
@@ -158,7 +163,7 @@ class CallScanner:
         self._value = []
         if self._key in _ARGUMENTS:
             if self._has_arguments:
-                self._key = ""  # the first arguments win
+                self._key = ""  # ignore these arguments, because the object already had arguments
             self._has_arguments = True
         if char in "{[":
             self._at, self._brackets = _At.IN_CONTAINER, Brackets()
@@ -209,7 +214,7 @@ class CallScanner:
         return bool(text) or self._key != "name"
 
     def _end_value(self) -> bool:
-        """End a number or a word, neither of which can be a name."""
+        """End a number or a word. Numbers and words cannot be the name of a call."""
         text = "".join(self._value)
         if self._key in _ARGUMENTS:
             self._ready.append("{}" if text == "null" else text)
@@ -231,11 +236,11 @@ class CallScanner:
         return True
 
 
-# Scanner of a JSON object up to its end.
+# The class below scans a JSON object up to its end.
 
 
 class ObjectScanner:
-    """Passes an object on unchanged, including strings with brackets.
+    """Scanner that returns an object unchanged, and finds its end even if strings contain brackets.
 
     Text that does not begin with a bracket is not an object.
     """
@@ -254,7 +259,10 @@ class ObjectScanner:
 
 
 class JsonToolParser(ToolParser):
-    """Parses calls that are JSON objects, with one scanner per call. Subclasses find where the calls begin."""
+    """Base class of parsers for calls that are JSON objects.
+
+    Each call has its own scanner. Subclasses find the beginning of each call.
+    """
 
     def __init__(self) -> None:
         self._scanner: CallScanner | None = None  # scanner of the current call
@@ -266,13 +274,13 @@ class JsonToolParser(ToolParser):
 
     @abc.abstractmethod
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text read so far into content, because it is not a call."""
+        """Turn the text that was read so far into content, because the text is not a call."""
 
     def _ended(self) -> None:
-        """Handle the end of a call. Subclasses may override it."""
+        """Handle the end of a call. Subclasses may override this method."""
 
     def _scan(self, scanner: CallScanner, text: str) -> str:
-        """Scan the text of the current call. Returns the remaining text."""
+        """Scan the text of the current call. Return the text after the call."""
         new = scanner.push(text)
         if new.name:
             self._id = call_id()

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of DeepSeek V3, R1 and V3.1, between DeepSeek's own tags."""
+"""Tool calls and reasoning of DeepSeek V3, R1 and V3.1, which use tags that only DeepSeek models have."""
 
 import re
 from typing import ClassVar
@@ -15,8 +15,8 @@ _FENCED_NAME = re.compile(r"\s*(\S+)\s*```(?:json)?\s*")
 
 
 class DeepSeekV3ToolParser(CallReader):
-    """Parses calls as ``function<｜tool▁sep｜>name`` with fenced arguments (V3, R1), or ``name<｜tool▁sep｜>`` with
-    arguments (V3.1).
+    """Parser for calls ``function<｜tool▁sep｜>name`` with arguments in a fenced block (V3, R1), and for calls
+    ``name<｜tool▁sep｜>`` with arguments (V3.1).
     """
 
     form: ClassVar = ToolForm(
@@ -81,7 +81,10 @@ class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
 
 
 class DeepSeekR1ReasoningParser(TagReasoningParser):
-    """Parses reasoning that comes first even without its opening tag, unless the prompt has ended it."""
+    """Parser for answers that begin with reasoning even without the opening tag.
+
+    If the prompt has ended the reasoning, the answer has none.
+    """
 
     tags: ClassVar = ("<think>", "</think>")
     always: ClassVar = True

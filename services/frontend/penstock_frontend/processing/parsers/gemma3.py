@@ -1,4 +1,4 @@
-"""Tool calls of Gemma 3: a Python list of calls, or Python in a fenced block ``tool_code``."""
+"""Tool calls of Gemma 3, which are a Python list of calls, or Python code in a fenced block ``tool_code``."""
 
 from typing import ClassVar
 
@@ -10,10 +10,10 @@ _FENCE, _FENCE_END = "```tool_code\n", "\n```"
 
 
 class Gemma3ToolParser(Llama4PythonicToolParser):
-    """Parses a list at the start of the answer, or blocks anywhere.
+    """Parser for a list of calls at the start of the answer, or fenced blocks at any position.
 
-    A block has one call per line, possibly inside ``print``. Gemma has no special tokens for tools. Messages or a
-    custom template describe this format to the model.
+    A block has one call per line. The call may be an argument of ``print``. Gemma has no special tokens for tools, so
+    messages or a custom template must describe this format to the model.
     """
 
     tags: ClassVar = ()
@@ -22,7 +22,7 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for calls in this format and has Gemma's turns."""
+        """Return whether the template asks for calls in this format, and has Gemma's marks of turns."""
         return "<start_of_turn>" in template and ("[func_name" in template or "tool_code" in template)
 
     def _first(self) -> State | None:

@@ -1,4 +1,7 @@
-"""Tool calls of GLM 4.5 and later: a name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` per argument."""
+"""Tool calls of GLM 4.5 and later.
+
+A call is a name and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument.
+"""
 
 import re
 from typing import ClassVar
@@ -13,7 +16,10 @@ _NAME = re.compile(r"[^\s<>{}]+\s*")
 
 
 class Glm45ToolParser(MarkupReader):
-    """Parses calls between GLM's tags. JSON between the outer tags is read as in Hermes, because forced calls are JSON."""
+    """Parser for calls between GLM's tags.
+
+    A JSON object between the outer tags is also a call, as in Hermes, because forced calls are JSON.
+    """
 
     form: ClassVar[ToolForm] = HermesToolParser.form
     tags: ClassVar = (_CALL, _CALL_END, _KEY, "</arg_key>", "<arg_value>", "</arg_value>")

@@ -1,4 +1,7 @@
-"""Answers of gpt-oss in OpenAI's harmony format: messages on channels, some of which are calls."""
+"""Answers of gpt-oss in OpenAI's harmony format.
+
+An answer consists of messages on channels. Some messages are tool calls.
+"""
 
 import enum
 import re
@@ -17,10 +20,11 @@ _MAX_HEADER = 256
 
 
 class GptOssToolParser(CallReader):
-    """Parses messages with a recipient as calls: ``<|channel|>commentary to=functions.name
+    """Parser for messages with a recipient, which are calls: ``<|channel|>commentary to=functions.name
     <|constrain|>json<|message|>{...}``.
 
-    Other messages are content, unchanged. ``GptOssReasoningParser`` removes their headers first.
+    Other messages become content without changes. ``GptOssReasoningParser`` has removed the headers of these messages
+    before.
     """
 
     form: ClassVar = ToolForm(f"{_CHANNEL}commentary to=functions.{{bare}} <|constrain|>json{_MESSAGE}", _CALL, None)
@@ -43,7 +47,7 @@ class GptOssToolParser(CallReader):
             return self._wait()
         recipient = _RECIPIENT.search(head)
         if recipient is None:
-            self._content.append(self._raw)  # another kind of message
+            self._content.append(self._raw)  # the message is not a call
             return self._outside
         self._recipient = recipient[1]
         return self._bracket
@@ -65,14 +69,14 @@ class _At(enum.Enum):
     SHOWN = enum.auto()
     """Position in a message for the user."""
     CALL = enum.auto()
-    """Position in a message for a tool, which is passed on with all its marks."""
+    """Position in a message for a tool. The parser returns such a message with all its marks."""
 
 
 class GptOssReasoningParser(ReasoningParser):
-    """Treats messages on the channel ``analysis`` as reasoning, and all others as content.
+    """Parser that treats messages on the channel ``analysis`` as reasoning, and all other messages as content.
 
-    Messages for tools keep their headers. Messages of the same kind are separated by a line break. Text without a
-    header is content.
+    Messages for tools keep their headers. A line break separates messages of the same kind. Text without a header is
+    content.
     """
 
     tags: ClassVar = (f"{_CHANNEL}analysis{_MESSAGE}", _END)
@@ -87,7 +91,7 @@ class GptOssReasoningParser(ReasoningParser):
         self._content: list[str] = []
         self._said: dict[
             _At, bool
-        ] = {}  # By kind of message: present if that kind has had text, and True if the text belonged to an earlier message.
+        ] = {}  # has a key for each kind of message with text so far; True if this text belongs to an earlier message
 
     @classmethod
     def fits(cls, template: str) -> bool:
@@ -95,7 +99,7 @@ class GptOssReasoningParser(ReasoningParser):
         return GptOssToolParser.fits(template)
 
     def push(self, text: str) -> ReasoningDelta:
-        """Parse the next piece of the answer. Text that may begin a header is held back."""
+        """Parse the next piece of the answer. Text that may begin a header waits for the next piece."""
         self._text += text
         while self._step():
             pass
@@ -104,7 +108,7 @@ class GptOssReasoningParser(ReasoningParser):
         return delta
 
     def finish(self) -> ReasoningDelta:
-        """Return the held-back text."""
+        """Return the remaining text at the end of the answer."""
         self._ended = True
         return self.push("")
 
@@ -112,7 +116,7 @@ class GptOssReasoningParser(ReasoningParser):
         return self._header() if self._at is _At.BETWEEN else self._body()
 
     def _header(self) -> bool:
-        """Read a header if there is one. Returns whether to continue."""
+        """Read a header, if the text begins with a header. Return whether parsing can continue."""
         start = self._text.lstrip()
         if not start.startswith((_START, _CHANNEL)):
             if not self._ended and any(mark.startswith(start) for mark in (_START, _CHANNEL)):
@@ -123,7 +127,7 @@ class GptOssReasoningParser(ReasoningParser):
         if index < 0 and len(self._text) < _MAX_HEADER + len(_MESSAGE) and not self._ended:
             return False
         if not 0 <= index <= _MAX_HEADER:
-            self._say(self._text[:1])  # no header, only a mark in other text
+            self._say(self._text[:1])  # this is not a header, only a mark in other text
             self._text = self._text[1:]
             self._at = _At.SHOWN
             return bool(self._text)
@@ -139,8 +143,8 @@ class GptOssReasoningParser(ReasoningParser):
         return True
 
     def _body(self) -> bool:
-        """Read a message up to its end. Returns whether to continue."""
-        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS  # Strings of a call may contain the other marks.
+        """Read a message up to its end. Return whether parsing can continue."""
+        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS  # strings in a call may contain the other marks
         places = [(index, mark) for mark in marks if (index := self._text.find(mark)) >= 0]
         if not places:
             held = 0 if self._ended else max(partial(self._text, mark) for mark in marks)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Granite 3. Granite 4 writes calls like Hermes."""
+"""Tool calls and reasoning of Granite 3. Granite 4 uses the format of Hermes for calls."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ _THOUGHTS = "Here is my thought process:"
 
 
 class GraniteToolParser(CallListReader):
-    """Parses ``<|tool_call|>`` and a JSON list of calls. Granite 3.1 writes the mark without bars."""
+    """Parser for ``<|tool_call|>``, followed by a JSON list of calls. Granite 3.1 writes the mark without bars."""
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + "[", "]")
     tags: ClassVar = (_CALLS,)
@@ -20,7 +20,7 @@ class GraniteToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template mentions Granite's mark and has Granite's turns."""
+        """Return whether the template contains Granite's mark of calls, and Granite's marks of turns."""
         return _CALLS in template and "<|start_of_role|>" in template
 
     def _begin(self) -> State | None:
@@ -28,8 +28,9 @@ class GraniteToolParser(CallListReader):
 
 
 class GraniteReasoningParser(TagReasoningParser):
-    """Parses reasoning after a sentence (3.2) or between tags (3.3). The text after the reasoning may be between
-    ``<response>`` tags.
+    """Parser for reasoning between two fixed sentences (Granite 3.2) or between tags (Granite 3.3).
+
+    The text after the reasoning may be between ``<response>`` tags.
     """
 
     tags: ClassVar = (_THOUGHTS, "Here is my response:")
@@ -39,5 +40,5 @@ class GraniteReasoningParser(TagReasoningParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template mentions the sentence, or tags around responses."""
+        """Return whether the template contains the opening sentence, or tags around responses."""
         return _THOUGHTS in template or "<response>" in template

@@ -7,13 +7,13 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMS = ("<function=", "<arg_key>")
-"""Marks of other formats inside the same tags, whose calls are not JSON."""
+"""Marks of other formats that use the same tags. Calls in these formats are not JSON."""
 
 
 class HermesToolParser(JsonToolParser):
-    """Parses calls between tags. Text outside the tags is content, without the whitespace around the tags.
+    """Parser for calls between tags. Text outside the tags is content, without the whitespace around the tags.
 
-    If the text between tags is not a call, it becomes content with its tags. A missing end tag is tolerated.
+    If the text between tags is not a call, the text and the tags become content. The end tag may be missing.
     """
 
     form: ClassVar = ToolForm(_BEGIN + '\n{"name": {name}, "arguments": ', "}\n" + _END, "\n")
@@ -21,16 +21,18 @@ class HermesToolParser(JsonToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gap = ""  # held-back text before the call's tag, with the tag
-        self._behind = ""  # last tag: _BEGIN after a call has ended, _END after its end tag
+        self._gap = ""  # whitespace and begin tag before a call that is not confirmed yet
+        self._behind = ""  # last tag that was read: _BEGIN at the end of a call, _END after the end tag
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes calls in Hermes' tags, and not another format in the same tags."""
+        """Return whether the template writes calls between Hermes' tags, and does not use another format with these
+        tags.
+        """
         return _BEGIN in template and not any(form in template for form in _OTHER_FORMS)
 
     def push(self, text: str) -> ToolDelta:
-        """Parse the next piece of the answer. Text that may begin a tag is held back."""
+        """Parse the next piece of the answer. Text that may begin a tag waits for the next piece."""
         while text:
             if self._scanner is not None:
                 text = self._scan(self._scanner, text)
@@ -41,7 +43,7 @@ class HermesToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """Return the held-back text, which is content if it did not become a call."""
+        """Return the remaining text. If the text has not become a call, it is content."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if not self._behind:
@@ -50,7 +52,10 @@ class HermesToolParser(JsonToolParser):
         return self._take()
 
     def _read(self, text: str) -> str:
-        """Read content up to the next tag. The whitespace before it belongs to the tag. Returns the remaining text."""
+        """Read content up to the next tag.
+
+        Whitespace before the tag is part of the tag. Return the text after the tag.
+        """
         text = self._held + text
         index = text.find(_BEGIN)
         upto = len(text) - partial(text, _BEGIN) if index < 0 else index
@@ -67,7 +72,7 @@ class HermesToolParser(JsonToolParser):
         self._behind = _BEGIN
 
     def _close(self, text: str) -> str:
-        """Drop whitespace and the end tag after a call. Returns the remaining text."""
+        """Drop whitespace and the end tag after a call. Return the text after the end tag."""
         text = (self._held + text).lstrip()
         self._held = ""
         if self._behind == _BEGIN:
@@ -82,7 +87,7 @@ class HermesToolParser(JsonToolParser):
         return text
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text read so far into content, because it is not a call."""
+        """Turn the text that was read so far into content, because the text is not a call."""
         self.broken += 1
         self._content.append(self._gap + "".join(scanner.raw))
         self._scanner = None

@@ -1,4 +1,4 @@
-"""Tool calls of Kimi K2: ``functions.name:0`` and arguments between tags, in a separate section."""
+"""Tool calls of Kimi K2. A section of the answer has ``functions.name:0`` and arguments between tags for each call."""
 
 import re
 from typing import ClassVar
@@ -12,9 +12,9 @@ _ID = re.compile(r"(?:functions\.)?(\S+?)(?::\d+)?")
 
 
 class KimiK2ToolParser(CallReader):
-    """Parses calls whose text before the arguments is also the call's id.
+    """Parser for calls in which the text before the arguments is both the tool's name and the call's id.
 
-    The template shows the id with the tool's result.
+    The template writes the id next to the tool's result.
     """
 
     form: ClassVar = ToolForm(f"{_CALL}functions.{{bare}}:0{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
@@ -28,7 +28,7 @@ class KimiK2ToolParser(CallReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template has Kimi's tool section, or declares tools in Kimi's way."""
+        """Return whether the template has Kimi's section of tool calls, or Kimi's declaration of tools."""
         return _CALLS in template or "<|im_system|>tool_declare" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,7 @@
-"""Tool calls of Llama 3.1 to 3.3 as bare JSON: ``{"name": ..., "parameters": ...}``, possibly after a tag."""
+"""Tool calls of Llama 3.1 to 3.3.
+
+A call is a JSON object ``{"name": ..., "parameters": ...}``, possibly after a tag.
+"""
 
 from typing import ClassVar
 
@@ -8,13 +11,15 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 _HEADERS = ("<|start_header_id|>", "<|header_start|>")
-"""Headers of Llama 3 and Llama 4."""
+"""Marks of message headers in Llama 3 and Llama 4."""
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """Parses an answer that begins with a call object. Further calls may follow, separated by semicolons.
+    """Parser for an answer that begins with the JSON object of a call.
 
-    Everything else is content up to the end of the answer, including JSON that is not a call.
+    Further calls may follow, separated by semicolons.
+
+    Any other text is content up to the end of the answer, even if it contains JSON.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "parameters": ', "}", None)
@@ -27,11 +32,11 @@ class Llama3JsonToolParser(JsonToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for JSON with ``parameters`` and has Llama's headers."""
+        """Return whether the template asks for JSON with ``parameters``, and has Llama's marks of headers."""
         return '"parameters": ' in template and any(header in template for header in _HEADERS)
 
     def push(self, text: str) -> ToolDelta:
-        """Parse the next piece of the answer. Text is held back until it is known to be a call or content."""
+        """Parse the next piece of the answer. Text waits until it is known to be a call or content."""
         while text:
             if self._is_content:
                 self._content.append(text)
@@ -40,7 +45,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """Return the held-back text, which is content if it did not become a call."""
+        """Return the remaining text. If the text has not become a call, it is content."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if self._num_calls == 0 or self._held.strip(_BETWEEN):
@@ -49,7 +54,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def _begin(self, text: str) -> str:
-        """Check whether a call begins. Returns the remaining text."""
+        """Check whether a call begins. Return the text that was not consumed."""
         self._held += text
         blanks = _BETWEEN if self._num_calls else None
         start = self._held.lstrip(blanks)
@@ -65,7 +70,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return ""
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text read so far, and all following text, into content, because it is not a call."""
+        """Turn the text that was read so far, and all later text, into content, because the text is not a call."""
         self._content.append(self._gap.lstrip(_BETWEEN) if self._num_calls else self._gap)
         self._content.append("".join(scanner.raw))
         self._scanner, self._is_content = None, True

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4, which answers with a list of calls: ``[name(key="value"), ...]``."""
+"""Tool calls of Llama 4. An answer is a list of calls: ``[name(key="value"), ...]``."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,9 +12,9 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class Llama4PythonicToolParser(CallListReader):
-    """Parses an answer that begins with a list of calls. The calls are returned once the list is complete.
+    """Parser for an answer that begins with a list of calls. The calls are returned when the list is complete.
 
-    Any other answer is content. A list of JSON objects is accepted too, because forced calls are JSON.
+    Any other answer is content. The list may also have JSON objects, because forced calls are JSON.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", "[", "]")
@@ -30,11 +30,11 @@ class Llama4PythonicToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for calls in this format and has Llama 4's turns."""
+        """Return whether the template asks for calls in this format, and has Llama 4's marks of turns."""
         return "[func_name" in template and "<|header_start|>" in template
 
     def _first(self) -> State | None:
-        """Check the start of the answer, the only place where calls may be."""
+        """Check whether the answer starts with calls. Calls at other positions of the answer are content."""
         start = self._text.lstrip()
         if start.startswith(tuple(self.marks)):
             return self._outside
@@ -89,14 +89,14 @@ class Llama4PythonicToolParser(CallListReader):
         return self._behind
 
     def _no_list(self) -> State:
-        """Handle brackets with other content."""
+        """Handle brackets whose content is not a list of calls."""
         self._content.append(self._raw)
         self._raw = ""
         return self._rest
 
     def _broken(self) -> State:
         if isinstance(self._scanner, CallScanner):
-            return self._no_list()  # a list of other objects
+            return self._no_list()  # the list has objects that are not calls
         super()._broken()
         return self._rest
 

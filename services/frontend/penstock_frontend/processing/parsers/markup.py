@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are each enclosed in tags, as text without types."""
+"""Tool calls in which tags enclose each argument. The values of arguments are texts without types."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from penstock_frontend.processing.parsers.call_reader import CallReader, State
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Words that templates write for values that are not text, in JSON or in Python."""
+"""Words that templates write for values that are not text. Some templates write JSON's words, and others Python's."""
 
 
 class Tags(NamedTuple):
@@ -21,11 +21,13 @@ class Tags(NamedTuple):
 
 
 class MarkupReader(CallReader):
-    """Parses ``key``, a name, ``between``, a value and ``value_end`` for each argument, then ``end``.
+    """Parser for calls with the tag ``key``, a name, ``between``, a value and ``value_end`` for each argument, then
+    ``end``.
 
-    A value may contain any of the tags. It ends where an argument or the end of the call follows. A call is returned
-    once it is complete, because a later argument may show that it is not a call. Values of string parameters stay
-    unchanged. Other values are parsed as JSON if possible. ``margin`` is a line break around values.
+    A value may contain any of the tags. A value ends at an end tag after which another argument or the end of the call
+    follows. A call is returned when it is complete, because a later argument may show that the text is not a call.
+    Values of string parameters stay unchanged. Other values are parsed as JSON if possible. ``margin`` is a line break
+    around values.
     """
 
     markup: ClassVar[Tags]
@@ -36,7 +38,7 @@ class MarkupReader(CallReader):
         self._name = ""
         self._key = ""
         self._values: dict[str, Any] = {}
-        self._looked = 0  # position up to which a value was searched for its end
+        self._looked = 0  # position up to which the code has searched for the end of the value
 
     def _call(self, name: str) -> State:
         self._name, self._values = name, {}
@@ -66,7 +68,7 @@ class MarkupReader(CallReader):
         return self._value if self._key else self._broken()
 
     def _value(self) -> State | None:
-        """Read a value up to an end tag after which the call continues."""
+        """Read a value up to an end tag, after which another argument or the end of the call follows."""
         tags = self.markup
         while (index := self._text.find(tags.value_end, self._looked)) >= 0:
             behind = self._text[index + len(tags.value_end) :].lstrip()
@@ -81,7 +83,10 @@ class MarkupReader(CallReader):
         return self._wait()
 
     def _read(self, text: str) -> Any:
-        """Parse a value as JSON. The value stays text if the schema says string or if the text is not JSON."""
+        """Parse a value as JSON.
+
+        If the schema requires a string, or the value is not JSON, return the value as text.
+        """
         text = text.removeprefix(self.margin).removesuffix(self.margin)
         kinds = self._kinds()
         if kinds == {"string"}:
@@ -96,7 +101,7 @@ class MarkupReader(CallReader):
         return _WORDS[word] if word in _WORDS and "string" not in kinds else text
 
     def _kinds(self) -> set[str]:
-        """Return the types that the schema allows for the argument. Empty if the schema does not say."""
+        """Return the types that the schema allows for the argument, or an empty set if the schema has no type."""
         properties = self.schemas.get(self._name, {}).get("properties")
         schema = properties.get(self._key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Mistral models: ``[TOOL_CALLS]``, ``[THINK]``."""
+"""Tool calls and reasoning of Mistral models, with the marks ``[TOOL_CALLS]`` and ``[THINK]``."""
 
 import re
 import secrets
@@ -12,13 +12,13 @@ from penstock_frontend.processing.parsers.reasoning_tags import TagReasoningPars
 _CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"([^\s\[\]]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]]+\s*)?(?:\[ARGS\]\s*)?")
 _ID_LENGTH = 9
-"""Length of call ids. Mistral's templates refuse conversations with shorter ids, and some refuse longer ones too."""
+"""Length of call ids. Mistral's templates refuse conversations with shorter ids, and some also refuse longer ids."""
 
 
 class MistralToolParser(CallListReader):
-    """Parses ``[TOOL_CALLS]`` and a JSON list of calls.
+    """Parser for ``[TOOL_CALLS]``, followed by a JSON list of calls.
 
-    Models since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
+    Models published since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + " [", "]")
@@ -43,7 +43,7 @@ class MistralToolParser(CallListReader):
                 return self._named
 
     def _named(self) -> State | None:
-        """Read a name up to the bracket of its arguments."""
+        """Read a name up to the bracket before the call's arguments."""
         head = self._head("{", keep_end=True)
         if head is None:
             return self._wait()
@@ -58,7 +58,7 @@ class MistralToolParser(CallListReader):
 
 
 class MistralReasoningParser(TagReasoningParser):
-    """Parses the reasoning of Magistral and later models."""
+    """Parser for the reasoning of Magistral and later models."""
 
     tags: ClassVar = ("[THINK]", "[/THINK]")
 

@@ -1,4 +1,4 @@
-"""Tool calls of Phi-4-mini: ``functools`` and a JSON list."""
+"""Tool calls of Phi-4-mini. An answer has the word ``functools`` and a JSON list of calls."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4ToolParser(CallListReader):
-    """Parses a list of calls after the word ``functools``, or between tags."""
+    """Parser for a list of calls after the word ``functools``, or between tags."""
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _WORD, "]")
     tags: ClassVar = (_TAG, _TAG_END)
@@ -18,7 +18,7 @@ class Phi4ToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template mentions ``functools``, or shows tools between Phi-4's tags."""
+        """Return whether the template contains ``functools``, or writes tools between Phi-4's tags."""
         return _WORD in template or "<|tool|>" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,4 @@
-"""Tool calls as a Python list: ``[name(key="value"), other(key=[1, 2])]``."""
+"""Tool calls written as a Python list: ``[name(key="value"), other(key=[1, 2])]``."""
 
 import ast
 import json
@@ -17,7 +17,10 @@ _BEGIN = re.compile(r"[A-Za-z_][\w.]*\s*\(")
 
 
 class BracketScanner:
-    """Tracks a text that begins with a bracket up to its closing bracket, skipping strings in either kind of quotes."""
+    """Tracks a text from its opening bracket to the matching closing bracket.
+
+    Ignores brackets in strings with single or double quotes.
+    """
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -25,9 +28,9 @@ class BracketScanner:
         self._escaped = False
 
     def push(self, text: str) -> tuple[int, bool | None]:
-        """Return how many characters belong to the text, and whether it is complete.
+        """Return how many characters belong to the text, and whether the text is complete.
 
-        None means that brackets do not match.
+        The second value is None if brackets do not match.
         """
         for index, char in enumerate(text):
             if self._escaped:
@@ -57,14 +60,15 @@ def may_begin_calls(text: str) -> bool | None:
 
 
 def read_calls(text: str) -> Sequence[tuple[str, str]]:
-    """Return the names and JSON arguments of the calls in a text: lists of calls, or one call per line, possibly in
-    ``print``.
+    """Return the name and JSON arguments of each call in a text.
+
+    The text has lists of calls, or one call per line. A call may be an argument of ``print``.
 
     Raises ValueError for any other text.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about backslashes that escape nothing
+            warnings.simplefilter("ignore")  # ignore Python's warnings about invalid escape sequences
             statements = ast.parse(text.strip()).body
         calls = [_call(node) for statement in statements for node in _nodes(statement)]
     except (SyntaxError, RecursionError, MemoryError) as e:
@@ -98,7 +102,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
 
 
 def _name(node: ast.expr) -> str:
-    """Return a function name, with the names of its packages."""
+    """Return the name of a function, including the names of its packages."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

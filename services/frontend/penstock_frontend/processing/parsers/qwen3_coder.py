@@ -13,7 +13,10 @@ _NAME = re.compile(r"\s*[^\s<>]+\s*")
 
 
 class Qwen3CoderToolParser(MarkupReader):
-    """Parses calls with optional outer tags. JSON between them is read as in Hermes, because forced calls are JSON."""
+    """Parser for calls whose outer tags are optional.
+
+    A JSON object between the outer tags is also a call, as in Hermes, because forced calls are JSON.
+    """
 
     form: ClassVar[ToolForm] = HermesToolParser.form
     tags: ClassVar = (_CALL, _CALL_END)
@@ -24,7 +27,7 @@ class Qwen3CoderToolParser(MarkupReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes function names into tags."""
+        """Return whether the template writes the name of a function inside a tag."""
         return _FUNCTION in template and "<parameter=" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,7 @@
-"""Reasoning between two tags: the parser, and the description that engines need to apply constraints after it."""
+"""Reasoning between two tags.
+
+Has the parser, and the description with which engines apply constraints after the reasoning.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -13,23 +16,24 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 class _At(enum.Enum):
     START = enum.auto()
-    """Position where the answer may begin with reasoning."""
+    """Position at the start of the answer, before it is known whether reasoning follows."""
     BEGUN = enum.auto()
-    """Position in the whitespace before the reasoning."""
+    """Position in the whitespace between the opening tag and the reasoning."""
     REASONING = enum.auto()
     ENDED = enum.auto()
-    """Position in the whitespace after the reasoning, or in the tag that may begin the response."""
+    """Position in the whitespace after the reasoning, or in a tag that may begin the response."""
     RESPONSE = enum.auto()
     """Position after the tag that begins the response. Another tag ends the response."""
     CONTENT = enum.auto()
 
 
 class TagReasoningParser(ReasoningParser):
-    """Parses reasoning at the start of the answer, without the whitespace around it.
+    """Parser for reasoning at the start of the answer. Drops the whitespace around the reasoning.
 
-    Some templates open the reasoning in the prompt, or open and close it so that there is none. ``begins`` and ``ends``
-    are variants of ``tags`` that models write. With ``always``, the reasoning begins with the answer even without its
-    tag. ``response`` has tags that may enclose the text after the reasoning.
+    Some templates write the opening tag into the prompt. Other templates write both tags into the prompt, so that the
+    answer has no reasoning. ``begins`` and ``ends`` are variants of ``tags`` that models write. With ``always``, the
+    answer begins with reasoning even without the opening tag. ``response`` has the tags that may enclose the text after
+    the reasoning.
     """
 
     begins: ClassVar[Sequence[str]] = ()
@@ -46,7 +50,7 @@ class TagReasoningParser(ReasoningParser):
     def push(self, text: str) -> ReasoningDelta:
         """Parse the next piece of the answer.
 
-        Text that may begin a tag is held back, and whitespace around tags is dropped.
+        Text that may begin a tag waits for the next piece. Whitespace around tags is dropped.
         """
         self._text += text
         reasoning = content = ""
@@ -76,12 +80,12 @@ class TagReasoningParser(ReasoningParser):
         return ReasoningDelta(reasoning, content)
 
     def finish(self) -> ReasoningDelta:
-        """Return the held-back text, which is reasoning if the reasoning has not ended."""
+        """Return the remaining text. If the reasoning has not ended, the text is reasoning."""
         held, self._text = self._text, ""
         return ReasoningDelta(held) if self._at is _At.REASONING else ReasoningDelta("", held)
 
     def _start(self) -> bool:
-        """Check whether the answer begins with the tag. Returns whether that is known."""
+        """Check whether the answer begins with the opening tag. Return False if more text is needed to decide this."""
         start = self._text.lstrip()
         for begin in self._begins:
             if start.startswith(begin):
@@ -93,7 +97,10 @@ class TagReasoningParser(ReasoningParser):
         return True
 
     def _open_response(self) -> bool:
-        """Check whether a tag begins the response after the reasoning. Returns whether that is known."""
+        """Check whether a tag begins the response after the reasoning.
+
+        Return False if more text is needed to decide this.
+        """
         self._text = self._text.lstrip()
         if self.response is None or not self.response[0].startswith(self._text[: len(self.response[0])]):
             self._at = _At.CONTENT if self._text else _At.ENDED
@@ -104,7 +111,7 @@ class TagReasoningParser(ReasoningParser):
         return True
 
     def _upto(self, ends: Sequence[str]) -> tuple[str, bool]:
-        """Consume text up to the first of the tags.
+        """Consume text up to the first of the tags in ``ends``.
 
         Returns the text without trailing whitespace, and whether a tag was found.
         """
@@ -119,11 +126,11 @@ class TagReasoningParser(ReasoningParser):
         return new, False
 
 
-# Reasoning between ``<think>`` and ``</think>``, as written by Qwen3, QwQ, GLM 4.5, Kimi K2 and DeepSeek V3.1.
+# Qwen3, QwQ, GLM 4.5, Kimi K2 and DeepSeek V3.1 write reasoning between ``<think>`` and ``</think>``.
 
 
 class Qwen3ReasoningParser(TagReasoningParser):
-    """Parses reasoning between tags at the start of the answer."""
+    """Parser for reasoning between these two tags at the start of the answer."""
 
     tags: ClassVar = ("<think>", "</think>")
 
@@ -133,7 +140,7 @@ class Qwen3ReasoningParser(TagReasoningParser):
         return cls.tags[1] in template
 
 
-# Reasoning tags for engines, which apply constraints after the reasoning.
+# Engines apply constraints only after the reasoning. The class below describes the reasoning tags for engines.
 
 
 class Reasoning(NamedTuple):
@@ -143,19 +150,23 @@ class Reasoning(NamedTuple):
     tokens: ReasoningTokens
 
     def ended_by(self, prompt: str, params: SamplingParams) -> bool | None:
-        """Return whether ``prompt`` ends the reasoning (True) or begins it (False), or None if the engine must find
-        out.
+        """Return True if ``prompt`` ends the reasoning, and False if ``prompt`` begins the reasoning.
 
-        An empty ``prompt`` means that its text is unknown.
+        Return None if the engine must detect this itself.
+
+        An empty ``prompt`` means that the text of the prompt is not known.
         """
         ended = self.parser.ended_by(prompt) if prompt else None
-        # A constrained answer may begin without reasoning, so the engine looks for the tag.
+        # A constrained answer may have no reasoning, so the engine must search for the opening tag.
         begins = bool(prompt) and self.parser.always and params.structured_output is None
         return False if ended is None and begins else ended
 
 
 def reasoning_of(parser: type[ReasoningParser] | None, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the reasoning format of a model, or None if it has no parser or if a tag is not a single token."""
+    """Return the reasoning format of a model.
+
+    Return None if the model has no parser, or if a tag is not a single token.
+    """
     if parser is None:
         return None
     begin, end = (tokenizer.token_id(tag) for tag in parser.tags)

@@ -1,4 +1,4 @@
-"""Registry of parsers by name, and selection by chat template."""
+"""Registry of parsers by name, and selection of a parser by chat template."""
 
 import importlib.metadata
 from typing import NamedTuple, TypeVar
@@ -53,7 +53,7 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 class Parsers(NamedTuple):
-    """Parser classes of a model; None if nothing is parsed."""
+    """Parser classes of a model. None means that tool calls or reasoning are not parsed."""
 
     tool: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -62,7 +62,7 @@ class Parsers(NamedTuple):
 def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
     """Return the parsers with these names.
 
-    ``auto`` selects the first that fits the chat template, built-in parsers first.
+    ``auto`` selects the first parser that fits the chat template. Built-in parsers come before parsers of plugins.
 
     Raises ConfigError.
     """
@@ -74,12 +74,18 @@ def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
 
 
 def tool_parser_names() -> list[str]:
-    """Return the names of tool parsers without ``auto`` and ``none``. Raises ConfigError like ``pick``."""
+    """Return the names of all tool parsers, without ``auto`` and ``none``.
+
+    Raises ConfigError if a plugin is not valid.
+    """
     return sorted(_known()[0])
 
 
 def reasoning_parser_names() -> list[str]:
-    """Return the names of reasoning parsers without ``auto`` and ``none``. Raises ConfigError like ``pick``."""
+    """Return the names of all reasoning parsers, without ``auto`` and ``none``.
+
+    Raises ConfigError if a plugin is not valid.
+    """
     return sorted(_known()[1])
 
 
@@ -89,7 +95,7 @@ def _known() -> tuple[dict[str, type[ToolParser]], dict[str, type[ReasoningParse
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             plugin = point.load()
-        except Exception as e:  # any error of the plugin's module
+        except Exception as e:  # the plugin's module may raise any error
             raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} cannot be loaded: {e}") from e
         if isinstance(plugin, type) and issubclass(plugin, ToolParser):
             tools.setdefault(point.name, plugin)

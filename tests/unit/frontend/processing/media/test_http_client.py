@@ -150,7 +150,7 @@ def test_bytes_that_are_no_http_are_a_bad_answer(given: bytes) -> None:
 )
 def test_answers_with_much_beside_the_file_are_given_up(first: bytes, piece: bytes) -> None:
     taken, said = bytes_until_given_up(endless(first, piece))
-    assert "more than 65536 bytes of headers, chunk sizes and the like" in said
+    assert "more than 65536 bytes of headers, chunk sizes and other overhead" in said
     assert taken <= 64 * 1024 * 20 + len(first)
 
 

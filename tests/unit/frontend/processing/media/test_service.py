@@ -181,7 +181,7 @@ async def test_too_many_items_of_a_modality_are_refused_by_name(make: Make, moda
     made = make(LimitsConfig(max_media=MaxMediaConfig(image=1, audio=1, video=1)))
     error = await made.refused(*(part(EncodedFile(b"x"), modality, field=f"parts[{n}]") for n in range(3)))
     assert (error.reason, error.field) == ("MEDIA_TOO_MANY", "parts[1]")
-    assert error.message == f"the request has 3 items of {modality}; limits.max_media.{modality} is 1"
+    assert error.message == f"the request has 3 {modality} items; limits.max_media.{modality} is 1"
     assert made.value("penstock:media_refused_total", modality=modality, reason="MEDIA_TOO_MANY") == 1
 
 
