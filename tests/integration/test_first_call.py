@@ -75,7 +75,7 @@ async def test_a_model_that_embeds_is_called_over_both_protocols(
     async with embedder() as engine, serving(model, engine.address) as arguments:
         code, lines = await run(arguments, capsys)
     assert code == 0
-    assert [line.partition(": ")[2] for line in lines] == ["model embedded into [3] numbers"] * 2
+    assert [line.partition(": ")[2] for line in lines] == ["model returned an embedding of shape [3]"] * 2
 
 
 @pytest.mark.parametrize("name", ["llm.example.org", "*.example.org"])
@@ -89,7 +89,7 @@ async def test_the_certificate_that_frontends_show_is_trusted_itself_and_no_othe
     async with serving(model, engine.address, server=server, http=http) as arguments:
         assert (await run([*arguments, f"--certificate={own.certificate}"], capsys))[0] == 0
         code, (line,) = await run([*arguments, f"--certificate={other.certificate}", "--timeout=1"], capsys)
-    assert (code, line) == (1, "no answer within 1 s; are engines ready, and is this their certificate?")
+    assert (code, line) == (1, "no answer within 1 s; check that engines are ready, and that the certificate is theirs")
 
 
 async def test_a_key_is_shown_and_missed_by_name(

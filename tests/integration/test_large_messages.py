@@ -173,7 +173,7 @@ async def test_a_request_larger_than_a_message_is_refused_before_it_is_sent(serv
         _, refused = await pair.until_ended("neighbour", "long")
         assert refused.error is not None
         assert (refused.error.code, refused.error.reason) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
-        assert "engines take messages of up to 65536" in refused.error.message
+        assert "engines accept messages of up to 65536" in refused.error.message
     await neighbour(pair)
 
 
@@ -222,7 +222,9 @@ async def test_a_mixed_prompt_that_would_grow_beyond_a_message_is_refused() -> N
             pair.session.add(asked("r", embeds=embeds))
             (refused,) = await pair.until_ended("r")
     assert refused.error is not None
-    assert refused.error.message == f"the embeddings of the prompt have 4000000 bytes; engines take up to {LIMIT}"
+    assert (
+        refused.error.message == f"the embeddings of the prompt have 4000000 bytes; engines accept up to {LIMIT} bytes"
+    )
 
 
 async def test_a_frontend_that_does_not_say_what_it_takes_gets_vectors_inline(serve: Serve) -> None:

@@ -1,1 +1,1 @@
-"""The frontend process: assembly, servers, drain and shutdown."""
+"""Process of the frontend: creation of its components, servers, drain and shutdown."""

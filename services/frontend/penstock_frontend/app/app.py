@@ -25,21 +25,21 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
-"""Seconds for calls to deliver their last status when the servers stop."""
+"""Seconds that calls have to deliver their last status when the servers stop."""
 _LOOK_INTERVAL = 0.25
-"""Seconds between two checks whether a draining frontend is done."""
+"""Seconds between two checks whether the drain of a frontend is complete."""
 
 
 class Frontend:
-    """A frontend process. Lifecycle: ``startup``, ``main_loop`` until ``stop`` is called, then ``shutdown``.
+    """A frontend process. Call ``startup``, then ``main_loop``, which runs until ``stop`` is called, then ``shutdown``.
 
-    ``Readiness`` decides about its health status. The first ``stop`` starts a drain: the frontend keeps serving while
-    its clients move to other frontends. The drain ends when no more calls can arrive, or after ``drain_timeout``. A
-    second ``stop`` ends the drain at once.
+    ``Readiness`` decides about the frontend's health status. The first call of ``stop`` starts a drain. During the
+    drain, the frontend serves calls while its clients move to other frontends. The drain ends when no more calls can
+    arrive, or after ``drain_timeout``. A second call of ``stop`` ends the drain immediately.
     """
 
     def __init__(self, config: FrontendConfig) -> None:
-        """Read the model's files, which may take long. Raises ConfigError."""
+        """Read the model's files, which may take minutes. Raises ConfigError."""
         self._config = config
         self._changed = asyncio.Event()
         self._stopping = False
@@ -124,11 +124,11 @@ class Frontend:
 
     @property
     def http_port(self) -> int:
-        """Port of the HTTP server, -1 when it is off."""
+        """Port of the HTTP server, or -1 if the HTTP server is off."""
         return self._servers.http.port
 
     async def startup(self) -> None:
-        """Start to listen and to connect to engines. Raises ConfigError if a port is in use."""
+        """Start to listen on all ports, and start to connect to engines. Raises ConfigError if a port is in use."""
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
         if self._directory is not None:
@@ -150,7 +150,7 @@ class Frontend:
         )
 
     def _essential(self) -> list[asyncio.Task[None]]:
-        """Return the tasks without which the frontend cannot work. The liveness check watches them."""
+        """Return the tasks without which the frontend cannot work. The liveness check watches these tasks."""
         tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
         return [task for task in tasks if task is not None]
 
@@ -174,7 +174,7 @@ class Frontend:
             await self._servers.tell_health()
 
     def stop(self) -> None:
-        """Stop ``main_loop``. A second call ends the drain at once."""
+        """Stop ``main_loop``. A second call ends the drain immediately."""
         if self._stopping:
             self._cut_short.set()
         self._stopping = True
@@ -211,8 +211,9 @@ class Frontend:
         get_logger().info("frontend stopped")
 
     async def _drain(self) -> str:
-        """Keep serving until no more calls can arrive. Return the reason if the drain ended early, else an empty
-        string.
+        """Serve calls until no more calls can arrive.
+
+        If the drain ends early, return the reason, else an empty string.
         """
         if self._living is None:  # startup failed, so there are no clients
             return ""
@@ -262,7 +263,7 @@ class Frontend:
         for load in self._engines.view.for_metrics():
             self._metrics.engine(
                 load.engine
-            )  # creates the engine's series, so that they show 0 before its first request
+            )  # create the engine's time series, so that they have the value 0 before the first request
         self._llm.adapters.engines_changed()
         self._metrics.series("penstock:requests_held").set(self._engines.num_held)
         self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))

@@ -1,4 +1,4 @@
-"""Object graph of a frontend, for the service and for ``LLM``."""
+"""Creation of a frontend's components, for the frontend service and for ``LLM``."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,29 +53,32 @@ class LiveSettings(NamedTuple):
 
 
 class Assembly(NamedTuple, Generic[E]):
-    """Components that serve requests, for all protocols."""
+    """Components that serve the requests of all protocols."""
 
     tokenizer: Tokenizer
-    """Tokenizer; must be closed after the last request."""
+    """Tokenizer, which must be closed after the last request."""
     generation_config: dict[str, Any]
-    """Content of the model's generation_config.json; empty if there is none."""
+    """Content of the model's generation_config.json, or empty if the file is missing."""
     metrics: FrontendMetrics
     engines: E
     llm: AsyncLLM
-    """Serves prompts: generation and pooling."""
+    """Component that serves prompts, for generation and pooling."""
     chat: ChatCalls
-    """Serves conversations. The renderer in it must be closed after the last request."""
+    """Component that serves conversations. Its renderer must be closed after the last request."""
     settings: LiveSettings
     labels: list[str]
-    """Names of the model's classes, in order."""
+    """Names of the model's classes, in order of class index."""
     media: MediaService | None
-    """Media processing; must be closed after the last request, or None for a text-only model."""
+    """Media service, which must be closed after the last request. None for a text-only model."""
     warnings: WarningLog
     """Warnings for the calls of all protocols."""
 
 
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a frontend that do not depend on protocols. ``frontend_id``: its name in adapter registrations."""
+    """Settings of a frontend that do not depend on the protocol.
+
+    ``frontend_id`` is the frontend's name in registrations of adapters.
+    """
 
     model: ModelConfig
     tokenizer_threads: int
@@ -96,13 +99,13 @@ def assemble(
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
-    """Read the model's files, which may take long, and build the components. Raises ConfigError.
+    """Read the model's files, which may take minutes, and create the components. Raises ConfigError.
 
     Args:
         config: the settings.
-        engines: makes the engine client, which sends outputs to the handler. Called after the model's files are read.
-        tokenizer_path: path of tokenizer and chat template if they are not the model's.
-        tracer: the tracer, or None.
+        engines: creates the engine client, which sends outputs to the handler. Called after the model's files are read.
+        tokenizer_path: directory or hub id of tokenizer and chat template, if they do not come from the model.
+        tracer: the tracer, or None if tracing is off.
         on_full: called whenever ``llm.full`` has changed.
     """
     model = config.model
@@ -186,20 +189,25 @@ class _Files(NamedTuple):
 
 
 def check_chat_template(path: str, *, setting: str) -> None:
-    """Check a chat template file as for ``model.chat_template``. ``setting``: its name in errors. Raises ConfigError."""
+    """Check a chat template file in the same way as ``model.chat_template``.
+
+    ``setting`` is the setting's name in error messages. Raises ConfigError.
+    """
     given_template(path, {}, setting=setting)
 
 
 def check_parsers(*, tool: str, reasoning: str) -> None:
-    """Check parser names as for ``model.tool_parser`` and ``model.reasoning_parser``. Raises ConfigError for unknown
-    ones.
+    """Check names of parsers in the same way as ``model.tool_parser`` and ``model.reasoning_parser``.
+
+    Raises ConfigError for unknown names.
     """
     registry.pick(tool=tool, reasoning=reasoning, template="")
 
 
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
-    """Read the model's files; tokenizer and chat template come from ``tokenizer_path`` if it is set. Raises
-    ConfigError.
+    """Read the model's files.
+
+    If ``tokenizer_path`` is set, read the tokenizer and the chat template from there. Raises ConfigError.
     """
     texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
     tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)

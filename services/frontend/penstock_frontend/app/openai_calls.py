@@ -1,4 +1,4 @@
-"""The OpenAI API for callers in the same process, without a listener."""
+"""OpenAI API for callers in the same process. It needs no network listener."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 
 
 class HttpAnswer(NamedTuple):
-    """Answer of a route. ``request_id``: value of the x-request-id header."""
+    """Response of a route. ``request_id`` is the value of the x-request-id header."""
 
     status: int
     body: bytes
@@ -22,14 +22,15 @@ class HttpAnswer(NamedTuple):
 
 
 class OpenAICalls:
-    """Passes request bodies to the routes of the OpenAI API, and returns their answers. Must be used on the event
-    loop's thread.
+    """Passes request bodies to the routes of the OpenAI API, and returns the routes' responses.
+
+    Use this class only on the event loop's thread.
     """
 
     def __init__(self, assembly: Assembly[Any], model: ModelConfig, http: HttpConfig) -> None:
         config = FrontendConfig(
             model=model, http=http, engines=("localhost:1",)
-        )  # the routes do not use the engines' addresses
+        )  # these routes do not use the engines' addresses
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
         gate = Gate(http, assembly.settings.fairness, llm.refused)
         bodies = Bodies(http, warnings=assembly.warnings)
@@ -40,12 +41,13 @@ class OpenAICalls:
 
     @property
     def paths(self) -> Sequence[str]:
-        """Paths that bodies can be posted to."""
+        """Paths to which request bodies can be posted."""
         return list(self._apps)
 
     async def post(self, path: str, body: bytes) -> HttpAnswer:
-        """Return the answer of the route at ``path``, which must be in ``paths``. Cancelling this aborts the request on
-        the engine.
+        """Return the response of the route at ``path``, which must be in ``paths``.
+
+        If the call is cancelled, the request is aborted on the engine.
         """
         call = _Call(body)
         scope = {"type": "http", "headers": [], "path_params": {}, "path": path}
@@ -67,7 +69,7 @@ class _Call:
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
-        """Return the body first. Later calls wait until the call is over."""
+        """Return the body at the first call. Later calls wait until the response is complete."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -75,7 +77,7 @@ class _Call:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Record a part of the answer."""
+        """Record a part of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.request_id = dict(message["headers"]).get(b"x-request-id", b"").decode("latin-1")

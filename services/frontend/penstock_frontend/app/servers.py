@@ -1,4 +1,7 @@
-"""Listeners of a frontend: public gRPC server, operators' gRPC server, HTTP server, and their access control."""
+"""Servers of a frontend: public gRPC server, operators' gRPC server and HTTP server.
+
+Also creates their access control.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -34,40 +37,42 @@ from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_car
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 JITTER = 0.1
-"""Fraction of its maximum age by which a connection's lifetime varies."""
+"""Random variation of a connection's lifetime, as a fraction of the maximum age."""
 QUIET = 2.0
-"""Seconds without calls and without connections on which calls may arrive, after which a drain is done. It must exceed
-a round trip: during one, a client that was asked to reconnect may still start calls on the old connection.
+"""Time in seconds after which a drain is complete, if no calls run and no calls can arrive on open connections. The
+time must be longer than a round trip. During a round trip, a client that was asked to reconnect may still start calls
+on the old connection.
 """
 
 
 class Draining:
-    """Decides when a draining frontend is done: no calls run, and no connection is open on which calls may arrive.
+    """Decides when a drain is complete. This is when no calls run, and no connection is open on which calls may arrive.
 
-    gRPC connections are moved by their age: clients start no calls on connections that are older. Old connections may
-    stay open for endless calls, such as watches of the health service. Times are monotonic seconds. ``max_age`` is the
-    maximum age of gRPC connections in seconds. 0 means that they are not moved, and the drain does not wait for them.
+    When a gRPC connection reaches its maximum age, the server asks the client to reconnect, and the client starts no
+    more calls on the connection. An old connection may stay open for endless calls, such as watches of the health
+    service. Times are monotonic seconds. ``max_age`` is the maximum age of gRPC connections in seconds. 0 means that
+    clients are not asked to reconnect, and that the drain does not wait for gRPC connections.
     """
 
     def __init__(self, now: float, *, timeout: float, max_age: float) -> None:
         self.deadline = now + timeout
-        """Time at which the remaining calls are ended."""
+        """Time at which the frontend ends the remaining calls."""
         self._max_age = max_age
         self._first_seen: dict[int, float] = {}
         self._quiet_since: float | None = None
 
     @property
     def moved_after(self) -> float:
-        """Seconds after which every client has been asked to reconnect."""
+        """Number of seconds after which the server has asked every client to reconnect."""
         return self._max_age * (1.0 + JITTER)
 
     def done(self, now: float, *, calls: int, connections: Iterable[int]) -> bool:
-        """Return True if no calls run and none can arrive.
+        """Return True if no calls run and no calls can arrive.
 
         Args:
             now: monotonic seconds.
             calls: number of running calls.
-            connections: numbers of the open gRPC connections.
+            connections: serial numbers of the open gRPC connections.
         """
         if not self._max_age:
             return not calls
@@ -81,14 +86,13 @@ class Draining:
 
 PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
 EVERYTHING = ""
-"""Health service name of the server itself, which clients' channels watch."""
+"""Service name in gRPC's health service that stands for the server itself. Channels of clients watch this name."""
 
 
 class Servers:
-    """The listeners of a frontend: ``start``, ``drain`` and ``stop`` them. ``tell_health`` updates gRPC's health
-    service.
+    """Servers of a frontend. ``start``, ``drain`` and ``stop`` act on all servers.
 
-    The other protocols query ``readiness`` directly.
+    ``tell_health`` updates gRPC's health service. The other protocols read ``readiness`` directly.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Servers:
         readiness: Readiness,
         certificates: Certificates,
     ) -> None:
-        """``certificates``: learns when these listeners' certificates expire. Raises ConfigError."""
+        """``certificates`` records when the certificates of these servers expire. Raises ConfigError."""
         self._config = config
         self._readiness = readiness
         self._certificates = certificates
@@ -116,7 +120,7 @@ class Servers:
         self.http = self._http_server(authenticator)
 
     async def start(self) -> None:
-        """Start to listen. Raises ConfigError if a port is in use."""
+        """Start to listen on all ports. Raises ConfigError if a port is in use."""
         await self.public.start()
         await self.admin.start()
         await self.admin.set_serving(True)
@@ -124,22 +128,26 @@ class Servers:
         await self.http.start()
 
     async def tell_health(self) -> None:
-        """Update gRPC's health service: services' names by ``ready`` (routing), the empty name by ``answers`` (new
-        calls).
+        """Update gRPC's health service.
+
+        The status of the services' names is ``ready``, which load balancers use. The status of the empty name is
+        ``answers``, which clients use before they start calls.
         """
-        # The operators' port reports it as well, so that operators' tools need only one address.
+        # The operators' port reports the same status, so that operators' tools need only one address.
         await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
 
     def drain(self) -> None:
-        """Keep serving while clients move to other frontends. gRPC connections end by their age, which cannot be
-        changed later.
+        """Start a drain.
+
+        The servers serve calls while clients move to other frontends. gRPC connections end at their maximum age, which
+        cannot be changed after the server has started.
         """
         self.http.drain()
 
     def drained(self, draining: Draining, now: float) -> bool:
-        """Return True if no calls run and none can arrive. ``now``: monotonic seconds."""
+        """Return True if no calls run and no calls can arrive. ``now`` is in monotonic seconds."""
         calls = self.public.num_calls + self.http.num_left
         return draining.done(now, calls=calls, connections=self.public.connections())
 
@@ -251,7 +259,7 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
     if authenticator is None:
         return [pages]
-    # The page itself is public; the data it shows is at /cluster.
+    # The page itself is public. It shows data from /cluster, which has its own access control.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [

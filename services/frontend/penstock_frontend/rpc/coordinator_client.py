@@ -1,4 +1,7 @@
-"""Frontend session with the coordinator, which provides the view of the cluster, and the Scale call."""
+"""Session of a frontend with the coordinator.
+
+The coordinator sends the view of the cluster, and serves the Scale call.
+"""
 
 import asyncio
 from collections import deque
@@ -27,25 +30,30 @@ from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView, changed_by
 from penstock_common.types.data_parallel import FirstRequest
 
-# The received view: the first message on a stream is complete, later ones may be deltas.
+# The class below assembles the received view. The first message on a stream is a complete view. Later messages may be
+# deltas.
 
 
 class ReceivedView:
-    """Assembles the view from the messages of one stream. A coordinator without deltas sends complete views only."""
+    """Assembles the view from the messages of one stream.
+
+    A coordinator of an earlier version sends only complete views.
+    """
 
     def __init__(self) -> None:
         self._view = ClusterView()
         self._version = 0
 
     def take(self, message: pb.ClusterView) -> ClusterView:
-        """Return the view after this message. Raises Internal if a delta does not fit the current view; the stream must
-        then end.
+        """Return the view after this message.
+
+        Raises Internal if a delta does not fit the current view. In this case, the caller must end the stream.
         """
         view = view_from_proto(message)
         if message.HasField("delta"):
             base = message.delta.base_version
             if not self._version or base != self._version:
-                raise Internal(f"delta.base_version is {base}; the view here is of version {self._version}")
+                raise Internal(f"delta.base_version is {base}; this frontend's view has version {self._version}")
             try:
                 engines = changed_by(self._view.engines, delta_from_proto(message.delta))
             except ValueError as e:
@@ -56,23 +64,25 @@ class ReceivedView:
 
 
 SCALE_TIMEOUT = 20.0
-"""Timeout of a scale call in seconds: the coordinator calls the API server twice, and may have to finish an earlier
-change first.
+"""Timeout of a scale call in seconds. During the call, the coordinator calls the API server twice. It may have to wait
+for an earlier change first.
 """
 CLOSE_TIMEOUT = 1.0
 """Timeout of the goodbye message in seconds."""
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""Status codes without an answer of the coordinator. Errors from the coordinator itself have details."""
+"""Status codes that mean that the coordinator did not answer. Errors from the coordinator itself have details."""
 
 Session = grpc.aio.StreamStreamCall[pb.FrontendReport, pb.ClusterView]
 
 
 class CoordinatorClient:
-    """Keeps a session with the coordinator while ``run`` runs. The last view stays while the coordinator is away.
+    """Keeps a session with the coordinator while ``run`` runs.
 
-    ``on_view`` is called on the event loop with each view. An engine that is missing in a view has left the cluster: a
-    coordinator sends no view until it knows all engines, even after a restart. All methods must be called on the event
-    loop.
+    If the coordinator is unreachable, the last view stays valid.
+
+    ``on_view`` is called on the event loop with each view. An engine that is missing in a view has left the cluster,
+    because a coordinator sends no view until it knows all engines. This is also true after a restart of the
+    coordinator. All methods must be called on the event loop.
     """
 
     def __init__(
@@ -94,12 +104,12 @@ class CoordinatorClient:
         frontend_id: name of this frontend.
         incarnation: incarnation of this frontend.
         on_view: called with each view.
-        model: model whose engines the views contain; empty: all.
-        pools: pools whose engines the views contain; empty: all.
+        model: model whose engines the views contain. Empty means all models.
+        pools: pools whose engines the views contain. Empty means all pools.
         reconnect_max: maximum seconds between two connection attempts.
-        credentials: TLS of the connection.
-        on_lost: called when the session ends, so that no views arrive.
-        loras: LoRA names to share with other frontends if the coordinator supports that; None: none.
+        credentials: TLS credentials of the connection.
+        on_lost: called when the session ends. No views arrive after that.
+        loras: LoRA names to share with other frontends, if the coordinator supports this. None shares no names.
         """
         self._address = address
         views = pb.ViewSubscription(deltas=True, model=model, pools=pools, loras=loras is not None)
@@ -109,7 +119,8 @@ class CoordinatorClient:
         self._on_lost = on_lost
         self._loras = loras
         self._gossip: Gossip | None = None
-        """Exchange of LoRA names in this session, or None until the coordinator has sent some: it may not support them.
+        """Exchange of LoRA names in this session. None until the coordinator has sent names, because it may not support
+        the exchange.
         """
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
@@ -119,12 +130,12 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """True if views arrive, so the last one is current."""
+        """True if the session is open, so that the last view is current."""
         return self._reconnector.connected
 
     @property
     def view(self) -> ClusterView | None:
-        """Latest view, or None before the first."""
+        """Latest view, or None before the first view."""
         return self._view
 
     async def run(self) -> None:
@@ -132,15 +143,16 @@ class CoordinatorClient:
         await self._reconnector.run()
 
     async def close(self) -> None:
-        """Send a goodbye and end ``run``, within ``CLOSE_TIMEOUT`` in any case. Idempotent."""
+        """Send a goodbye message, and end ``run``. This takes at most ``CLOSE_TIMEOUT`` seconds. Idempotent."""
         closing = asyncio.create_task(self._reconnector.close(grace=CLOSE_TIMEOUT))
-        await asyncio.sleep(0)  # lets ``closing`` become true
+        await asyncio.sleep(0)  # let the task run, so that ``closing`` becomes True
         self._news.set()
         await closing
 
     def first_request(self, message: FirstRequest) -> None:
-        """Tell the coordinator that a request went to a rank of an idle group. The message is dropped while there is no
-        coordinator.
+        """Report to the coordinator that a request was sent to a rank of an idle group.
+
+        Without a coordinator, the message is dropped.
         """
         if self.connected:
             self._first_requests.append(message)
@@ -151,15 +163,16 @@ class CoordinatorClient:
         self._news.set()
 
     def demand(self, num_held_requests: int) -> None:
-        """Tell the coordinator how many requests wait here because no engine is up."""
+        """Report to the coordinator how many requests this frontend holds because no engine is ready."""
         self._num_held = num_held_requests
         self._news.set()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Scale ``pool`` to ``replicas`` engines, or None if the caller gave no number. Return the previous number.
+        """Scale ``pool`` to ``replicas`` engines. Return the previous number of engines.
 
-        This works without a session, because a coordinator sends no views for a while after its start. Raises the
-        coordinator's error, and Unavailable if there is no answer; it is unknown then whether the number has changed.
+        ``replicas`` is None if the caller gave no number. The call needs no session, because a coordinator sends no
+        views for some time after its start. Raises the coordinator's error, and Unavailable if the coordinator does not
+        answer. In the latter case, it is unknown whether the number of engines has changed.
         """
         request = pb.ScaleRequest(pool=pool, replicas=replicas)
         metadata = tuple((current_call.get() or {}).items())
@@ -179,7 +192,7 @@ class CoordinatorClient:
                 reason="COORDINATOR_AWAY",
                 retry_after=1.0,
             )
-        if isinstance(failed, PermissionDenied):  # the coordinator refused the frontend, not the caller
+        if isinstance(failed, PermissionDenied):  # the coordinator refused this frontend, not the caller of this method
             return FailedPrecondition(f"the coordinator refuses this frontend: {failed.message}", reason=failed.reason)
         return failed
 
@@ -196,7 +209,7 @@ class CoordinatorClient:
                 demand.cancel()
                 await asyncio.gather(
                     demand, return_exceptions=True
-                )  # the write fails with the stream, as the read does
+                )  # ignore this error, because reading from the broken stream fails too
 
     async def _read(self, call: Session) -> None:
         received = ReceivedView()
@@ -212,7 +225,7 @@ class CoordinatorClient:
 
     def _hear(self, message: pb.LoraRegistrations) -> None:
         if self._loras is None:
-            raise Internal("the coordinator sent LoRA adapters, which this frontend did not ask for")
+            raise Internal("the coordinator sent LoRA adapters, but this frontend has not asked for them")
         if self._gossip is None:
             self._gossip = Gossip(self._loras)
         heard = self._gossip.hear(registrations_from_proto(message))

@@ -1,4 +1,4 @@
-"""Session stream between this frontend and one engine, and the messages sent on it."""
+"""Session stream between this frontend and one engine, and the queue of messages for the stream."""
 
 import asyncio
 import itertools
@@ -50,24 +50,25 @@ from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe
 from penstock_frontend.rpc.tensor_sender import MediaMirror, NotWrittenError, TensorSender
 
-# Outgoing requests. Does no I/O.
+# The classes below queue outgoing requests. They do no I/O.
 
 
 class _NotSentError(Exception):
-    """Raised if there is no message to send after all."""
+    """Raised if no message can be made for a queued request."""
 
 
 class OutgoingRequests:
-    """Queue of the messages of one stream. Messages are made when they are sent.
+    """Queue of the messages of one stream. A message is made when it is sent.
 
-    Large tensors go ahead in chunks, once for all requests that share them, or in shared memory. No message exceeds the
-    engine's limit: a request that is too large ends as if the engine had refused it.
+    Large tensors are sent in chunks before the request, or are written to shared memory. If several requests share a
+    tensor, its chunks are sent once. No message is larger than the engine's limit. A request that is too large ends as
+    if the engine had refused the request.
     """
 
     def __init__(
         self, media: MediaTransport, *, on_refused: Callable[[EngineCoreOutputs], None], max_message_bytes: int
     ) -> None:
-        """``on_refused``: receives the final output of each request that is not sent."""
+        """``on_refused`` receives the final output of each request that cannot be sent."""
         self._transport = media
         self._on_refused = on_refused
         self._limits = Limits(max_message_bytes, 0)
@@ -79,10 +80,10 @@ class OutgoingRequests:
         """Apply the engine's greeting.
 
         Args:
-            ready: the greeting.
-            limits: the limits of both ends.
+            ready: the engine's greeting.
+            limits: the message limits of frontend and engine.
             revision: protocol revision of this stream.
-            probe: the shared memory segment that the engine was asked to read.
+            probe: the shared memory segment that the engine was asked to read, or None.
         """
         self._limits, self._revision = limits, revision
         self._outgoing.limit(limits)
@@ -90,7 +91,7 @@ class OutgoingRequests:
 
     @property
     def mirror(self) -> MediaMirror | None:
-        """Mirror of the engine's media cache, or None before its greeting."""
+        """Mirror of the engine's media cache, or None before the engine's greeting."""
         return None if self._tensors is None else self._tensors.mirror
 
     def put(self, message: pb.SessionRequest) -> None:
@@ -102,7 +103,10 @@ class OutgoingRequests:
         self._add(request, 0)
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests: locally if they still wait for their tensors, otherwise on the engine."""
+        """Abort requests.
+
+        A request that still waits for its tensors was not sent, so abort it here. Abort other requests on the engine.
+        """
         unsent = self._outgoing.discard(request_ids)
         if self._tensors is not None:
             self._tensors.not_queued(unsent)
@@ -111,7 +115,10 @@ class OutgoingRequests:
             self.put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
 
     def take(self, outputs: EngineCoreOutputs) -> None:
-        """Process the engine's outputs, and remove refusals that lead to a resend. Those requests are queued again."""
+        """Process the engine's outputs.
+
+        If a refused request can be sent again, queue the request, and remove the refusal from the outputs.
+        """
         if self._tensors is not None:
             for request, again in self._tensors.take(outputs):
                 self._add(request, again)
@@ -126,7 +133,7 @@ class OutgoingRequests:
         return bool(self._outgoing) or (self.mirror is not None and self.mirror.has_drops)
 
     def next(self) -> list[pb.SessionRequest]:
-        """Return the next messages, which must all be sent in this order. The list may be empty."""
+        """Return the next messages. The caller must send all of them in this order. The list may be empty."""
         drops = self._drops()
         if not self._outgoing:
             return drops
@@ -134,11 +141,11 @@ class OutgoingRequests:
             message = self._outgoing.next()
         except _NotSentError:
             return drops
-        # Drops that make room for the message go before it.
+        # Send drop messages first, because they make room for the data of the message.
         return drops if message is None else [*drops, *self._drops(), message]
 
     def drop_stale(self) -> None:
-        """Free shared memory that was not read in time."""
+        """Free shared memory that the engine has not read in time."""
         if self._tensors is not None:
             self._tensors.drop_stale()
 
@@ -150,7 +157,10 @@ class OutgoingRequests:
         return [] if self._tensors is None else self._tensors.take_drops()
 
     def _add(self, request: EngineCoreRequest, again: int) -> None:
-        """Queue a request. ``again``: number of times it was sent to this engine before, as the same attempt."""
+        """Queue a request.
+
+        ``again`` is the number of times that this attempt of the request was already sent to the engine.
+        """
         plain = _is_plain(request)
         if self._tensors is not None and not plain:
             self._tensors.queued(request)
@@ -163,8 +173,9 @@ class OutgoingRequests:
         return self._tensors.in_chunks(request, again, self._outgoing.is_under_way)
 
     def _make(self, request: EngineCoreRequest, again: int, refs: Sequence[TensorRef]) -> pb.SessionRequest:
-        """Make the message of a request. Raises _NotSentError if it cannot be sent; it has ended then, or is queued
-        again.
+        """Make the message of a request.
+
+        Raises _NotSentError if the request cannot be sent now. In this case, the request has ended, or is queued again.
         """
         tensors = None if _is_plain(request) else self._tensors
         places: dict[int, Place] = {}
@@ -179,13 +190,13 @@ class OutgoingRequests:
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
-                # relative, because the engine's clock may differ
+                # Send the remaining time instead of the deadline, because the engine's clock may differ.
                 message.add.time_left = request.context.deadline - time.time()
             if tensors is not None:
                 tensors.fill(message.add, request, places, again)
             if (size := message.ByteSize()) > self._limits.max_message_bytes:
                 raise InvalidArgument(
-                    f"the request has {size} bytes; engines take messages of up to {self._limits.max_message_bytes}",
+                    f"the request has {size} bytes; engines accept messages of up to {self._limits.max_message_bytes} bytes",
                     reason="MESSAGE_TOO_LARGE",
                 )
         except NotWrittenError:
@@ -223,12 +234,12 @@ def _chunk(chunk: Chunk) -> pb.SessionRequest:
 
 
 def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool) -> None:
-    """Check that embeddings fit into one message, for engines that accept no chunks. Raises InvalidArgument."""
+    """Check that embeddings fit into one message, because the engine accepts no chunks. Raises InvalidArgument."""
     size = embeds.num_tokens * embeds.row_bytes if every_position else len(embeds.data)
     limit = limits.max_message_bytes
     if size > limit:
         raise InvalidArgument(
-            f"the embeddings of the prompt have {size} bytes; engines take up to {limit}",
+            f"the embeddings of the prompt have {size} bytes; engines accept up to {limit} bytes",
             field="prompt",
             reason="MESSAGE_TOO_LARGE",
         )
@@ -237,12 +248,13 @@ def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool
 _HANDSHAKE_TIMEOUT = 10.0
 
 _OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Status codes of a stream whose connection breaks, on whichever side."""
+"""Status codes of a stream whose connection broke. The cause may be on either side."""
 
 
 class SessionEnd(NamedTuple):
-    """Reason for the end of a session. ``by_engine``: the engine failed or ended it. Otherwise the network may have
-    failed.
+    """Reason for the end of a session.
+
+    ``by_engine`` is True if the engine failed or ended the session. Otherwise the network may have failed.
     """
 
     why: str
@@ -252,16 +264,16 @@ class SessionEnd(NamedTuple):
 class EngineSession:
     """One ``EngineCoreService.Session`` stream to an engine.
 
-    The frontend sends ``hello`` and gets ``ready``. Then it sends requests, aborts and utility calls, and gets one
-    frame of outputs per step. The engine sends ``draining`` when it accepts no new requests, and ``engine_dead`` when
-    it has failed. A broken stream has the same meaning.
+    The frontend sends ``hello``, and the engine answers with ``ready``. Then the frontend sends requests, aborts and
+    utility calls. The engine sends one frame of outputs per step. The engine sends ``draining`` when it stops accepting
+    new requests, and ``engine_dead`` when it has failed. A broken stream also counts as a failure of the engine.
 
-    Lifecycle: ``open``, ``run`` until the stream ends, ``close``. Sending never blocks, because a queue feeds the
-    stream. Messages sent after the end are dropped. All callbacks run on the event loop.
+    Call ``open``, then ``run``, which returns when the stream ends, then ``close``. Sending never blocks, because a
+    queue feeds the stream. Messages that are sent after the end are dropped. All callbacks run on the event loop.
 
-    Messages are never larger than the other end accepts. Large tensors of requests go in shared memory or
-    ahead in chunks, once for all requests that share them. A request that is too large ends as if the engine had
-    refused it.
+    Messages are never larger than the engine accepts. Large tensors are written to shared memory, or are sent in chunks
+    before the request. If several requests share a tensor, its chunks are sent once. A request that is too large ends
+    as if the engine had refused the request.
     """
 
     def __init__(
@@ -290,7 +302,7 @@ class EngineSession:
         self._on_outputs = on_outputs
         self._on_draining = on_draining
         self._on_start_wave = on_start_wave
-        # An engine of an earlier version ignores the limit that this end announces.
+        # Accept at least the default size, because engines of earlier versions ignore the limit in ``hello``.
         most = max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)
         self._channel = make_channel(address, credentials=credentials, max_message_bytes=most)
         self._max_message_bytes = max_message_bytes
@@ -320,7 +332,11 @@ class EngineSession:
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
 
     async def open(self) -> EngineReady:
-        """Wait for the engine's greeting. Raises Unavailable if it cannot be reached or speaks an unsupported revision."""
+        """Wait for the engine's greeting, and return it.
+
+        Raises Unavailable if the engine is not reachable, or uses a protocol revision that this frontend does not
+        support.
+        """
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
                 first = await anext(self._responses, None)
@@ -329,11 +345,11 @@ class EngineSession:
         except grpc.aio.AioRpcError as e:
             raise Unavailable(f"engine at {self.address}: {from_rpc_error(e).message}") from None
         if first is None or not first.HasField("ready"):
-            raise Unavailable(f"engine at {self.address} did not begin with ready")
+            raise Unavailable(f"the first message of the engine at {self.address} is not ready")
         if not OLDEST_REVISION <= first.ready.protocol_revision <= PROTOCOL_REVISION:
             raise Unavailable(
-                f"engine at {self.address} speaks revision {first.ready.protocol_revision} of the session protocol; "
-                f"this frontend speaks {OLDEST_REVISION} to {PROTOCOL_REVISION}"
+                f"engine at {self.address} uses revision {first.ready.protocol_revision} of the session protocol; "
+                f"this frontend supports revisions {OLDEST_REVISION} to {PROTOCOL_REVISION}"
             )
         ready = session_messages.engine_ready(first.ready)
         limits = Limits.of(self._max_message_bytes, ready.max_message_bytes, ready.max_tensor_bytes)
@@ -342,7 +358,7 @@ class EngineSession:
         return ready
 
     async def run(self) -> SessionEnd:
-        """Process the engine's messages until the stream ends. Return the reason of the end."""
+        """Process the engine's messages until the stream ends. Return the reason for the end."""
         take = taker(self._incoming)
         try:
             async for response in self._responses:
@@ -369,11 +385,14 @@ class EngineSession:
         return SessionEnd("the engine closed the session", by_engine=True)
 
     def start_dp_wave(self, message: StartDpWave) -> None:
-        """Tell the engine, a rank of a data-parallel group, to start or join a wave."""
+        """Ask the engine to start or join a wave. The engine must be a rank of a data-parallel group."""
         self._put(pb.SessionRequest(start_dp_wave=to_message(message, data_parallel_pb2.GroupWave)))
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Send a request. If the engine cannot take it, it ends with an ERROR output; nothing is raised."""
+        """Send a request.
+
+        If the request cannot be sent to the engine, it ends with an ERROR output. This method raises no error.
+        """
         self._outgoing.add(request)
         self._queued.set()
 
@@ -392,7 +411,7 @@ class EngineSession:
         self._put(pb.SessionRequest(handoff=pb.Handoff(request_ids=request_ids)))
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a registered method of the engine and return its result. Raises the call's error."""
+        """Call a registered method of the engine, and return the method's result. Raises the call's error."""
         call_id = next(self._call_ids)
         self._utility_calls[call_id] = asyncio.get_running_loop().create_future()
         call = pb.UtilityCall(call_id=call_id, method=method, arguments=msgspec.msgpack.encode(list(arguments)))
@@ -403,7 +422,10 @@ class EngineSession:
             del self._utility_calls[call_id]
 
     async def load(self, within: float) -> SchedulerStats | None:
-        """Return the engine's load and whether it is wedged, or None if it does not answer ``within`` seconds."""
+        """Return the engine's statistics, which show its load and whether it is wedged.
+
+        Return None if the engine does not answer within ``within`` seconds.
+        """
         try:
             info = await self._stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=within)
         except grpc.aio.AioRpcError:
@@ -411,15 +433,16 @@ class EngineSession:
         return stats.from_proto(info.scheduler_stats)
 
     async def close(self, reason: str = "the session was closed") -> None:
-        """End the stream and the connection. Pending utility calls fail. Idempotent."""
+        """End the stream, and close the connection. Pending utility calls fail. Idempotent."""
         for future in self._utility_calls.values():
             if not future.done():
                 future.set_exception(Unavailable(f"engine at {self.address}: {reason}", reason="ENGINE_GONE"))
         self._call.cancel()
-        # Otherwise the task that feeds the stream would wait until it is garbage collected, and log an error.
+        # End the task that feeds the stream. Otherwise it would wait until it is garbage collected, and then log an
+        # error.
         self._closed = True
         self._queued.set()
-        # gRPC ends that task only together with a running call. If no call could start, the task would wait forever.
+        # gRPC ends this task together with a running call. If no call has started, the code below must end the task.
         feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
         if feeding is not None:
             feeding.cancel()
@@ -428,7 +451,7 @@ class EngineSession:
         await self._channel.close()
 
     def drop_stale(self) -> None:
-        """Drop incomplete tensors whose remaining chunks are overdue, and shared memory that was not read in time."""
+        """Drop incomplete tensors whose next chunk is late, and shared memory that the engine has not read in time."""
         self._incoming.drop_stale()
         self._outgoing.drop_stale()
 
@@ -459,7 +482,7 @@ class EngineSession:
     def _answer(self, output: UtilityOutput) -> None:
         future = self._utility_calls.get(output.call_id)
         if future is None or future.done():
-            return  # the caller gave up
+            return  # the caller does not wait any more
         if output.error is not None:
             future.set_exception(output.error.to_exception())
             return

@@ -1,6 +1,9 @@
-"""``python -m penstock_frontend.rpc.first_call``: one call over gRPC and one over HTTP, as a client makes them.
+"""Program ``python -m penstock_frontend.rpc.first_call``.
 
-The chart's ``helm test`` runs it in a separate pod. The program prints the answers. The exit code is 1 if a call failed.
+It makes one call over gRPC and one call over HTTP, as a client does.
+
+The chart's ``helm test`` runs this program in a separate pod. The program prints the answers. The exit code is 1 if a
+call failed.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from penstock_common.rpc.channel import make_channel
 from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 from penstock_common.rpc.status import from_rpc_error
 
-_NEEDS_KEY = "frontends require a key or a token; set the chart's test.keySecret.name to a Secret with one"
+_NEEDS_KEY = "frontends require an API key or a token; set the chart's test.keySecret.name to a Secret that contains it"
 
 
 class CallError(PenstockError):
@@ -45,15 +48,19 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float
     """Total timeout in seconds."""
     certificate: str = ""
-    """File with the frontends' certificate; empty: no TLS. The certificate itself is trusted, regardless of its issuer.
-    Its first DNS name is expected, because pod addresses are seldom among its names.
+    """File with the frontends' certificate, or empty for no TLS. The program trusts exactly this certificate, and does
+    not check its issuer. It expects the certificate's first DNS name instead of the address, because certificates
+    seldom contain addresses of pods.
     """
     key: str = ""
-    """API key or token; empty: none."""
+    """API key or token, or empty for no credentials."""
 
 
 async def call(options: FirstCall) -> list[str]:
-    """Make the calls. Return one line per call. Raises CallError, and ConfigError if the certificate cannot be read."""
+    """Make the calls.
+
+    Return one line of text per call. Raises CallError, and ConfigError if the certificate cannot be read.
+    """
     started = time.monotonic()
     try:
         async with asyncio.timeout(options.timeout):
@@ -61,19 +68,19 @@ async def call(options: FirstCall) -> list[str]:
         left = options.timeout - (time.monotonic() - started)
         return [said, await asyncio.to_thread(_over_http, options, name, kind, left)]
     except TimeoutError:
-        certificate = ", and is this their certificate?" if options.certificate else "?"
-        raise CallError(f"no answer within {options.timeout:g} s; are engines ready{certificate}") from None
+        certificate = ", and that the certificate is theirs" if options.certificate else ""
+        raise CallError(f"no answer within {options.timeout:g} s; check that engines are ready{certificate}") from None
 
 
 async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
-    """Return the model's name, its kind, and a line about the call."""
+    """Make the gRPC call. Return the model's name, the model's kind, and a line of text about the call."""
     metadata = [("authorization", f"Bearer {options.key}")] if options.key else []
     async with make_channel(options.grpc, credentials=_credentials(options)) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         try:
             listed: Any = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, wait_for_ready=True)
             (model,) = listed.models
-            if not model.capabilities:  # No engine is up. A call is held, and starts one if the pool is scaled to zero.
+            if not model.capabilities:  # no engine is ready; a held call starts an engine if the pool is scaled to zero
                 await _until_an_engine_is_up(stub, options, metadata)
                 listed = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
                 (model,) = listed.models
@@ -85,7 +92,10 @@ async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
 
 
 async def _until_an_engine_is_up(stub: Any, options: FirstCall, metadata: Any) -> None:
-    """Wait for an engine with a call that is held. If the engines only embed, the call is refused once one is up."""
+    """Wait for an engine by making a call, which the frontend holds until an engine is ready.
+
+    If the engines only embed, the frontend then refuses the call.
+    """
     try:
         await _generate(stub, options, metadata)
     except grpc.aio.AioRpcError as e:
@@ -103,7 +113,7 @@ async def _generate(stub: Any, options: FirstCall, metadata: Any) -> str:
 async def _embed(stub: Any, options: FirstCall, metadata: Any) -> str:
     request = pb.EmbedRequest(inputs=[pb.PoolingInput(text=options.prompt)])
     response = await stub.Embed(request, metadata=metadata)
-    return f"embedded into {list(response.embeddings[0].shape)} numbers"
+    return f"returned an embedding of shape {list(response.embeddings[0].shape)}"
 
 
 async def _score(stub: Any, options: FirstCall, metadata: Any) -> str:
@@ -122,9 +132,9 @@ _CALLS = {"generate": _generate, "embed": _embed, "score": _score, "classify": _
 
 
 def _over_http(options: FirstCall, model: str, kind: str, left: float) -> str:
-    """Return a line about the call, which may take ``left`` seconds.
+    """Make the HTTP call, which may take ``left`` seconds. Return a line of text about the call.
 
-    Models that neither generate nor embed have no call of their own over HTTP here, so the models are listed.
+    If the model neither generates nor embeds, the call lists the models.
     """
     if kind == "generate":
         body = {"model": model, "prompt": options.prompt, "max_tokens": options.max_tokens}
@@ -132,7 +142,7 @@ def _over_http(options: FirstCall, model: str, kind: str, left: float) -> str:
         return f"HTTP {options.http}: {model} generated {answer['choices'][0]['text']!r}"
     if kind == "embed":
         answer = _request(options, left, "POST", "/v1/embeddings", {"model": model, "input": options.prompt})
-        return f"HTTP {options.http}: {model} embedded into [{len(answer['data'][0]['embedding'])}] numbers"
+        return f"HTTP {options.http}: {model} returned an embedding of shape [{len(answer['data'][0]['embedding'])}]"
     answer = _request(options, left, "GET", "/v1/models", None)
     return f"HTTP {options.http}: lists {answer['data'][0]['id']}"
 
@@ -159,16 +169,19 @@ def _request(options: FirstCall, left: float, method: str, path: str, body: dict
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """HTTPS connection to a server with one known certificate, whatever name it is reached by."""
+    """HTTPS connection to a server with one known certificate.
+
+    The address of the server need not be in the certificate.
+    """
 
     def __init__(self, host: str, port: int, *, timeout: float, certificate: str) -> None:
         self._own = ssl.create_default_context(cafile=certificate)
-        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate need not be an authority's
+        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accept a trusted certificate that is not a CA's
         self._name = _name_in(certificate)
         super().__init__(host, port, timeout=timeout, context=self._own)
 
     def connect(self) -> None:
-        """Connect, and verify the name in the certificate."""
+        """Connect, and check that the server's certificate has the expected name."""
         http.client.HTTPConnection.connect(self)
         self.sock = self._own.wrap_socket(self.sock, server_hostname=self._name)
 
@@ -181,7 +194,7 @@ def _credentials(options: FirstCall) -> ClientCredentials:
 
 
 def _name_in(path: str) -> str:
-    """Return a name that the certificate is for. Raises CallError if it has none."""
+    """Return the first DNS name in the certificate. Raises CallError if the certificate has no DNS name."""
     try:
         certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -221,7 +234,7 @@ def parse(arguments: Sequence[str] | None = None) -> FirstCall:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the calls and print the result. Return the exit code."""
+    """Make the calls, and print the result. Return the exit code."""
     try:
         lines = asyncio.run(call(parse(arguments)))
     except (PenstockError, OSError) as e:

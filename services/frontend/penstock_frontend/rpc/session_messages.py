@@ -1,5 +1,6 @@
-"""Conversion between ``penstock.enginecore.v1`` messages and domain types. Decoding outputs is hot: once per step and
-engine.
+"""Conversion between ``penstock.enginecore.v1`` messages and domain types.
+
+Decoding outputs must be fast, because it runs once per step and engine.
 """
 
 import math
@@ -42,8 +43,8 @@ def add_request(
 
     Args:
         request: the request.
-        place: place of the prompt embeddings; None: inline.
-        every_position: include a row for every token of a mixed prompt, for engines that need it.
+        place: reference to prompt embeddings that are not in this message. None: the message contains them.
+        every_position: send one row of embeddings for every token of a mixed prompt, because the engine needs this.
     """
     message = pb.SessionRequest()
     add = message.add
@@ -68,10 +69,10 @@ def engine_ready(message: pb.Ready) -> EngineReady:
 
 
 def draining_time_left(message: pb.Draining) -> float | None:
-    """Return the seconds until the engine ends its requests, at least 0, or None if unknown."""
+    """Return the seconds until the engine ends its requests, at least 0. Return None if the time is unknown."""
     if message.HasField("time_left"):
         time_left = message.time_left
-    elif message.deadline:  # an engine of an earlier version; assumes synchronized clocks
+    elif message.deadline:  # an engine of an earlier version sends its deadline; assume synchronized clocks
         time_left = message.deadline - time.time()
     else:
         return None
@@ -79,10 +80,11 @@ def draining_time_left(message: pb.Draining) -> float | None:
 
 
 def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:
-    """Return the outputs of one step for this frontend. ``take``: returns the tensors that came in chunks.
+    """Return the outputs of one step for this frontend. ``take`` returns the tensors that arrived in chunks.
 
-    An unreadable output has an ``error`` and no ``finish_reason``: its request must end here and on the engine. Raises
-    Internal only if the token columns are inconsistent: the engine can no longer be trusted then.
+    If an output cannot be read, the result has an ``error`` and no ``finish_reason`` for it. The output's request must
+    then end in the frontend and on the engine. Raises Internal only if the token columns are inconsistent. In this
+    case, the frontend must not trust the engine any more.
     """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
@@ -156,7 +158,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("spec_decoding_stats"):
         output.spec_decoding_stats = from_message(message.spec_decoding_stats, SpecDecodingStats)
     if message.finish_reason:
-        # An unknown reason is not a normal end either.
+        # Treat an unknown reason as an error, because the request may not have ended normally.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):

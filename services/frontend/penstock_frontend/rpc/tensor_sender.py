@@ -1,6 +1,7 @@
-"""Transfer of request tensors to one engine, and a mirror of the engine's media cache.
+"""Sending of request tensors to one engine, and a mirror of the engine's media cache.
 
-A tensor is omitted if the engine has it. Otherwise it goes inline, in chunks, or in shared memory.
+A tensor that the engine has cached is omitted. Other tensors are sent inside the request's message, in chunks before
+the message, or in shared memory.
 """
 
 from collections import Counter, OrderedDict
@@ -19,11 +20,13 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Finish
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe, Transport
 
-# Mirror of the media that an engine caches for this frontend. Does no I/O.
+# The classes below mirror the media that an engine caches for this frontend. They do no I/O.
 
 
 class Sent(NamedTuple):
-    """Form of a feature in a message: with or without its data, and whether the engine caches the data."""
+    """Form of a media feature in a message: whether the message has the feature's data, and whether the engine caches
+    them.
+    """
 
     feature: MultiModalFeature
     with_data: bool
@@ -31,7 +34,7 @@ class Sent(NamedTuple):
 
 
 def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-    """Return the first feature of each identifier, which stands for the others in the same message."""
+    """Return the first feature with each identifier. Only this feature has data in a message."""
     found: dict[str, MultiModalFeature] = {}
     for feature in features:
         found.setdefault(feature.identifier, feature)
@@ -39,42 +42,45 @@ def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeatu
 
 
 class MediaMirror:
-    """Mirror of the media cache of one session's engine, in order of last use, within the engine's byte limit.
+    """Mirror of an engine's media cache for one session.
 
-    The frontend makes the decisions about caching and eviction. The two ends stay in sync if messages go out in the
-    order of the calls here: messages from ``take_drops`` go before the results of later calls. Every stream has its own
-    mirror, which starts empty like the engine's cache.
+    Items are in order of last use, and within the engine's byte limit.
 
-    The engine reports when it has cleared its cache (``cleared``). Refused requests report items that it could not take
-    (``refused``). Messages in flight may have made it cache items after that, so both lead to drop messages.
+    The frontend decides which items the engine caches and evicts. Mirror and cache stay equal if messages are sent in
+    the order of the calls of this class. Messages from ``take_drops`` must be sent before the results of later calls.
+    Every stream has a separate mirror, which is empty at the start, as the engine's cache is.
+
+    The engine reports when it has cleared its cache (``cleared``). A refused request names the items that the engine
+    could not cache (``refused``). In both cases, messages in flight may make the engine cache such items later. The
+    frontend therefore sends drop messages for these items.
     """
 
     def __init__(self, quota: int) -> None:
-        """``quota``: bytes that the engine caches for this session; 0: none."""
+        """``quota`` is the number of bytes that the engine caches for this session; 0 means that it caches nothing."""
         self._quota = quota
         self._kept: OrderedDict[str, int] = OrderedDict()
-        """Size in bytes by identifier, least recently used first."""
+        """Size of each cached item in bytes, by identifier. The least recently used item comes first."""
         self._drops: dict[str, None] = {}
         self.num_bytes = 0
         self.num_queries = 0
-        """Number of items sent or omitted."""
+        """Number of items that were sent or omitted."""
         self.num_hits = 0
-        """Number of items omitted."""
+        """Number of items that were omitted."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __contains__(self, identifier: str) -> bool:
-        """Return True if the engine has the item after reading all messages so far."""
+        """Return True if the engine will have the item cached after it has read all messages so far."""
         return identifier in self._kept
 
     @property
     def identifiers(self) -> frozenset[str]:
-        """Identifiers of the items that the engine has after reading all messages so far."""
+        """Identifiers of the items that the engine will have cached after it has read all messages so far."""
         return frozenset(self._kept)
 
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-        """Return the features that must be sent with data, the first of each identifier."""
+        """Return the features that must be sent with data, with one feature per identifier."""
         return first_of_each(feature for feature in features if feature.identifier not in self._kept)
 
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
@@ -87,7 +93,7 @@ class MediaMirror:
         told: set[str] = set()
         for feature in features:
             identifier = feature.identifier
-            if identifier in told:  # the first feature stands for the others with this identifier
+            if identifier in told:  # an earlier feature of this message has the data for this identifier
                 sent.append(Sent(feature, with_data=False, keep=False))
                 continue
             told.add(identifier)
@@ -107,8 +113,9 @@ class MediaMirror:
         return sent
 
     def _make_room(self, size: int, but: set[str]) -> bool:
-        """Drop the least recently used items, except ``but``, until ``size`` bytes fit. Return True if they fit. If
-        they cannot fit, nothing is dropped.
+        """Drop the least recently used items, except the items ``but``, until ``size`` bytes fit into the cache.
+
+        Return True if they fit. If they cannot fit, drop nothing.
         """
         if size > self._quota:
             return False
@@ -129,7 +136,7 @@ class MediaMirror:
         self._drop(list(self._kept))
 
     def refused(self, identifiers: Iterable[str]) -> None:
-        """Drop items of a request that the engine refused. The engine may have some of them."""
+        """Drop items of a request that the engine refused. The engine may have cached some of these items."""
         identifiers = list(identifiers)
         self._drop(identifiers)
         self._drops |= dict.fromkeys(identifiers)
@@ -140,7 +147,10 @@ class MediaMirror:
         return bool(self._drops)
 
     def take_drops(self, at_most: int) -> list[str]:
-        """Return up to ``at_most`` identifiers that the engine must drop. Send them before the next message is made."""
+        """Return up to ``at_most`` identifiers of items that the engine must drop.
+
+        The caller must send them before it makes the next message.
+        """
         drops = list(self._drops)[:at_most]
         for identifier in drops:
             del self._drops[identifier]
@@ -156,42 +166,43 @@ class MediaMirror:
 NOT_CACHED = "MEDIA_NOT_CACHED"
 CACHE_FULL = "MEDIA_CACHE_FULL"
 _SENT_AGAIN = (NOT_CACHED, CACHE_FULL, UNREADABLE)
-"""Refusal reasons after which the request is sent again in another form."""
+"""Reasons of refusals after which the request is sent again with its tensors in another form."""
 MAX_RESENDS = 2
-"""Maximum number of resends of a request to its engine. The last one has all data and caches nothing, so it needs no
-cache memory.
+"""Maximum number of times that a request is sent again to its engine. The last time, the request has all data, and the
+engine caches nothing, so the request needs no cache memory.
 """
 _DROPS_AT_ONCE = 256
 _TENSOR_BYTES = 256
-"""Maximum overhead of a tensor's message beyond its data, in bytes."""
+"""Maximum size of a tensor's message without the tensor's data, in bytes."""
 
 
 class NotWrittenError(Exception):
-    """Raised if shared memory could not be written. The message must be queued again."""
+    """Raised if shared memory could not be written. The caller must queue the request again."""
 
 
 class TensorSender:
-    """Decides how the tensors of one session's requests are sent. The decisions hold for the next message, after
-    ``take_drops``.
+    """Decides how the tensors of one session's requests are sent.
 
-    If an engine refuses a request because it lacks omitted data or cannot read shared memory, the request is sent
-    again. Callers do not notice this. Embeddings that several requests share go once, in chunks. All other embeddings
-    go like media.
+    The decisions are valid for the next message, which must follow the messages of ``take_drops``.
+
+    If an engine refuses a request because it does not have omitted data or cannot read shared memory, the request is
+    sent again. Callers do not notice this. Embeddings that several requests share are sent once, in chunks. All other
+    embeddings are sent in the same way as media.
     """
 
     def __init__(self, transport: MediaTransport, ready: EngineReady, limits: Limits, probe: Probe | None) -> None:
-        """``probe``: the shared memory segment that the engine was asked to read."""
+        """``probe`` is the shared memory segment that the engine was asked to read, or None."""
         self.mirror = MediaMirror(ready.receiver_cache_bytes)
         self._counts = transport.counts
         self._segments = transport.session(ready, probe)
         self._limits = limits
         self._queued: dict[str, int] = {}
-        """Identity of the embeddings of each queued request. The request keeps them alive."""
+        """Python identity of the embeddings of each queued request. The identity is valid while the request is queued."""
         self._num_queued: Counter[int] = Counter()
         self._sent: dict[str, tuple[EngineCoreRequest, int]] = {}
-        """Sent requests that may have to be sent again, with the number of resends so far."""
+        """Sent requests that may have to be sent again, and how often each was sent again so far."""
 
-    # Sending.
+    # The methods below are for sending.
 
     def queued(self, request: EngineCoreRequest) -> None:
         """Record that a request was queued."""
@@ -210,10 +221,10 @@ class TensorSender:
     def in_chunks(
         self, request: EngineCoreRequest, num_resends: int, is_under_way: Callable[[Buffer], bool]
     ) -> list[Buffer]:
-        """Return the tensors of a request that must go in chunks before its message.
+        """Return the tensors of a request that must be sent in chunks before the request's message.
 
-        The list is empty if they are too large in total; the request is then refused when its message is made.
-        ``is_under_way`` returns True if a tensor is already being sent in chunks.
+        The list is empty if the tensors are too large in total. The request is then refused when its message is made.
+        ``is_under_way`` returns True if a tensor is already being sent in chunks for another request.
         """
         large = self._large(request, num_resends)
         if not large or _num_bytes(large) > self._limits.max_tensor_bytes:
@@ -221,13 +232,14 @@ class TensorSender:
         return [] if self._may_share(request, large, is_under_way) else large
 
     def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
-        """Return the places of a request's tensors that do not go inline, by identity. The request's message must go
-        next.
+        """Return references to the request's tensors that are not in its message, by the tensors' Python identity.
+
+        The request's message must be sent next.
 
         Args:
             request: the request.
-            refs: references to the tensors that went ahead in chunks, in the order of ``in_chunks``.
-            again: number of resends so far.
+            refs: references to the tensors that were sent in chunks, in the order of ``in_chunks``.
+            again: number of times that the request was sent again so far.
 
         Raises:
             InvalidArgument: a tensor is too large.
@@ -240,7 +252,7 @@ class TensorSender:
         return self._write(large) if large and self._segments is not None else {}
 
     def forsake(self, places: Mapping[int, Place]) -> None:
-        """Free shared memory whose message is not sent."""
+        """Free shared memory, because the message with its references is not sent."""
         for place in places.values():
             if isinstance(place, SegmentRef) and self._segments is not None:
                 self._segments.remove(place)
@@ -248,7 +260,10 @@ class TensorSender:
     def fill(
         self, message: pb.EngineCoreRequest, request: EngineCoreRequest, places: Mapping[int, Place], again: int
     ) -> None:
-        """Fill in the media of a request whose message goes next. The message already has the embeddings of the prompt."""
+        """Add the media of a request to its message, which must be sent next.
+
+        The message already has the prompt's embeddings.
+        """
         queries, hits = self.mirror.num_queries, self.mirror.num_hits
         for sent in self.mirror.send(request.mm_features, plain=again >= MAX_RESENDS):
             self._add(message.mm_features.add(), sent, places)
@@ -265,7 +280,7 @@ class TensorSender:
             self.mirror.refused(_identifiers(request))
 
     def take_drops(self) -> list[pb.SessionRequest]:
-        """Return the drop messages that must go before the last filled message."""
+        """Return the drop messages that must be sent before the message that ``fill`` filled last."""
         messages = []
         while drops := self.mirror.take_drops(_DROPS_AT_ONCE):
             messages.append(pb.SessionRequest(drop_media=pb.DropMedia(identifiers=drops)))
@@ -277,9 +292,12 @@ class TensorSender:
         return self.mirror.missing(request.mm_features)
 
     def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
-        """Return the tensors that do not go inline, each once, embeddings before media.
+        """Return the tensors that are not sent inside the message.
 
-        Large tensors do not go inline, nor do tensors after small ones have filled half a message.
+        Each tensor occurs once, and embeddings come before media.
+
+        Large tensors are not sent inside the message. If small tensors have filled half of the message, the other
+        tensors are not sent inside it either.
         """
         if not self._limits.max_tensor_bytes:
             return []
@@ -298,7 +316,7 @@ class TensorSender:
     def _may_share(
         self, request: EngineCoreRequest, large: Sequence[Buffer], is_under_way: Callable[[Buffer], bool]
     ) -> bool:
-        """Return True if the large tensors may go in shared memory."""
+        """Return True if the large tensors may be sent in shared memory."""
         segments, embeds = self._segments, request.prompt_embeds
         if segments is None or not segments.has_room(_num_bytes(large)):
             return False
@@ -316,7 +334,7 @@ class TensorSender:
             what, field = f"the embeddings of the prompt have {size} bytes", "prompt"
         else:
             what, field = f"the media of the request have {size} bytes once they are processed", "mm_features"
-        raise InvalidArgument(f"{what}; engines take up to {limit}", field=field, reason="MESSAGE_TOO_LARGE")
+        raise InvalidArgument(f"{what}; engines accept up to {limit} bytes", field=field, reason="MESSAGE_TOO_LARGE")
 
     def _write(self, large: Sequence[Buffer]) -> dict[int, Place]:
         places: dict[int, Place] = {}
@@ -345,11 +363,13 @@ class TensorSender:
             transport = "chunks" if isinstance(place, TensorRef) else "shared_memory"
         self._counts.num_bytes[transport] += num_bytes
 
-    # Receiving.
+    # The methods below are for receiving.
 
     def take(self, outputs: EngineCoreOutputs) -> list[tuple[EngineCoreRequest, int]]:
-        """Process an engine's outputs, and remove refusals that lead to a resend. Return those requests and their new
-        number of resends.
+        """Process an engine's outputs.
+
+        Remove the refusals of requests that must be sent again. Return these requests, each with the number of times
+        that it is sent again.
         """
         if not self._sent:
             return []
@@ -367,7 +387,7 @@ class TensorSender:
             error = output.error
             if output.finish_reason is not FinishReason.ERROR or error is None:
                 continue
-            if error.field.startswith("mm_features"):  # the engine may have cached some of them
+            if error.field.startswith("mm_features"):  # the engine may have cached some of the request's media
                 self.mirror.refused(_identifiers(request))
             elif not error.field.startswith("prompt_embeds"):
                 continue
@@ -400,13 +420,16 @@ class TensorSender:
             self._segments.remove_old()
 
     def close(self) -> None:
-        """Free everything at the end of the session."""
+        """Free shared memory and all state at the end of the session."""
         if self._segments is not None:
             self._segments.close()
 
 
 def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
-    """Write a feature into its message. ``places``: places of tensors that do not go inline, by identity."""
+    """Write a feature into its message.
+
+    ``places`` has references to tensors that are not in the message, by the tensors' Python identity.
+    """
     feature = sent.feature
     fill(message, feature, "data")
     message.keep = sent.keep

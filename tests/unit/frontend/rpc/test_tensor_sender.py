@@ -146,7 +146,7 @@ def test_media_that_are_too_large_for_the_engine_are_refused_here() -> None:
     pair.settle()
     assert pair.received == {}
     assert (pair.refused["1"].code, pair.refused["1"].reason) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
-    assert "4500 bytes once they are processed; engines take up to 4096" in pair.refused["1"].message
+    assert "4500 bytes once they are processed; engines accept up to 4096" in pair.refused["1"].message
 
 
 def test_equal_items_of_one_request_go_once_whoever_made_them() -> None:

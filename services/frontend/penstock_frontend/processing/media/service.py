@@ -211,9 +211,7 @@ class MediaService:
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
-            if (
-                self._closed and self._starting.cancelled()
-            ):  # ``close`` cancelled the start, not the caller
+            if self._closed and self._starting.cancelled():  # ``close`` cancelled the start, not the caller
                 raise sources.shutting_down() from None
             raise
 

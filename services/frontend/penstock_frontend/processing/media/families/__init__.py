@@ -1,1 +1,1 @@
-"""Media of each model family: processing of items, and their place in prompts."""
+"""Media of each model type. Processes media items, and replaces their placeholders in prompts."""

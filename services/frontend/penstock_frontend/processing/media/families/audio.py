@@ -1,4 +1,4 @@
-"""Audio families: Qwen2-Audio with one window per clip, and Voxtral with several windows.
+"""Families with audio. Qwen2-Audio has one window per clip, and Voxtral has several windows per clip.
 
 https://huggingface.co/docs/transformers/model_doc/qwen2_audio,
 https://huggingface.co/docs/transformers/model_doc/voxtral
@@ -21,20 +21,22 @@ from penstock_frontend.processing.media.families.tensors import MediaProcessor
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60
-"""Maximum number of windows per clip, for prompts of any length: half an hour. The processor itself has no limit."""
+"""Maximum number of windows per clip for prompts of any length, which is half an hour. The processor has no limit."""
 _POSITIONS = 131_072
-"""Default number of positions of Voxtral's text model."""
+"""Default value for the maximum number of positions of Voxtral's text model."""
 
 
 class Windows(NamedTuple):
-    """Format of audio windows: ``samples`` per window at ``sampling_rate``, as ``steps`` of ``bins`` numbers.
+    """Format of audio windows.
+
+    A window has ``samples`` samples. Its features are ``steps`` vectors of ``bins`` numbers.
 
     Attributes:
         sampling_rate: Sampling rate in Hz.
-        samples: Samples per window.
-        steps: Feature steps per window.
-        bins: Numbers per step.
-        rows_of_window: Embeddings per window; 0 if the number depends on the mask.
+        samples: Number of samples per window.
+        steps: Number of feature vectors per window.
+        bins: Number of elements of a feature vector.
+        rows_of_window: Number of embeddings per window, or 0 if the number depends on the mask.
         max_windows: Maximum number of windows per clip.
     """
 
@@ -51,8 +53,8 @@ class Windows(NamedTuple):
         return self.rows_of_window * self.max_windows or _masked_rows(self.steps)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``input_features`` ``[windows, bins, steps]`` and an optional ``feature_attention_mask``
-        ``[1, steps]``.
+        """Return the item for the tensor ``input_features`` ``[windows, bins, steps]`` and an optional tensor
+        ``feature_attention_mask`` ``[1, steps]``.
         """
         count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
         if not 1 <= count <= self.max_windows:
@@ -65,35 +67,35 @@ class Windows(NamedTuple):
         length = int(mask.sum())
         if not mask[:length].all() or (rows := _masked_rows(length)) < 1:
             raise ValueError(
-                f"{_MASK} leaves {length} steps of audio, which must come first and be enough for one embedding"
+                f"{_MASK} selects {length} steps; they must be the first steps, and enough for one embedding"
             )
         return rows
 
     @property
     def least_samples(self) -> int:
-        """Minimum number of samples of a clip, enough for one embedding."""
+        """Minimum number of samples of a clip, which is enough for one embedding."""
         if self.rows_of_window:
             return 1
         steps = next(length for length in range(1, self.steps + 1) if _masked_rows(length) > 0)
         return (steps - 1) * (self.samples // self.steps) + 1
 
     def check(self, num_samples: int) -> None:
-        """Raise ValueError if a clip is too long, or too short for one embedding."""
+        """Raise ValueError if a clip is too long, or if it is too short for one embedding."""
         most, least = self.samples * self.max_windows, self.least_samples
         if num_samples < least:
             raise ValueError(
                 f"it has {num_samples / self.sampling_rate:.4f} s of sound ({num_samples} samples at {self.sampling_rate} Hz); "
-                f"the model hears no clip of less than {least / self.sampling_rate:.4f} s ({least} samples)"
+                f"the model's minimum for a clip is {least / self.sampling_rate:.4f} s ({least} samples)"
             )
         if num_samples > most:
             raise ValueError(
-                f"it has {num_samples / self.sampling_rate:.1f} s of sound; the model hears up to "
-                f"{most / self.sampling_rate:.0f} s at once"
+                f"it has {num_samples / self.sampling_rate:.1f} s of sound; the model's maximum for a clip is "
+                f"{most / self.sampling_rate:.0f} s"
             )
 
 
 class Audio:
-    """Family in which each embedding has one token. ``names`` are the names of the input tensors."""
+    """Family of audio models with one token per embedding. ``names`` are the names of the input tensors."""
 
     modalities: frozenset[Modality] = frozenset({"audio"})
 
@@ -107,16 +109,19 @@ class Audio:
         self._names = names
 
     def placeholder(self, modality: Modality) -> str:
-        """Return the token of an embedding."""
+        """Return the token that stands for one embedding."""
         del modality
         return self._token
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return one token per embedding for each item."""
+        """Return the replacement of each item, which is one token per embedding."""
         return [Replacement([self._token_id] * item.num_embeds) for item in items]
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of the processor's tensors, or of embeddings up to the maximum number of a clip."""
+        """Return the item for tensors of the processor, or for embeddings.
+
+        A clip has a maximum number of embeddings.
+        """
         del modality
         if EMBEDS not in data:
             tensors.check_names(data, self._names)
@@ -125,7 +130,7 @@ class Audio:
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens of the longest clip."""
+        """Return the number of tokens for the longest clip."""
         del modality
         return self._windows.max_rows
 
@@ -143,7 +148,7 @@ class Qwen2Audio(Audio):
 
 
 class Voxtral(Audio):
-    """Family that pads a clip with silence to whole windows, up to the number that fits into a prompt."""
+    """Family that pads the last window of a clip with silence. A clip may have as many windows as fit into a prompt."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tower = checkpoint.sub_config("audio_config")
@@ -152,7 +157,7 @@ class Voxtral(Audio):
         )
         rows = positions * hidden // merged
         if rows < 1:
-            raise ConfigError(f"{checkpoint.folder}: audio_config makes no row of a window")
+            raise ConfigError(f"{checkpoint.folder}: with audio_config, a window has no embeddings")
         room = checkpoint.number("max_position_embeddings", checkpoint.sub_config("text_config"), default=_POSITIONS)
         most = max(min(_MAX_WINDOWS, room // rows), 1)
         windows = _windows(checkpoint)._replace(rows_of_window=rows, max_windows=most)
@@ -160,17 +165,17 @@ class Voxtral(Audio):
 
 
 class AudioProcessor(MediaProcessor):
-    """Whisper's feature extractor, which runs on numpy without torch."""
+    """Processor that calls Whisper's feature extractor, which runs with numpy and without torch."""
 
     def __init__(self, folder: Path, windows: Windows) -> None:
-        from transformers import WhisperFeatureExtractor  # takes half a second, so only media workers import it
+        from transformers import WhisperFeatureExtractor  # only media workers import this, as it takes half a second
 
         load: Any = WhisperFeatureExtractor.from_pretrained
         self._extractor = load(str(folder), local_files_only=True)
         self._windows = windows
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process one clip. Accepts no arguments."""
+        """Process one clip. Raises ValueError if ``kwargs`` is not empty."""
         base.check_names(kwargs, ())
         self._windows.check(len(samples))
         return self._windows.item(self._in_windows(samples) if self._windows.rows_of_window else self._masked(samples))
@@ -199,8 +204,8 @@ def _windows(checkpoint: Checkpoint) -> Windows:
 
 
 def _masked_rows(length: int) -> int:
-    """Return the number of embeddings of that many steps.
+    """Return the number of embeddings for ``length`` feature steps.
 
-    The audio encoder's convolutions and pooling each halve the length.
+    The audio encoder's convolutions halve the length, and so does its pooling.
     """
     return ((length - 1) // 2 + 1 - 2) // 2 + 1

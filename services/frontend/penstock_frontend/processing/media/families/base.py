@@ -1,4 +1,4 @@
-"""Media items, and the interface between a model family's media and the rest of the frontend."""
+"""Media items, and the interface between the code of each model type and the other code of the frontend."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from PIL.Image import Image
 from penstock_common.types.media import EmbedRun, Modality, TensorData
 from penstock_frontend.call_types import MediaPart
 
-# Results of media processing.
+# The classes below are the results of media processing.
 
 
 class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,10 +19,11 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         modality: Modality of the item.
-        data: Output of the model's transformers processor for only this item, under the processor's names. The leading
-            dimension, if any, is 1. Pixels are uint8, neither rescaled nor normalized.
+        data: Output of the model's processor in transformers for this item alone, under the processor's names. The
+            first
+            dimension, if any, is 1. Pixels are uint8, and neither rescaled nor normalized.
         num_embeds: Number of embeddings that the model's encoder computes for the item.
-        layout: Other numbers that the family needs to place the item in a prompt, such as rows and columns of tiles.
+        layout: Other numbers on which the item's tokens in a prompt depend, such as rows and columns of tiles.
     """
 
     modality: Modality
@@ -32,7 +33,7 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data in bytes."""
+        """Size of all tensors in bytes."""
         return sum(len(tensor.data) for tensor in self.data.values())
 
 
@@ -40,12 +41,12 @@ class Replacement(msgspec.Struct, frozen=True):
     """Tokens that replace an item's placeholder in a prompt.
 
     Attributes:
-        token_ids: Token ids of the item.
-        embed_runs: Positions in ``token_ids`` that embeddings replace; empty for all.
-        before: Text before the item, tokenized together with the adjacent text of the prompt.
-        after: Text after the item, tokenized in the same way.
-        data: Encoder input that replaces the item's data; empty to use the item's data.
-        variant: Name of that input, if it is not always the same for the item.
+        token_ids: Token ids that stand for the item.
+        embed_runs: Ranges of positions in ``token_ids`` that embeddings replace. Empty means all positions.
+        before: Text before the item. It is tokenized together with the adjacent text of the prompt.
+        after: Text after the item. It is tokenized together with the adjacent text of the prompt.
+        data: Encoder input that replaces the item's data. Empty means that the item's data are the input.
+        variant: Name of the encoder input, if the input depends on other media in the prompt.
     """
 
     token_ids: list[int]
@@ -57,7 +58,7 @@ class Replacement(msgspec.Struct, frozen=True):
 
     @property
     def span(self) -> int:
-        """Number of tokens from the first embedding to the last."""
+        """Number of tokens from the first embedding to the last embedding, including both."""
         if not self.embed_runs:
             return len(self.token_ids)
         return self.embed_runs[-1].start + self.embed_runs[-1].count - self.embed_runs[0].start
@@ -69,18 +70,18 @@ class Replacement(msgspec.Struct, frozen=True):
 
 
 Encode = Callable[[str], list[int]]
-"""Function that tokenizes a text. Special tokens are recognized, but none are added."""
+"""Function that tokenizes a text. It recognizes special tokens in the text, but adds none around the text."""
 
 
 class FamilyProcessor(Protocol):
-    """Part of a family that runs in a media worker and converts decoded media to the model's inputs.
+    """Code of a family that runs in a media worker. It converts decoded media to the model's inputs.
 
-    A processor may import transformers, numpy and Pillow, but never torch. Each worker creates a processor from a
+    A processor may import transformers, numpy and Pillow, but never torch. Each worker creates its processor from the
     checkpoint's directory.
     """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process an RGB image with EXIF rotation applied.
+        """Process an RGB image. The EXIF rotation was already applied.
 
         Raises ValueError for ``kwargs`` that the processor does not accept.
         """
@@ -89,19 +90,21 @@ class FamilyProcessor(Protocol):
         """Process mono samples at ``Family.sampling_rate``."""
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process RGB frames of equal size, with their times in seconds."""
+        """Process RGB frames of equal size. ``timestamps`` are the times of the frames in seconds."""
 
 
 class Family(Protocol):
-    """Part of a family that runs in the frontend. Implementations are pure Python and cheap."""
+    """Code of a family that runs in the frontend. Implementations are pure Python, and need little time."""
 
     modalities: frozenset[Modality]
     identity: bytes
-    """Everything that embeddings depend on besides an item's bytes and arguments: processor class and configuration."""
+    """Bytes that identify the processor's class and configuration. Embeddings depend on these, and on an item's bytes
+    and arguments.
+    """
     sampling_rate: int
-    """Sampling rate of audio in Hz; 0 if the family accepts no audio."""
+    """Sampling rate of audio in Hz, or 0 if the family accepts no audio."""
     media_tokens: tuple[str, ...]
-    """Tokens that are used only for media. The same characters in a client's text are plain text."""
+    """Tokens that are used only for media. If a client's text contains the same characters, they are plain text."""
 
     def placeholder(self, modality: Modality) -> str:
         """Return the text that the model's chat template writes for one item."""
@@ -110,25 +113,26 @@ class Family(Protocol):
         """Return the replacement of each item's placeholder in a prompt, in order."""
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of tensors that a client has processed.
+        """Return the item for tensors that a client has preprocessed.
 
-        Raises ValueError, naming the tensor, if the processor would not produce it, or if the tensors do not define an
-        item of this modality.
+        Raises ValueError with the tensor's name for a tensor that the processor would not produce. Raises ValueError if
+        the tensors do not define an item of this modality.
         """
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of prompt positions of the largest item."""
+        """Return the number of prompt positions that the largest item has."""
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
         """Return a picklable function that creates the processor in a media worker."""
 
 
-# Interface for the rest of the frontend.
+# The other packages of the frontend use the classes below.
 
 
 class PreparedMedia(NamedTuple):
-    """An item with its identifier: 64 hexadecimal digits for the cache salt and everything that its embeddings depend
-    on.
+    """A processed item, and its identifier of 64 hexadecimal digits.
+
+    The identifier depends on the cache salt, and on all data that determine the item's embeddings.
     """
 
     item: ProcessedItem
@@ -136,7 +140,7 @@ class PreparedMedia(NamedTuple):
 
 
 class MediaPreparer(Protocol):
-    """Fetches, checks, identifies and processes media. Each item is processed once while the store has it."""
+    """Fetches, checks, identifies and processes media. While the store has an item, the item is not processed again."""
 
     family: Family
 
@@ -145,20 +149,23 @@ class MediaPreparer(Protocol):
     ) -> list[PreparedMedia]:
         """Prepare media, in the order of ``parts``.
 
-        ``deadline`` is in seconds since the Unix epoch. ``tenant`` owns the media.
+        ``deadline`` is in seconds since the Unix epoch. ``tenant`` is the tenant of the request.
 
         Raises:
-            InvalidArgument: With reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE, MEDIA_TOO_MANY, or MEDIA_FETCH_FAILED if a retry is
-                useless. The message has the field, the value and the limit.
+            InvalidArgument: With reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY. With reason
+                MEDIA_FETCH_FAILED
+                if a retry would fail again. The message has the field, the value and the limit.
             PermissionDenied: With reason MEDIA_NOT_ALLOWED.
             FailedPrecondition: With reason MEDIA_FETCH_FAILED, if a later attempt may succeed.
-            Unavailable: There is no media worker, or the frontend is shutting down.
+            Unavailable: No media worker can start, or the frontend is shutting down.
             ResourceExhausted: A queue is full.
             DeadlineExceeded: The deadline has passed.
         """
 
 
-# Processor arguments of requests. Only known names are accepted, and values cannot exceed those of the checkpoint.
+# The functions below check the processor arguments of requests. They accept only known names. A value must not be
+# larger
+# than the checkpoint's value.
 
 
 def check_names(kwargs: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -170,7 +177,7 @@ def check_names(kwargs: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def whole_number(kwargs: Mapping[str, Any], name: str, *, least: int = 1, most: int | None = None) -> int | None:
-    """Return an integer argument within its bounds, or None if it is not set. Raises ValueError."""
+    """Return an integer argument after a check of its bounds, or None if the argument is not set. Raises ValueError."""
     value = kwargs.get(name)
     if value is None:
         return None
@@ -178,7 +185,7 @@ def whole_number(kwargs: Mapping[str, Any], name: str, *, least: int = 1, most: 
 
 
 def checked(value: Any, field: str, *, least: int = 1, most: int | None = None) -> int:
-    """Return ``value``, which must be an integer within bounds. Raises ValueError."""
+    """Return ``value`` if it is an integer within the bounds. Otherwise raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field} is {_shown(value)}; it must be a whole number")
     if value < least or (most is not None and value > most):
@@ -188,7 +195,7 @@ def checked(value: Any, field: str, *, least: int = 1, most: int | None = None) 
 
 
 def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
-    """Return a boolean argument, or None if it is not set. Raises ValueError."""
+    """Return a boolean argument, or None if the argument is not set. Raises ValueError."""
     value = kwargs.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"processor_kwargs.{name} is {_shown(value)}; it must be true or false")
@@ -196,9 +203,9 @@ def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
 
 
 def size(kwargs: Mapping[str, Any], largest: Mapping[str, int], name: str = "size") -> dict[str, int] | None:
-    """Return a size argument as an object of integers, or None if it is not set.
+    """Return a size argument as an object of integers, or None if the argument is not set.
 
-    Only the names in ``largest`` are accepted, with its values as limits. Raises ValueError.
+    Only the names in ``largest`` are accepted. The values in ``largest`` are the limits. Raises ValueError.
     """
     value = kwargs.get(name)
     if value is None:

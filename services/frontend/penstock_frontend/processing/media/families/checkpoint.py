@@ -1,4 +1,4 @@
-"""Media configuration of a checkpoint, and selection of its model family."""
+"""Media configuration of a checkpoint, and selection of the family for the checkpoint's model type."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ _PROCESSORS = ("image_processor", "video_processor", "feature_extractor")
 
 
 class Checkpoint(NamedTuple):
-    """Configuration files of a checkpoint. Missing files are empty.
+    """Configuration files of a checkpoint. The content of a missing file is empty.
 
     Attributes:
         folder: Directory of the checkpoint.
         config: Content of config.json.
         processor: Content of processor_config.json.
-        image_processor: Configuration of the image processor, from any file.
+        image_processor: Configuration of the image processor, from the file that has it.
         video_processor: Configuration of the video processor.
         feature_extractor: Configuration of the feature extractor.
         tokenizer: Content of tokenizer_config.json.
-        encode: Encoder of the model's tokenizer.
+        encode: Function that tokenizes a text with the model's tokenizer.
     """
 
     folder: Path
@@ -38,18 +38,18 @@ class Checkpoint(NamedTuple):
 
     @property
     def model_type(self) -> str:
-        """Model type in transformers."""
+        """Model type, as in transformers."""
         return str(self.config.get("model_type", ""))
 
     @property
     def processor_class(self) -> str:
-        """Class name of the processor in transformers; empty if no file has it."""
+        """Class name of the processor in transformers, or empty if no file has the name."""
         named = (self.processor, self.image_processor, self.feature_extractor, self.tokenizer)
         return next((str(each["processor_class"]) for each in named if each.get("processor_class")), "")
 
     @property
     def identity(self) -> bytes:
-        """Bytes that identify the entire configuration on which an item's tensors and embeddings depend."""
+        """Bytes that identify all configuration on which an item's tensors and embeddings depend."""
         depends = {
             "model_type": self.model_type,
             "processor": self.processor,
@@ -62,13 +62,14 @@ class Checkpoint(NamedTuple):
         return json.dumps(depends, sort_keys=True, separators=(",", ":")).encode()
 
     def sub_config(self, name: str) -> Mapping[str, Any]:
-        """Return a section of config.json; empty if it is missing."""
+        """Return a section of config.json, or an empty mapping if the section is missing."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
     def token(self, name: str, default: str) -> str:
-        """Return the text of a special token, from the tokenizer's configuration, else the processor's, else
-        ``default``.
+        """Return the text of a special token.
+
+        The text comes from the tokenizer's configuration, or the processor's configuration, or else is ``default``.
         """
         for named in (self.tokenizer, self.tokenizer.get("extra_special_tokens"), self.processor):
             value = named.get(name) if isinstance(named, dict) else None
@@ -88,14 +89,15 @@ class Checkpoint(NamedTuple):
         return ids[0]
 
     def number(self, name: str, *sources: Mapping[str, Any], default: int | None = None) -> int:
-        """Return the first integer with this name. Raises ConfigError if no source has the name and there is no
-        default.
+        """Return the integer with this name from the first source that has the name.
+
+        If no source has it, return the default, or raise ConfigError without a default.
         """
         for source in sources:
             if isinstance(value := source.get(name), int):
                 return value
         if default is None:
-            raise ConfigError(f"{self.folder}: no file of the model defines {name}, which its media need")
+            raise ConfigError(f"{self.folder}: no file of the model defines {name}, which is required for media")
         return default
 
 
@@ -117,7 +119,7 @@ def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
     )
 
 
-# Selection of the model family.
+# The code below selects the family for a model type.
 
 _PACKAGE = "penstock_frontend.processing.media.families"
 _FAMILIES: Mapping[str, str] = {
@@ -138,25 +140,25 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }
-"""Module and class by the model type in config.json."""
+"""Module and class of each family, by the model type in config.json."""
 _PIXTRAL = "pixtral:Pixtral"
-"""Family of every model with the Pixtral vision encoder."""
+"""Module and class for every model with the Pixtral vision encoder."""
 _REFUSED: Mapping[str, str] = {
-    "mllama": "its text model attends to images in layers of their own",
-    "paligemma": "its prompts attend both ways",
-    "paligemma2": "its prompts attend both ways",
+    "mllama": "its text model attends to images in separate cross-attention layers",
+    "paligemma": "its prompts use bidirectional attention",
+    "paligemma2": "its prompts use bidirectional attention",
 }
 
-_TEXT_ALONE = ". With media.enabled false it is served for text alone"
+_TEXT_ALONE = ". Set media.enabled to false to serve the model for text only"
 
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
     """Return the family of the checkpoint in ``folder``, or None for a text-only model.
 
-    ``encode`` is its tokenizer's encoder.
+    ``encode`` tokenizes a text with the model's tokenizer.
 
-    Raises ConfigError, naming the model, if its media are not supported: the family is unknown, or its processor needs
-    torchvision.
+    Raises ConfigError with the model's name if the model's media are not supported. Reasons are an unknown model type,
+    and a processor that needs torchvision.
     """
     checkpoint = read_checkpoint(folder, encode)
     if not reads_media(checkpoint):
@@ -167,7 +169,9 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
     tower = checkpoint.sub_config("vision_config").get("model_type")
     if (name := _PIXTRAL if tower == "pixtral" else _FAMILIES.get(model_type)) is None:
         served = ", ".join(_FAMILIES)
-        raise ConfigError(f"{folder}: media of {model_type} are not served; those of {served} are{_TEXT_ALONE}")
+        raise ConfigError(
+            f"{folder}: media of {model_type} are not served; supported model types are {served}{_TEXT_ALONE}"
+        )
     module, _, attribute = name.partition(":")
     make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
     return make(checkpoint)

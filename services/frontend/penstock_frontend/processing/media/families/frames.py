@@ -1,4 +1,4 @@
-"""Sampling of video frames, and videos as frames of one size."""
+"""Selection of video frames, and processing of videos as frames of one size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import ProcessedItem
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 
-# Selection of frames from those that a client has given.
+# The class below selects frames from the frames that a client has sent.
 
 _DEFAULT_SECONDS = 0.5
-"""Default interval between frames in seconds, if there is only one frame."""
+"""Interval in seconds that is assumed for a video with only one frame."""
 _LONGEST = 1_000_000
 """Maximum duration of a video in seconds."""
 
@@ -26,13 +26,17 @@ class Sampling(NamedTuple):
     max_frames: int
 
     def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the indexes of the selected frames: all, or an even selection by ``num_frames`` or ``fps``.
+        """Return the indexes of the selected frames.
 
-        Raises ValueError.
+        By default, all frames are selected. ``num_frames`` or ``fps`` select frames at even intervals.
+
+        Raises ValueError for arguments or times that are not valid.
         """
         given = len(timestamps)
         if not timestamps or timestamps[-1] > _LONGEST:
-            raise ValueError(f"it has {given} frames up to {timestamps[-1:]} s; a video has some, up to {_LONGEST} s")
+            raise ValueError(
+                f"it has {given} frames up to {timestamps[-1:]} s; it must have at least one frame, up to {_LONGEST} s"
+            )
         count = base.whole_number(kwargs, "num_frames", most=self.max_frames)
         if (fps := kwargs.get("fps")) is not None:
             if count is not None:
@@ -64,8 +68,8 @@ class FrameVideos(NamedTuple):
 
     Attributes:
         size: Height and width of the encoder's input.
-        rows_of_frame: Embeddings per frame.
-        extra: Embeddings of a video besides those of its frames.
+        rows_of_frame: Number of embeddings per frame.
+        extra: Number of embeddings of a video in addition to the embeddings of its frames.
         max_frames: Maximum number of frames.
         resample: Pillow's resampling filter.
     """
@@ -91,9 +95,9 @@ class FrameVideos(NamedTuple):
         return self.item(tensors.from_arrays({_PIXELS: pixels[None]}))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values_videos`` ``[1, frames, 3, height, width]``.
+        """Return the item for the tensor ``pixel_values_videos`` ``[1, frames, 3, height, width]``.
 
-        Its layout is the number of frames.
+        The item's layout is the number of frames.
 
         Raises ValueError.
         """
@@ -106,9 +110,9 @@ class FrameVideos(NamedTuple):
 
 
 def frame_videos(checkpoint: Checkpoint, size: tuple[int, int], rows_of_frame: int, *, extra: int = 0) -> FrameVideos:
-    """Return the format of the video processor's configuration.
+    """Return the video format in the video processor's configuration.
 
-    Frames have the ``size`` of image tiles, the encoder's only size.
+    ``size`` is the size of image tiles. Frames have the same size, because the encoder accepts no other size.
     """
     settings = checkpoint.video_processor
     return FrameVideos(

@@ -1,4 +1,4 @@
-"""LLaVA families: images of one size, and for LLaVA-NeXT and LLaVA-OneVision images in a grid of tiles.
+"""LLaVA families. LLaVA has images of one size. LLaVA-NeXT and LLaVA-OneVision divide images into a grid of tiles.
 
 https://huggingface.co/docs/transformers/model_doc/llava, .../llava_next, .../llava_onevision
 """
@@ -22,16 +22,16 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 
 
 class Square(NamedTuple):
-    """Images of one ``size`` (height, width), each with ``max_rows`` embeddings."""
+    """Format of images with one ``size`` (height, width). Each image has ``max_rows`` embeddings."""
 
     size: tuple[int, int]
     max_rows: int
     names: tuple[str, ...] = ("pixel_values",)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, 3, height, width]``.
+        """Return the item for the tensor ``pixel_values`` ``[1, 3, height, width]``.
 
-        Other tensors in ``names`` are not inputs of the model.
+        The model does not use other tensors in ``names``.
         """
         pixels = tensors.taken(data, "pixel_values", (1, 3, *self.size))
         return ProcessedItem(modality="image", data={"pixel_values": pixels}, num_embeds=self.max_rows)
@@ -53,12 +53,18 @@ class Llava(ImageFamily):
 
 
 def patch_size(checkpoint: Checkpoint) -> int:
-    """Return the side of a patch in pixels, from the processor's configuration, else the encoder's."""
+    """Return the side of a patch in pixels.
+
+    The value comes from the processor's configuration, or else from the encoder's.
+    """
     return checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config"))
 
 
 def extra_rows(checkpoint: Checkpoint) -> int:
-    """Return the number of embeddings that are not patches: the encoder's class token, unless the model drops it."""
+    """Return the number of embeddings that are not patches.
+
+    This is 1 for the encoder's class token, or 0 if the model drops the class token.
+    """
     processor, config = checkpoint.processor, checkpoint.config
     strategy = processor.get("vision_feature_select_strategy") or config.get(
         "vision_feature_select_strategy", "default"
@@ -71,7 +77,7 @@ def extra_rows(checkpoint: Checkpoint) -> int:
 
 
 def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return height and width of processed images. Raises ConfigError if they depend on the image."""
+    """Return height and width of processed images. Raises ConfigError if the size depends on the image."""
     settings = checkpoint.image_processor
     crops = settings.get("do_center_crop", bool(settings.get("crop_size")))
     for size in (settings.get("crop_size") if crops else None, settings.get("size")):
@@ -82,14 +88,15 @@ def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
     raise ConfigError(f"{checkpoint.folder}: preprocessor_config.json has no fixed image size")
 
 
-# Images in the best-fitting grid of tiles, without the padding of the features (LLaVA-NeXT, LLaVA-OneVision).
+# LLaVA-NeXT and LLaVA-OneVision divide an image into the grid of tiles that fits best. Embeddings of the padding are
+# removed.
 
 Size = tuple[int, int]
-"""Height and width."""
+"""Height and width, in pixels or in features."""
 
 
 def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
-    """Return the resolutions of tile grids. Raises ConfigError."""
+    """Return the resolutions of the possible tile grids. Raises ConfigError."""
     given = checkpoint.image_processor.get("image_grid_pinpoints") or checkpoint.config.get("image_grid_pinpoints")
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{checkpoint.folder}: image_grid_pinpoints is missing")
@@ -97,8 +104,9 @@ def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """Return the resolution that keeps most pixels of an image of ``size``. Among equal resolutions, return the one
-    with the least padding.
+    """Return the resolution that keeps most pixels of an image of ``size``.
+
+    If several resolutions keep the same number of pixels, return the resolution with the least padding.
     """
     height, width = size
     best, most, least_wasted = resolutions[0], 0, math.inf
@@ -112,7 +120,7 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
 
 
 def unpadded(size: Size, grid: Size) -> Size:
-    """Return rows and columns of the feature grid that show an image of ``size``, without its padding."""
+    """Return how many rows and columns of a feature grid belong to an image of ``size``, without the image's padding."""
     (height, width), (rows, columns) = size, grid
     if width / height > columns / rows:
         shown = int(round(height * (columns / width), 7))
@@ -122,7 +130,10 @@ def unpadded(size: Size, grid: Size) -> Size:
 
 
 def shown(size: Size, tile: Size, grid: Size, resolutions: Sequence[Size]) -> Size:
-    """Return rows and columns of features that show an image of ``size``, for tiles with a ``grid`` of features each."""
+    """Return how many rows and columns of features belong to an image of ``size``.
+
+    Each tile has a ``grid`` of features.
+    """
     best = best_resolution(size, resolutions)
     return unpadded(size, (grid[0] * (best[0] // tile[0]), grid[1] * (best[1] // tile[1])))
 
@@ -133,8 +144,8 @@ class NextTiles(NamedTuple):
     Attributes:
         tile: Height and width of a tile in pixels.
         grid: Rows and columns of a tile's features.
-        extra: Embeddings of the whole image that are not patches.
-        resolutions: Resolutions of tile grids.
+        extra: Number of embeddings of the complete image that are not patches.
+        resolutions: Resolutions of the possible tile grids.
         names: Names of the input tensors.
     """
 
@@ -146,19 +157,19 @@ class NextTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings, for an image that fills a resolution."""
+        """Maximum number of embeddings of an image. An image without padding has this number."""
         return max(self.rows(size) for size in self.resolutions)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1,
-        2]``.
+        """Return the item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and ``image_sizes``
+        ``[1, 2]``.
         """
         size = checked_size(data)
         tensors.taken(data, "pixel_values", (1, num_tiles(size, self.tile, self.resolutions), 3, *self.tile))
         return ProcessedItem(modality="image", data=dict(data), num_embeds=self.rows(size))
 
     def rows(self, size: Size) -> int:
-        """Return the number of embeddings of an image of that size."""
+        """Return the number of embeddings of an image with the size ``size``."""
         rows, columns = shown(size, self.tile, self.grid, self.resolutions)
         return rows * columns + rows + self.grid[0] * self.grid[1] + self.extra
 
@@ -186,20 +197,20 @@ def checked_size(data: Mapping[str, TensorData]) -> Size:
 
 
 def num_tiles(size: Size, tile: Size, resolutions: Sequence[Size]) -> int:
-    """Return the number of pictures of an image: the whole image, and its tiles."""
+    """Return the number of pictures that the encoder gets for an image: the complete image, and its tiles."""
     best = best_resolution(size, resolutions)
     return 1 + -(-best[0] // tile[0]) * -(-best[1] // tile[1])
 
 
 _PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
 _SQUARE = "pixel_values_of_square"
-"""Name for the picture ``[1, 1, 3, height, width]`` that the encoder gets if a prompt has several images: padded to a
-square, then resized.
+"""Name of the picture ``[1, 1, 3, height, width]`` that the encoder gets for an image if a prompt has several images.
+The image is padded to a square, then resized.
 
-It is not an input of the model.
+The model has no input with this name.
 """
 _SHRINKS_FROM = 1.1
-"""Factor above the largest grid from which a grid is shrunk."""
+"""Factor by which a grid must be larger than the largest kept grid before it is shrunk."""
 
 
 class OneVisionTiles(NamedTuple):
@@ -207,9 +218,9 @@ class OneVisionTiles(NamedTuple):
 
     Attributes:
         tile: Height and width of a tile in pixels.
-        side: Rows and columns of a tile's features.
-        max_tiles: Number of tiles whose features an image may keep.
-        resolutions: Resolutions of tile grids.
+        side: Number of rows, and also of columns, of a tile's features.
+        max_tiles: Maximum number of tiles whose features an image may keep.
+        resolutions: Resolutions of the possible tile grids.
         names: Names of the input tensors.
     """
 
@@ -221,8 +232,10 @@ class OneVisionTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings: the padding, in whole rows or columns on two sides, leaves just few enough to
-        be kept.
+        """Maximum number of embeddings of an image.
+
+        The padding consists of complete rows or columns on two sides. An image with this number has just enough padding
+        that its grid is not shrunk.
         """
         most = 0
         for height, width in self.resolutions:
@@ -236,15 +249,15 @@ class OneVisionTiles(NamedTuple):
 
     @property
     def rows_beside_others(self) -> int:
-        """Number of embeddings of an image in a prompt with several images."""
+        """Number of embeddings of each image in a prompt with several images."""
         return self.side**2 + 1
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, tiles and the whole, 3, height, width]`` and ``image_sizes`` ``[1,
-        2]``.
+        """Return the item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and ``image_sizes``
+        ``[1, 2]``.
 
-        Its layout is 1 if ``batch_num_images`` says that the prompt has several images, so that the image is one
-        picture. Otherwise the layout is empty.
+        If ``batch_num_images`` says that the prompt has several images, the image is one picture, and the item's layout
+        is 1. Otherwise the layout is empty.
         """
         size = checked_size(data)
         beside = _NUM_IMAGES in data and tensors.numbers(data, _NUM_IMAGES, (1,)) != [1]
@@ -254,13 +267,13 @@ class OneVisionTiles(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows, layout=(1,) if beside else ())
 
     def rows(self, size: Size) -> int:
-        """Return the number of embeddings of a single image of that size."""
+        """Return the number of embeddings of an image with the size ``size`` that is the only image of its prompt."""
         return self._kept(*shown(size, self.tile, (self.side, self.side), self.resolutions))
 
     def _kept(self, rows: int, columns: int) -> int:
-        """Return the embeddings of a feature grid without padding.
+        """Return the number of embeddings for a feature grid without padding.
 
-        A larger grid is shrunk. Each line ends with a newline embedding.
+        A grid that is too large is shrunk. Each row ends with a newline embedding.
         """
         ratio = math.sqrt(rows * columns / (self.max_tiles * self.side**2))
         if ratio > _SHRINKS_FROM:
@@ -274,10 +287,10 @@ class OneVisionTiles(NamedTuple):
 
 
 class LlavaOnevisionProcessor(ImageProcessor):
-    """Processes an image both as the only image of a prompt and as one of several."""
+    """Processor that prepares an image for both cases: the image is the only image of its prompt, or one of several."""
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Return both forms of the image. The prompt decides which one is used."""
+        """Return both forms of the image. The number of images in the prompt decides which form is used."""
         item = super().image(image, kwargs)
         pictures = self.processor([[image, PIL.Image.new("RGB", (1, 1))]])[_PIXELS]
         size = len(pictures.data) // pictures.shape[0]
@@ -288,7 +301,7 @@ class LlavaOnevisionProcessor(ImageProcessor):
 class LlavaOnevision(ImageFamily):
     """Family with one token per embedding.
 
-    All frames of a video, which are pooled, are followed by one newline embedding.
+    The features of video frames are pooled. One newline embedding follows after all frames of a video.
     """
 
     processor = LlavaOnevisionProcessor
@@ -309,9 +322,11 @@ class LlavaOnevision(ImageFamily):
         )
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return one token per embedding. If a prompt has several images, each is one picture.
+        """Return the replacement of each item, with one token per embedding.
 
-        Raises ValueError for an image that its client has processed as the only one.
+        In a prompt with several images, each image is one picture.
+
+        Raises ValueError if a client has processed one of several images as the only image of the prompt.
         """
         alone = sum(item.modality == "image" for item in items) == 1
         return [
@@ -324,12 +339,12 @@ class LlavaOnevision(ImageFamily):
             return Replacement([self.token_id] * item.num_embeds, data=data)
         if _SQUARE not in item.data:
             raise ValueError(
-                "an image was processed as the only one of its prompt (batch_num_images is 1), but the prompt "
-                "has several"
+                "an image was processed as the only image of its prompt (batch_num_images is 1), but the prompt has "
+                "several images"
             )
         data = {
             _PIXELS: item.data[_SQUARE],
             "image_sizes": item.data["image_sizes"],
-            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # any number above 1
+            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # any number above 1 has the same effect
         }
         return Replacement([self.token_id] * self._tiles.rows_beside_others, data=data, variant="beside others")

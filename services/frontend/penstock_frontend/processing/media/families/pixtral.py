@@ -1,6 +1,6 @@
-"""Pixtral as the vision encoder of LLaVA and Mistral 3.
+"""Families with Pixtral as the vision encoder: LLaVA and Mistral 3.
 
-Images keep their shape, and rows of patches end with their own tokens.
+Images keep their aspect ratio. A special token ends each row of patches.
 
 https://huggingface.co/docs/transformers/model_doc/pixtral
 """
@@ -18,11 +18,11 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 
 
 class Patches(NamedTuple):
-    """Format of images in patches.
+    """Format of images that are divided into patches.
 
     Attributes:
         patch_size: Side of the square that one embedding covers, in pixels.
-        longest_edge: Maximum edge of an image in pixels.
+        longest_edge: Maximum length of an image's longer edge in pixels.
         names: Names of the input tensors.
     """
 
@@ -41,9 +41,9 @@ class Patches(NamedTuple):
         return self.max_side**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``.
+        """Return the item for the tensors ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``.
 
-        Its layout is rows and columns.
+        The item's layout is the numbers of rows and columns of patches.
         """
         height, width = tensors.numbers(data, "image_sizes", (1, 2))
         tensors.taken(data, "pixel_values", (1, 3, height, width))
@@ -53,16 +53,16 @@ class Patches(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows * columns, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments: ``size`` with a ``longest_edge`` up to the checkpoint's."""
+        """Return the argument ``size``, whose ``longest_edge`` is at most the checkpoint's ``longest_edge``."""
         arguments.check_names(kwargs, ("size",))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         return {"size": size, "patch_size": self.patch_size}
 
 
 class Pixtral(ImageFamily):
-    """Family with image tokens row by row.
+    """Family whose images have one row of image tokens per row of patches.
 
-    A break token follows each row except the last, which is followed by an end token.
+    A break token follows each row except the last row. An end token follows the last row.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -81,20 +81,20 @@ class Pixtral(ImageFamily):
         self._break, self._end = (checkpoint.token_id(token) for token in tokens[1:])
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return a line of tokens for each row of the image."""
+        """Return a row of tokens for each row of patches."""
         rows, columns = item.layout
         token_ids = ([self.token_id] * columns + [self._break]) * rows
         token_ids[-1] = self._end
         return Replacement(token_ids, tuple(EmbedRun(row * (columns + 1), columns) for row in range(rows)))
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens of a square image."""
+        """Return the number of tokens of the largest square image."""
         del modality
         return (self._patches.max_side + 1) * self._patches.max_side
 
 
 def longest_edge(checkpoint: Checkpoint) -> int:
-    """Return the maximum edge of an image in pixels. Raises ConfigError."""
+    """Return the maximum length of an image's longer edge in pixels. Raises ConfigError."""
     size = checkpoint.image_processor.get("size", {"longest_edge": 1024})
     edges = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
     if not edges or not all(isinstance(edge, int) for edge in edges):

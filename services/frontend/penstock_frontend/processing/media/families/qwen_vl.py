@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos that keep their shape."""
+"""Families of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Their images and videos keep their aspect ratio."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,22 @@ from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval
 from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
-# Images of the Qwen-VL families, which keep their shape within limits on their number of pixels.
+# The code below is for images of the Qwen-VL families. Images keep their aspect ratio, and are resized only if their
+# number
+# of pixels is outside the limits.
 
 _CHANNELS = 3
 SHORTEST, LONGEST = "shortest_edge", "longest_edge"
-"""Keys of a size: the number of pixels of the smallest and largest image, despite their names."""
+"""Keys of a size. Despite their names, the values are the numbers of pixels of the smallest and the largest image."""
 
 
 class Grids(NamedTuple):
-    """Format of images in patches.
+    """Format of images that are divided into patches.
 
     Attributes:
         patch_size: Side of a patch in pixels.
         merge_size: Side of the square of patches that form one embedding.
-        temporal_patch_size: Frames per patch.
+        temporal_patch_size: Number of frames per patch.
         min_pixels: Minimum number of pixels of an image.
         max_pixels: Maximum number of pixels of an image.
         names: Names of the input tensors.
@@ -54,9 +56,10 @@ class Grids(NamedTuple):
         return self.max_pixels // self.factor**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[patches, numbers of a patch]`` and ``image_grid_thw`` ``[1, 3]``.
+        """Return the item for the tensors ``pixel_values`` ``[patches, elements of a patch]`` and ``image_grid_thw``
+        ``[1, 3]``.
 
-        Its layout is the grid.
+        The item's layout is the grid of patches.
         """
         time, height, width = tensors.numbers(data, "image_grid_thw", (1, 3))
         if time != 1:
@@ -66,7 +69,7 @@ class Grids(NamedTuple):
     def gridded(
         self, modality: Modality, pixels: str, data: Mapping[str, TensorData], grid: tuple[int, int, int]
     ) -> ProcessedItem:
-        """Return the item of patches in a grid."""
+        """Return the item for patches that form a grid."""
         time, height, width = grid
         if min(grid) < 1 or height % self.merge_size or width % self.merge_size:
             raise ValueError(
@@ -78,26 +81,28 @@ class Grids(NamedTuple):
         return ProcessedItem(modality=modality, data=dict(data), num_embeds=rows, layout=grid)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments: ``min_pixels`` and ``max_pixels``, or a ``size`` with ``shortest_edge`` and
+        """Return the arguments ``min_pixels`` and ``max_pixels``, or ``size`` with ``shortest_edge`` and
         ``longest_edge``.
 
-        All are limited by the checkpoint's ``max_pixels``.
+        The checkpoint's ``max_pixels`` is the limit of all these values.
         """
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size"))
         size = arguments.size(kwargs, {SHORTEST: self.max_pixels, LONGEST: self.max_pixels}) or {}
         least = arguments.whole_number(kwargs, "min_pixels", most=self.max_pixels) or size.get(SHORTEST)
         most = arguments.whole_number(kwargs, "max_pixels", most=self.max_pixels) or size.get(LONGEST, self.max_pixels)
         if most < self.factor**2:
-            raise ValueError(f"max_pixels is {most}; an image has at least {self.factor**2}")
+            raise ValueError(f"max_pixels is {most}; it must be at least {self.factor**2}")
         if least is not None and least > most:
-            raise ValueError(f"min_pixels is {least}; max_pixels is {most}")
+            raise ValueError(f"min_pixels is {least}; it must be at most max_pixels, which is {most}")
         return {"size": {SHORTEST: min(self.min_pixels, most) if least is None else least, LONGEST: most}}
 
 
 def image_grids(
     checkpoint: Checkpoint, settings: Mapping[str, Any], default_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
 ) -> Grids:
-    """Return the format of a processor's configuration, with the defaults of its class. Raises ConfigError.
+    """Return the image format in a processor's configuration, with the defaults of the processor's class.
+
+    Raises ConfigError.
 
     ``default_pixels`` are the default minimum and maximum number of pixels.
     """
@@ -119,19 +124,22 @@ def image_grids(
     )
     if grids.max_rows < 1:
         raise ConfigError(
-            f"{checkpoint.folder}: max_pixels is {grids.max_pixels}, less than one embedding of the vision "
-            "encoder covers"
+            f"{checkpoint.folder}: max_pixels is {grids.max_pixels}, which is less than the pixels of one embedding of the "
+            "vision encoder"
         )
     return grids
 
 
-# Videos of the Qwen-VL families: frames of one size. As many frames as a patch is deep form one step in time.
+# The code below is for videos of the Qwen-VL families, whose frames have one size. ``temporal_patch_size`` frames form
+# one
+# time step.
 #
-# transformers has these processors only for torchvision (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor). Sizes and the
-# order of numbers are the same here. Frames are resized by Pillow.
+# In transformers, these processors need torchvision (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor). The code here
+# computes
+# the same sizes and the same order of elements, but Pillow resizes the frames.
 
 MAX_ROWS = 16_384
-"""Maximum number of embeddings of a video, regardless of its processor's configuration."""
+"""Maximum number of embeddings of a video, even if the processor's configuration allows a higher number."""
 _MOST_ELONGATED = 200
 _TIMED = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Model types whose prompts contain the times of video frames."""
@@ -139,16 +147,16 @@ _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_
 
 
 class VideoGrids(NamedTuple):
-    """Format of videos in patches.
+    """Format of videos that are divided into patches.
 
     Attributes:
-        grids: Format of frames. Its pixel limits apply to one frame, or with ``of_all`` to all frames together.
+        grids: Format of frames. Its pixel limits apply to each frame, or, with ``of_all``, to all frames together.
         sampling: Limits for the selection of frames.
         resample: Pillow's resampling filter.
         of_all: Whether pixel limits apply to all frames together.
-        cap: Additional limit in embeddings, 0 for none. It applies to one frame with ``of_all``, else to all frames.
-        tells_seconds: Whether the time between steps is an input of the model.
-        tells_times: Whether the prompt contains the time of each step, in tenths of a second.
+        cap: Additional limit in embeddings; 0: no limit. With ``of_all``, it applies to each frame, else to all frames.
+        tells_seconds: Whether the time between two time steps is an input of the model.
+        tells_times: Whether the prompt contains the time of each time step, in tenths of a second.
     """
 
     grids: Grids
@@ -191,13 +199,13 @@ class VideoGrids(NamedTuple):
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for tensors without frame times.
+        """Return the item for tensors of a video, which do not contain the times of frames.
 
-        Raises ValueError if the model needs the times of frames, which tensors do not have.
+        Raises ValueError if the model needs the times of frames.
         """
         if self.tells_times:
             raise ValueError(
-                f"{_PIXELS} has no times of the frames, which prompts of this model contain; send the frames instead"
+                f"{_PIXELS} does not contain the times of frames, which this model's prompts need; send the frames instead"
             )
         tensors.check_names(data, self.names)
         time, height, width = tensors.numbers(data, _GRID, (1, 3))
@@ -218,19 +226,19 @@ class VideoGrids(NamedTuple):
     def _check(self, rows: int) -> None:
         if rows > self.max_rows:
             raise ValueError(
-                f"it gives {rows} embeddings; a video has at most {self.max_rows} in this model: give fewer "
-                "frames, or a smaller max_pixels"
+                f"it has {rows} embeddings; this model's limit for a video is {self.max_rows}; send fewer frames, or a "
+                "smaller max_pixels"
             )
 
     def _size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the size of resized frames, computed like ``smart_resize`` of transformers."""
+        """Return the size to which frames are resized. The computation is that of ``smart_resize`` in transformers."""
         factor, temporal = self.grids.factor, self.grids.temporal_patch_size
         if self.of_all and (height < factor or width < factor):
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
         if max(height, width) / min(height, width) > _MOST_ELONGATED:
             raise ValueError(
-                f"its frames have {width} x {height} pixels; one side is at most {_MOST_ELONGATED} times the other"
+                f"its frames have {width} x {height} pixels; one side may be at most {_MOST_ELONGATED} times the other side"
             )
         frames, bars = (
             (max(count, temporal), round(max(count, temporal) / temporal) * temporal) if self.of_all else (1, 1)
@@ -259,7 +267,10 @@ class VideoGrids(NamedTuple):
         return np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
 
     def _patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-        """Return ``[patches, numbers of a patch]``. The last frame is repeated if a step in time has too few."""
+        """Return the patches as ``[patches, elements of a patch]``.
+
+        If the last time step has too few frames, repeat the last frame.
+        """
         (time, height, width), merge, side = grid, self.grids.merge_size, self.grids.patch_size
         temporal = self.grids.temporal_patch_size
         video = np.stack([*frames, *[frames[-1]] * (time * temporal - len(frames))])
@@ -268,7 +279,10 @@ class VideoGrids(NamedTuple):
         return split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(time * height * width, channels * temporal * side**2)
 
     def _times(self, timestamps: Sequence[float]) -> tuple[int, ...]:
-        """Return the time of each step in tenths of a second, halfway between its first and last frame."""
+        """Return the time of each time step in tenths of a second.
+
+        The time is halfway between the first and the last frame of the step.
+        """
         if not self.tells_times:
             return ()
         depth = self.grids.temporal_patch_size
@@ -278,7 +292,7 @@ class VideoGrids(NamedTuple):
 
 
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:
-    """Return the format of the video processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the format in the video processor's configuration, with the defaults of its class. Raises ConfigError."""
     settings = checkpoint.video_processor or checkpoint.image_processor
     of_all = checkpoint.model_type in _TIMED
     side = 32 if of_all else 28
@@ -301,7 +315,7 @@ def video_grids(checkpoint: Checkpoint) -> VideoGrids:
 class QwenVL(ImageFamily):
     """Family with one token per embedding.
 
-    In Qwen3-VL, each step of a video follows its time, between begin and end tokens.
+    In Qwen3-VL, the time of each time step precedes the embeddings of the step, which are between begin and end tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -327,9 +341,9 @@ class QwenVL(ImageFamily):
         return grown(self.encode("".join(steps)), self._token_ids["video"], rows, before=times[0])
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the tokens of the largest image or video.
+        """Return the number of tokens of the largest image or video.
 
-        The times of a video have at most as many tokens as its steps have embeddings.
+        The times in a video's replacement have at most as many tokens as the video has embeddings.
         """
         timed = modality == "video" and self._grids.tells_times
         return super().max_tokens(modality) * (2 if timed else 1)

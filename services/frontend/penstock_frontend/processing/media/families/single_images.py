@@ -1,4 +1,4 @@
-"""Base classes of families with images and videos, and replacements of items with several pieces."""
+"""Base classes of families with images and videos, and replacements for items that consist of several pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +13,14 @@ from penstock_frontend.processing.media.families.base import FamilyProcessor, Pr
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.tensors import MediaProcessor, PilImages
 
-# Replacements of items that have several pieces with text between them.
+# The function below makes replacements for items with several pieces, between which there is text.
 
 
 def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = "", after: str = "") -> Replacement:
-    """Replace each ``token_id`` by ``count`` copies of it, all of which become embeddings."""
+    """Return a replacement in which each ``token_id`` is repeated ``count`` times.
+
+    Embeddings replace all these tokens.
+    """
     grown_ids: list[int] = []
     runs: list[EmbedRun] = []
     for each in token_ids:
@@ -30,7 +33,7 @@ def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = 
 
 
 class Images(Protocol):
-    """Image format of a family, used in the frontend and in media workers. It can be pickled."""
+    """Image format of a family. The frontend and the media workers use it, so it can be pickled."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,14 +44,20 @@ class Images(Protocol):
         """Maximum number of embeddings of an image."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of a processed image. Raises ValueError for tensors that the processor would not produce."""
+        """Return the item for the tensors of a processed image.
+
+        Raises ValueError for tensors that the processor would not produce.
+        """
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the image processor, from the request and the checkpoint. Raises ValueError."""
+        """Return the arguments for the image processor, from a request's arguments and the checkpoint.
+
+        Raises ValueError.
+        """
 
 
 class Videos(Protocol):
-    """Video format of a family, used in the frontend and in media workers. It can be pickled."""
+    """Video format of a family. The frontend and the media workers use it, so it can be pickled."""
 
     @property
     def max_rows(self) -> int:
@@ -58,11 +67,14 @@ class Videos(Protocol):
         """Process frames of one size with their times. Raises ValueError."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of a processed video. Raises ValueError for tensors that the processor would not produce."""
+        """Return the item for the tensors of a processed video.
+
+        Raises ValueError for tensors that the processor would not produce.
+        """
 
 
 class ImageProcessor(MediaProcessor):
-    """Image processor of transformers, with the family's formats. ``videos`` is None if the family accepts none."""
+    """Processor that calls the image processor of transformers. ``videos`` is None if the family accepts no videos."""
 
     def __init__(self, folder: Path, images: Images, videos: Videos | None) -> None:
         self.processor = PilImages(folder)
@@ -81,7 +93,7 @@ class ImageProcessor(MediaProcessor):
 
 
 class ImageFamily:
-    """Family with one token per embedding, unless a subclass differs.
+    """Base class of families with images. By default, each embedding has one token.
 
     ``token`` and ``video_token`` are the placeholders. ``videos`` is None if the family accepts no videos.
     """
@@ -102,9 +114,9 @@ class ImageFamily:
     ) -> None:
         """Create the family.
 
-        ``media_tokens`` are used besides the placeholders. ``least_embeds`` is the minimum number of embeddings that a
-        client may send in place of an image. 0 means none, because embeddings do not define the image's layout in a
-        prompt.
+        ``media_tokens`` are further tokens for media, in addition to the placeholders. ``least_embeds`` is the minimum
+        number of embeddings that a client may send instead of an image. 0 means that clients may not send embeddings,
+        because embeddings do not define the image's layout in a prompt.
         """
         self.modalities: frozenset[Modality] = frozenset({"image"} if videos is None else {"image", "video"})
         self.identity = checkpoint.identity
@@ -121,7 +133,10 @@ class ImageFamily:
         self._least_embeds = least_embeds
 
     def placeholder(self, modality: Modality) -> str:
-        """Return the token of an embedding or of the whole item. For unsupported modalities, return the image token."""
+        """Return the placeholder of this modality.
+
+        For modalities that the family does not support, return the image token.
+        """
         return self._tokens.get(modality, self._tokens["image"])
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
@@ -129,11 +144,14 @@ class ImageFamily:
         return [self.replacement(item) for item in items]
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return one token per embedding."""
+        """Return the replacement of an item, with one token per embedding."""
         return Replacement([self._token_ids[item.modality]] * item.num_embeds)
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of the processors' tensors, or of embeddings if these define everything that a prompt needs."""
+        """Return the item for tensors of a processor, or for embeddings.
+
+        Embeddings are accepted only if the prompt needs no other data.
+        """
         if modality == "video" and self._videos is not None:
             return self._videos.item(data)
         if EMBEDS in data:
@@ -143,12 +161,12 @@ class ImageFamily:
 
     def _embedded(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         if not self._least_embeds:
-            raise ValueError(f"{EMBEDS} does not say how the image is laid out in a prompt of this model")
+            raise ValueError(f"{EMBEDS} does not define the image's layout, which this model's prompts need")
         rows = tensors.num_embeds(data, least=self._least_embeds, most=self._images.max_rows)
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of embeddings of the largest item. Begin and end tokens count as ordinary tokens."""
+        """Return the number of embeddings of the largest item. Begin and end tokens do not count."""
         if modality == "video" and self._videos is not None:
             return self._videos.max_rows
         return self._images.max_rows
@@ -159,8 +177,10 @@ class ImageFamily:
 
 
 def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
-    """Return the item of ``data``. Raises ValueError if it is larger than the model allows."""
+    """Return the item for the tensors ``data``. Raises ValueError if the item is larger than the model allows."""
     item = images.item(data)
     if item.num_embeds > images.max_rows:
-        raise ValueError(f"it gives {item.num_embeds} embeddings; an image has at most {images.max_rows} in this model")
+        raise ValueError(
+            f"it has {item.num_embeds} embeddings; this model's limit for an image is {images.max_rows} embeddings"
+        )
     return item

@@ -1,4 +1,4 @@
-"""Processor tensors in transport form, and the processor base classes for media workers."""
+"""Tensors of media in transport form, and base classes of processors for media workers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,11 +23,11 @@ _TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
     "pixel_attention_mask": _MASKS,
     "second_per_grid_ts": ("float64", *_FLOATS),
 }
-"""Accepted dtypes by tensor name. Engines accept the same dtypes."""
+"""Accepted dtypes of each tensor, by tensor name. Engines accept the same dtypes."""
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]:
-    """Convert arrays to tensors. Pixels that a processor returns as unscaled floats become bytes."""
+    """Convert arrays to tensors. If a processor returns pixels as floats that are not scaled, they become bytes."""
     tensors = {}
     for name, array in arrays.items():
         if name in PIXELS and array.dtype != np.uint8:
@@ -48,7 +48,7 @@ def to_array(tensor: TensorData) -> npt.NDArray[Any]:
 
 
 def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> TensorData:
-    """Return the tensor with this name. None in ``dims`` allows any size.
+    """Return the tensor with this name. None in ``dims`` allows any size of the dimension.
 
     Raises ValueError if the tensor is missing, or has another dtype or other dimensions.
     """
@@ -67,7 +67,7 @@ def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None])
 
 
 def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> list[int]:
-    """Return the elements of a small int64 tensor. Raises ValueError like ``taken``, and for another dtype."""
+    """Return the elements of a small int64 tensor. Raises the errors of ``taken``, and ValueError for another dtype."""
     tensor = taken(data, name, dims)
     if tensor.dtype != "int64":
         raise ValueError(f"{name} is {tensor.dtype}; it must be int64")
@@ -95,11 +95,11 @@ def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:
             raise ValueError(f"{name} is not an input of the model; it takes {', '.join(names)}")
 
 
-# Common processors for media workers. This code must not import torch.
+# The classes below are processors for media workers. This code must not import torch.
 
 
 class MediaProcessor:
-    """Processor that accepts nothing. Subclasses override the methods of the modalities that they accept."""
+    """Processor that accepts no media. Subclasses override the methods of the modalities that they accept."""
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
@@ -118,16 +118,19 @@ class MediaProcessor:
 
 
 class PilImages:
-    """Image processor of a checkpoint in transformers, with numpy and Pillow only."""
+    """Image processor of a checkpoint in transformers. It uses only numpy and Pillow."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the processor. Raises ConfigError if transformers has none, or only one for torchvision."""
-        from transformers import AutoImageProcessor  # takes half a second, so only media workers import it
+        """Load the processor.
+
+        Raises ConfigError if transformers has no processor, or only a processor for torchvision.
+        """
+        from transformers import AutoImageProcessor  # only media workers import this, as it takes half a second
 
         load: Any = AutoImageProcessor.from_pretrained
         try:
             self._processor = load(str(folder), backend="pil", local_files_only=True)
-        except Exception as e:  # ImportError without a backend, OSError without a file, or an error of its class
+        except Exception as e:  # ImportError without a backend, OSError without a file, or an error of the class
             raise ConfigError(f"{folder}: its image processor cannot be created with numpy and Pillow: {e}") from e
         if self._processor.backend != "pil":
             name = type(self._processor).__name__
@@ -136,7 +139,10 @@ class PilImages:
             )
 
     def __call__(self, images: Sequence[Image] | Sequence[Sequence[Image]], **kwargs: Any) -> dict[str, TensorData]:
-        """Process images together, or the images of each prompt. Pixels are bytes, neither rescaled nor normalized."""
+        """Process images, given as one list, or as one list per prompt.
+
+        Pixels in the result are bytes, and neither rescaled nor normalized.
+        """
         given = self._processor(
             images=list(images),
             return_tensors="np",

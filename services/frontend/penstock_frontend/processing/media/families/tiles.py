@@ -1,4 +1,4 @@
-"""Families with image tiles of one size and a fixed number of embeddings: Gemma 3, InternVL, Aya Vision, Idefics 3,
+"""Families whose image tiles have one size and a fixed number of embeddings: Gemma 3, InternVL, Aya Vision, Idefics 3,
 SmolVLM.
 
 https://huggingface.co/docs/transformers/model_doc/gemma3, .../internvl, .../aya_vision, .../idefics3
@@ -46,11 +46,12 @@ class Gemma3(ImageFamily):
         self._around = [self.token_id, *[checkpoint.token_id(token)] * self._rows, checkpoint.token_id(end)]
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return the replacement, which is the same for all images."""
+        """Return the replacement of an image, which is the same for all images."""
         return Replacement(self._around, (EmbedRun(1, item.num_embeds),), before=_APART, after=_APART)
 
 
-# Images as the tiles of a canvas and a thumbnail (InternVL, Aya Vision), as made by GOT-OCR2's image processor.
+# In InternVL and Aya Vision, an image becomes the tiles of a canvas, and a thumbnail. GOT-OCR2's image processor makes
+# these pictures.
 
 
 class Canvas(NamedTuple):
@@ -58,7 +59,7 @@ class Canvas(NamedTuple):
 
     Attributes:
         tile: Height and width of a tile in pixels.
-        rows_of_tile: Embeddings per tile.
+        rows_of_tile: Number of embeddings per tile.
         min_tiles: Minimum number of tiles of a canvas.
         max_tiles: Maximum number of tiles of a canvas.
         names: Names of the input tensors.
@@ -72,7 +73,7 @@ class Canvas(NamedTuple):
 
     @property
     def max_pictures(self) -> int:
-        """Maximum number of pictures: the tiles, plus a thumbnail if there are several."""
+        """Maximum number of pictures of an image: the tiles, plus a thumbnail if there are several tiles."""
         return self.max_tiles + 1 if self.max_tiles > 1 else 1
 
     @property
@@ -81,14 +82,16 @@ class Canvas(NamedTuple):
         return self.max_pictures * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[tiles, 3, height, width]``. Its layout is the number of tiles.
+        """Return the item for the tensor ``pixel_values`` ``[tiles, 3, height, width]``.
 
-        ``num_patches`` is not an input of the model.
+        Its layout is the number of tiles.
+
+        The model does not use ``num_patches``.
         """
         pixels = tensors.taken(data, "pixel_values", (None, 3, *self.tile))
         count = pixels.shape[0]
         if "num_patches" in data and tensors.numbers(data, "num_patches", (1,)) != [count]:
-            raise ValueError(f"num_patches is not {count}, the tiles of pixel_values")
+            raise ValueError(f"num_patches is not {count}, the number of tiles in pixel_values")
         if count < 1:
             raise ValueError("pixel_values has no tiles")
         return ProcessedItem(
@@ -98,7 +101,7 @@ class Canvas(NamedTuple):
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``.
 
-        The checkpoint limits ``min_patches`` and ``max_patches``.
+        The checkpoint's value of ``max_patches`` is the limit of ``min_patches`` and ``max_patches``.
         """
         arguments.check_names(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         crops = arguments.flag(kwargs, "crop_to_patches")
@@ -108,7 +111,7 @@ class Canvas(NamedTuple):
 
 
 def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
-    """Return the format of the image processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the format in the image processor's configuration, with the defaults of its class. Raises ConfigError."""
     settings = checkpoint.image_processor
     return Canvas(
         image_size(checkpoint),
@@ -119,7 +122,10 @@ def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
 
 
 class InternVL(ImageFamily):
-    """Family with a begin token, one token per embedding, and an end token. Each video frame is a line of such tokens."""
+    """Family with a begin token, one token per embedding, and an end token.
+
+    Each video frame is a line with such tokens.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         rows = checkpoint.number("image_seq_length", checkpoint.processor, checkpoint.config, default=256)
@@ -140,7 +146,7 @@ class InternVL(ImageFamily):
         self._begin_id, self._end_id = checkpoint.token_id(self._begin), checkpoint.token_id(self._end)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return one image token per embedding."""
+        """Return the replacement of an item, with one image token per embedding."""
         if item.modality == "video":
             return self._of_frames(*item.layout)
         token_ids = [self._begin_id, *[self.token_id] * item.num_embeds, self._end_id]
@@ -157,7 +163,10 @@ class InternVL(ImageFamily):
 
 
 class AyaVision(ImageFamily):
-    """Family with a begin token, named tiles, and an end token. The placeholder differs from the tokens of embeddings."""
+    """Family with a begin token, tiles with names, and an end token.
+
+    The placeholder is not the token of an embedding.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         processor = checkpoint.processor
@@ -197,7 +206,7 @@ class AyaVision(ImageFamily):
 
 _FAKE, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LARGEST = 4096
-"""Maximum edge of an image in pixels, regardless of arguments."""
+"""Maximum length of an image's longer edge in pixels, even if arguments allow a higher value."""
 
 
 class GridTiles(NamedTuple):
@@ -205,9 +214,9 @@ class GridTiles(NamedTuple):
 
     Attributes:
         tile: Side of a tile in pixels.
-        rows_of_tile: Embeddings per tile.
-        longest_edge: Maximum edge of an image in pixels.
-        splits: Whether large images are split by default.
+        rows_of_tile: Number of embeddings per tile.
+        longest_edge: Maximum length of an image's longer edge in pixels.
+        splits: Whether large images are split into tiles by default.
         names: Names of the input tensors.
     """
 
@@ -224,18 +233,19 @@ class GridTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings, for a square image as tiles and as a whole."""
+        """Maximum number of embeddings of an image. A square image that is split into tiles has this number."""
         return (self.max_side**2 + 1) * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item of ``pixel_values`` ``[1, tiles, 3, height, width]``, its mask, and the grid ``rows`` and
-        ``cols`` ``[1, 1]``.
+        """Return the item for the tensors ``pixel_values`` ``[1, tiles, 3, height, width]``, the pixel mask, ``rows``
+        and ``cols`` ``[1, 1]``.
 
-        The grid is 0 for an image of a single tile. The layout is the numbers of rows and columns.
+        ``rows`` and ``cols`` are 0 for an image with a single tile. The item's layout is the numbers of rows and
+        columns.
         """
         (rows,), (columns,) = (tensors.numbers(data, name, (1, 1)) for name in ("rows", "cols"))
         if (rows == 0) != (columns == 0) or min(rows, columns) < 0:
-            raise ValueError(f"rows and cols are {rows} and {columns}; both must be at least 1, or both 0")
+            raise ValueError(f"rows and cols are {rows} and {columns}; both must be at least 1, or both must be 0")
         count = rows * columns + 1
         tensors.taken(data, "pixel_values", (1, count, 3, self.tile, self.tile))
         if "pixel_attention_mask" in data:
@@ -244,7 +254,9 @@ class GridTiles(NamedTuple):
         return ProcessedItem(modality="image", data=kept, num_embeds=count * self.rows_of_tile, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``do_image_splitting``, and ``size`` with a ``longest_edge`` up to the checkpoint's."""
+        """Return the arguments ``do_image_splitting``, and ``size`` with a ``longest_edge`` of at most the checkpoint's
+        value.
+        """
         arguments.check_names(kwargs, ("do_image_splitting", "size"))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         splits = arguments.flag(kwargs, "do_image_splitting")
@@ -256,7 +268,7 @@ class GridTiles(NamedTuple):
 
 
 class Idefics3(ImageFamily):
-    """Family with a line for each row of tiles, and one for the whole image."""
+    """Family with one line of text for each row of tiles, and one line for the complete image."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         settings, tower = checkpoint.image_processor, checkpoint.sub_config("vision_config")
@@ -289,12 +301,12 @@ class Idefics3(ImageFamily):
         return grown(self.encode(text), self.token_id, self._tiles.rows_of_tile)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the tokens of a square image."""
+        """Return the number of tokens of the largest square image."""
         del modality
         return self._laid_out(self._tiles.max_side, self._tiles.max_side).span
 
 
 def _rows_of_tile(checkpoint: Checkpoint, tower: Mapping[str, Any]) -> int:
-    """Return the number of embeddings of a tile, computed from its patches."""
+    """Return the number of embeddings of a tile, computed from the tile's number of patches."""
     side = checkpoint.number("image_size", tower, default=364) // checkpoint.number("patch_size", tower, default=14)
     return side**2 // checkpoint.number("scale_factor", checkpoint.config, default=2) ** 2

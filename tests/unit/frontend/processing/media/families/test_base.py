@@ -71,8 +71,12 @@ def test_an_argument_changes_how_many_rows_there_are(
         ("qwen2_vl", {"max_pixels": 10**12}, "processor_kwargs.max_pixels is 1000000000000; it must be from 1 to 4096"),
         ("qwen2_vl", {"max_pixels": "many"}, "processor_kwargs.max_pixels is 'many'; it must be a whole number"),
         ("qwen2_vl", {"max_pixels": True}, "it must be a whole number"),
-        ("qwen2_vl", {"max_pixels": 1}, "max_pixels is 1; an image has at least 256"),
-        ("qwen2_vl", {"min_pixels": 2048, "max_pixels": 1024}, "min_pixels is 2048; max_pixels is 1024"),
+        ("qwen2_vl", {"max_pixels": 1}, "max_pixels is 1; it must be at least 256"),
+        (
+            "qwen2_vl",
+            {"min_pixels": 2048, "max_pixels": 1024},
+            "min_pixels is 2048; it must be at most max_pixels, which is 1024",
+        ),
         ("qwen2_vl", {"size": {"shortest_edge": 0}}, "shortest_edge is 0; it must be from 1"),
         ("idefics3", {"do_image_splitting": 1}, "processor_kwargs.do_image_splitting is 1; it must be true or false"),
         ("internvl", {"max_patches": 5}, "processor_kwargs.max_patches is 5; it must be from 1 to 4"),
@@ -100,5 +104,5 @@ def test_a_family_takes_its_own_modalities(loaded: Loaded) -> None:
 
 
 def test_an_image_of_a_shape_that_makes_more_rows_than_there_may_be_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match="it gives 33 embeddings; an image has at most 16"):
+    with pytest.raises(ValueError, match="it has 33 embeddings; this model's limit for an image is 16"):
         loaded["qwen2_vl"][1].image(make_image(640, 9), {})

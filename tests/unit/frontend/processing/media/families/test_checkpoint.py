@@ -33,8 +33,8 @@ def test_a_model_without_a_tower_has_no_family(tmp_path: Path, config: dict[str,
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("mllama", "attends to images in layers of their own"),
-        ("paligemma", "prompts attend both ways"),
+        ("mllama", "attends to images in separate cross-attention layers"),
+        ("paligemma", "prompts use bidirectional attention"),
         ("llama4", "those of llava, "),
     ],
 )

@@ -230,7 +230,7 @@ async def test_an_image_of_onevision_is_another_item_beside_others(model: Model,
     assert one[0].identifier != two[0].identifier
     beside = model.family.described("image", two[0].data)
     assert model.family.replacements([beside, beside])[0].data == two[0].data
-    with pytest.raises(ValueError, match="processed as the only one of its prompt"):
+    with pytest.raises(ValueError, match="processed as the only image of its prompt"):
         model.family.replacements([model.family.described("image", one[0].data)] * 2)
 
 
@@ -245,5 +245,5 @@ def test_embeddings_take_the_place_of_an_image_where_they_say_how_it_is_laid_out
         with pytest.raises(ValueError, match=f"embeds has {most + 1} rows; it must have"):
             model.family.described("image", {"embeds": TensorData("float32", (most + 1, 2), bytes(most * 8 + 8))})
     else:
-        with pytest.raises(ValueError, match="embeds does not say how the image is laid out"):
+        with pytest.raises(ValueError, match="embeds does not define the image's layout"):
             model.family.described("image", embeds)

@@ -177,5 +177,5 @@ def test_a_video_without_frames_or_without_end_is_refused(model: Model, timestam
 
 
 def test_frames_of_an_odd_shape_are_refused(model: Model) -> None:
-    with pytest.raises(ValueError, match="one side is at most 200 times the other"):
+    with pytest.raises(ValueError, match="one side may be at most 200 times the other"):
         model.processor.video([make_image(4200, 20)] * 2, [0.0, 1.0], {})
