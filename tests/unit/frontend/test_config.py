@@ -37,7 +37,7 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ({"metrics__port": "65536"}, "metrics.port is 65536"),
         (
             {"metrics__port": "9100", "auth__metrics": "true", "auth__api_keys": "/keys"},
-            "auth.metrics is true and metrics.port is 9100, which asks for no credentials",
+            "auth.metrics is true, but the listener on metrics.port 9100 requires no credentials",
         ),
         ({"tokenizer_threads": "0"}, "tokenizer_threads is 0"),
         ({"limits__max_requests": "0"}, "limits.max_requests is 0"),
@@ -51,7 +51,7 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ),
         (
             {"disaggregation__connector": "ours"},
-            "disaggregation.connector is 'ours' and disaggregation.gateway false",
+            "disaggregation.connector is 'ours', but disaggregation.gateway is false",
         ),
         ({"model__pth": "x"}, "did you mean 'model.path'"),
     ],

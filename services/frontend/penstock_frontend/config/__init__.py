@@ -1,4 +1,4 @@
-"""Configuration of a frontend process: one struct per section, all of them combined in ``FrontendConfig``."""
+"""Configuration of a frontend process. Each section has a struct, and ``FrontendConfig`` contains all sections."""
 
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,

@@ -1,9 +1,9 @@
 """Configuration of a frontend process.
 
-The structs validate every value when they are built. ``penstock_common.config.loader`` refuses unknown keys. The
-description of a field is the source of its ``--help`` text, of docs/reference/settings.md and of the chart. Field names give the
-flags and environment variables: ``limits.max_requests`` is ``--limits.max-requests`` and
-``PENSTOCK_LIMITS__MAX_REQUESTS``.
+The structs validate every value when they are created. ``penstock_common.config.loader`` refuses unknown keys. The
+description of a field is the source of its ``--help`` text, of docs/reference/settings.md and of the chart. The names
+of flags and environment variables come from the field names. For example, the field ``limits.max_requests`` has the
+flag ``--limits.max-requests`` and the environment variable ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
 
 import posixpath
@@ -34,7 +34,7 @@ from penstock_frontend.config.limits import AuthConfig, LimitsConfig
 from penstock_frontend.config.media import MediaConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig
 
-# LoRA adapters and aliases.
+# The code below is for LoRA adapters and aliases.
 
 MAX_NAME_LENGTH = 256
 """Maximum length of an adapter's name, in characters."""
@@ -42,7 +42,7 @@ MAX_PATH_LENGTH = 4096
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters that requests may name. All paths are paths on the engines' machines."""
+    """Settings for LoRA adapters that requests may name. All paths are on the engines' machines."""
 
     enabled: Annotated[
         bool, Meta(description="Serve LoRA adapters. Setting lora.adapters or lora.directory also enables this.")
@@ -110,9 +110,9 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.enabled or bool(self.adapters) or bool(self.directory)
 
     def allows(self, path: str) -> bool:
-        """Return True if an adapter may be loaded from ``path`` at run time: ``path`` is below one of the roots.
+        """Return True if ``path`` is below one of the roots, so that an adapter may be loaded from it at run time.
 
-        Symbolic links are not resolved, because they are on the engines' machines.
+        Symbolic links are not resolved, because the files are on the engines' machines.
         """
         normal = posixpath.normpath(path)
         return posixpath.isabs(path) and any(
@@ -121,7 +121,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def name_refusal(name: str) -> str:
-    """Return the reason why ``name`` cannot name an adapter, or an empty string if it can."""
+    """Return the reason why ``name`` is not a valid adapter name, or an empty string if it is valid."""
     if not name:
         return "is empty"
     if len(name) > MAX_NAME_LENGTH:
@@ -130,12 +130,12 @@ def name_refusal(name: str) -> str:
 
 
 def check_aliases(aliases: Mapping[str, str], model: str, lora: LoraConfig) -> None:
-    """Check the names in ``model.aliases`` against all other names.
+    """Check that the names in ``model.aliases`` do not conflict with other names.
 
     Args:
-        aliases: map from each alias to the name it stands for; an empty value means ``model``.
-        model: the model's own name.
-        lora: the LoRA settings; some adapters may get their names later.
+        aliases: map from each alias to the name that it stands for. An empty value means ``model``.
+        model: the name of the model.
+        lora: the LoRA settings. Some adapters may get their names later, at run time.
 
     Raises:
         ConfigError: an alias is not a valid name, is already taken, or refers to a name that is not served.
@@ -147,11 +147,11 @@ def check_aliases(aliases: Mapping[str, str], model: str, lora: LoraConfig) -> N
             raise ConfigError(f"model.aliases: {name!r} is the model's own name")
         if name in lora.adapters:
             raise ConfigError(
-                f"model.aliases: {name!r} is the name of a LoRA adapter, in lora.adapters; leave one of them out"
+                f"model.aliases: {name!r} is also the name of a LoRA adapter in lora.adapters; remove one of the two"
             )
         if target in aliases:
             raise ConfigError(
-                f"model.aliases.{name} is {target!r}, which is an alias itself; name what that stands for"
+                f"model.aliases.{name} is {target!r}, which is an alias itself; set the name that this alias stands for"
             )
         if target not in ("", model, *lora.adapters) and not (lora.enabled or lora.directory or lora.roots):
             adapters = f" nor one of lora.adapters: {', '.join(sorted(lora.adapters))}" if lora.adapters else ""
@@ -227,7 +227,7 @@ Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model's tokenizer, generation config, chat template and output parsers."""
+    """Settings for the model's tokenizer, generation config, chat template and output parsers."""
 
     path: Annotated[
         str,
@@ -312,7 +312,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection to the coordinator, from which the frontend learns the engines."""
+    """Settings for the connection to the coordinator, which tells the frontend the list of engines."""
 
     address: Annotated[
         str,
@@ -346,7 +346,7 @@ class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The weights by which tenants share busy engines."""
+    """Weights that decide how tenants share busy engines."""
 
     default_weight: Annotated[
         Weight,
@@ -363,7 +363,7 @@ class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields("fairness", self)
 
     def weight_of(self, tenant: str) -> float:
-        """Return the tenant's weight."""
+        """Return the weight of a tenant."""
         return self.weights.get(tenant, self.default_weight)
 
 
@@ -398,7 +398,7 @@ class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DetectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Detection of engines that do not work although their connection is still open."""
+    """Settings for detecting engines that have stopped working while their connection is still open."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {"wedged_after": ENGINES_DECIDE}
 
@@ -527,8 +527,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"engines: {address!r} {e}") from None
         if self.metrics.port >= 0 and self.auth.metrics and not self.metrics.tls.ca:
             raise ConfigError(
-                f"auth.metrics is true and metrics.port is {self.metrics.port}, which asks for no credentials; "
-                "set metrics.tls.ca, or metrics.port to -1"
+                f"auth.metrics is true, but the listener on metrics.port {self.metrics.port} requires no credentials; "
+                "set metrics.tls.ca, or set metrics.port to -1"
             )
         if not self.coordinator.address and not self.engines:
             raise ConfigError("coordinator.address or engines is required: the frontend must find its engines")
@@ -543,5 +543,5 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def name(self) -> str:
-        """Stable name of this frontend: ``frontend_id``, or the host name if that is empty."""
+        """Stable name of this frontend: ``frontend_id``, or the host name if ``frontend_id`` is empty."""
         return self.frontend_id or socket.gethostname()

@@ -12,7 +12,10 @@ from penstock_common.config.settings import ByteSize
 
 
 class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Responses of ``/v1/responses`` that a frontend stores in memory, so that later calls can continue them."""
+    """Limits for stored responses.
+
+    A frontend stores responses of ``/v1/responses`` in memory, so that later calls can continue them.
+    """
 
     max_stored: Annotated[
         int,
@@ -39,7 +42,7 @@ class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP listener with OpenAI's and Anthropic's APIs, ``/health`` and ``/metrics``."""
+    """Settings of the HTTP listener, which serves OpenAI's and Anthropic's APIs, ``/health`` and ``/metrics``."""
 
     host: Annotated[str, Meta(min_length=1, description="Interface to listen on.")] = "0.0.0.0"
     port: Annotated[

@@ -1,4 +1,4 @@
-"""Authentication, limits on a single request, and limits on the number of requests in flight."""
+"""Settings for authentication, limits on a single request, and limits on all requests in flight."""
 
 from typing import Annotated, Literal
 
@@ -22,12 +22,15 @@ class MaxMediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields("limits.max_media", self)
 
     def of(self, modality: Modality) -> int:
-        """Return the maximum number of items of a modality."""
+        """Return the maximum number of items of this modality in one request."""
         return {"image": self.image, "audio": self.audio, "video": self.video}[modality]
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on a single request, and on the requests in flight in one frontend. Requests over a limit are refused."""
+    """Limits on a single request, and limits on all requests in flight in one frontend.
+
+    Requests above a limit are refused.
+    """
 
     max_requests: Annotated[
         int,
@@ -165,9 +168,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_fields("limits", self)
 
 
-# Authentication.
+# The code below is for authentication.
 
-# No symmetric algorithms: with them, every party that can verify a token can also create one.
+# Symmetric algorithms are missing, because every party that can verify a token with them can also create a token.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 
@@ -226,8 +229,10 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Authentication of callers. Setting ``api_keys`` or ``jwt.jwks`` enables it. ``/health``, ``/ping`` and gRPC's
-    health service never require credentials.
+    """Settings for the authentication of callers.
+
+    Authentication is on if ``api_keys`` or ``jwt.jwks`` is set. ``/health``, ``/ping`` and gRPC's health service never
+    require credentials.
     """
 
     api_keys: Annotated[
@@ -251,5 +256,5 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def enabled(self) -> bool:
-        """True if callers must present credentials."""
+        """True if callers must send credentials."""
         return bool(self.api_keys or self.jwt.jwks)

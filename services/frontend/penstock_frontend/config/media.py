@@ -156,11 +156,11 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"media.allowed_domains: {domain!r} must be a host in lower case, *.HOST or *, with or "
                     "without :PORT"
                 )
-        self.private_networks  # noqa: B018 - it looks at each
+        self.private_networks  # noqa: B018 - the property checks each network
 
     @property
     def private_networks(self) -> tuple[Network, ...]:
-        """Parsed ``allowed_private_networks``. Raises ConfigError."""
+        """Networks parsed from ``allowed_private_networks``. Raises ConfigError."""
         try:
             return tuple(ipaddress.ip_network(network) for network in self.allowed_private_networks)
         except ValueError as e:

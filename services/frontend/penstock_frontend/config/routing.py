@@ -1,4 +1,4 @@
-"""Routing of requests to engines, and disaggregated prefill."""
+"""Settings for the routing of requests to engines, and for disaggregated prefill."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The choice of an engine for requests that do not name one."""
+    """Settings for the choice of an engine for requests that do not name an engine."""
 
     policy: Annotated[
         RoutingPolicy,
@@ -42,7 +42,10 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Disaggregated prefill: prefill engines (role: prefill) compute prompts, and decode engines generate the outputs."""
+    """Settings for disaggregated prefill.
+
+    Prefill engines (role: prefill) compute prompts, and decode engines generate the outputs.
+    """
 
     min_prefill_tokens: Annotated[
         int,
@@ -104,6 +107,6 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
                 raise ConfigError(f"disaggregation.allowed_addresses[{place}] is {text!r}; it {e}") from None
         if self.connector and not self.gateway:
             raise ConfigError(
-                f"disaggregation.connector is {self.connector!r} and disaggregation.gateway false; set gateway to true, or leave "
-                "connector empty"
+                f"disaggregation.connector is {self.connector!r}, but disaggregation.gateway is false; set gateway to true, or "
+                "leave connector empty"
             )
