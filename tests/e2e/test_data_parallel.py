@@ -83,7 +83,8 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
 ) -> None:
     epoch = metric(group.engines[0], "penstock:group_epoch")
     with pytest.raises(
-        grpc.aio.AioRpcError, match="replicas is 5; it must be at most 4, because the ranks share the 4 experts"
+        grpc.aio.AioRpcError,
+        match="replicas is 5; it must be at most 4, because each rank needs at least one of the model's 4 experts",
     ):
         await group.ask_for(5)
     assert await group.ask_for(3) == 2

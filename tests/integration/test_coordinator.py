@@ -315,7 +315,7 @@ async def test_a_frontend_that_stops_leaves_and_one_that_vanishes_is_lost():
     assert (lost["log_level"], lost["frontend"], lost["why"]) == (
         "warning",
         "f",
-        "stream ended without a goodbye",
+        "the stream ended without a goodbye message",
     )
     assert lost["peer"].startswith("ipv4:127.0.0.1:")
     assert [line["log_level"] for line in lines if line["event"] == "frontend left"] == ["info"]

@@ -1,1 +1,1 @@
-"""The coordinator service: membership and load of engines, and the waves of data-parallel groups."""
+"""Coordinator service. It tracks the membership and load of engines, and the waves of data-parallel groups."""

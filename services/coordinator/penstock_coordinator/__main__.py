@@ -14,7 +14,7 @@ from penstock_coordinator.config import CoordinatorConfig
 
 
 def main() -> int:
-    """Run the coordinator. Returns the exit code: 0 after a clean stop, 2 if the configuration is wrong."""
+    """Run the coordinator. Return the exit code: 0 after a clean stop, 2 if the configuration is not valid."""
     try:
         source = from_command_line(
             CoordinatorConfig,

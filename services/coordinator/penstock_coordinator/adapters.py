@@ -1,6 +1,6 @@
 """Registry of LoRA adapter names that frontends share through the coordinator.
 
-Soft state: frontends send it again after a restart.
+The coordinator does not save the names. After a restart of the coordinator, frontends send their names again.
 """
 
 import time
@@ -18,9 +18,9 @@ class _Model(msgspec.Struct, eq=False):
     """Adapters of one model.
 
     Attributes:
-        registry: Registered names.
-        num_links: Number of open streams of the model's frontends.
-        left_at: Time at which the last stream ended.
+        registry: Registered adapter names.
+        num_links: Number of open streams from the model's frontends.
+        left_at: Time at which the last of these streams ended.
     """
 
     registry: LoraRegistry
@@ -29,7 +29,7 @@ class _Model(msgspec.Struct, eq=False):
 
 
 class AdapterLink:
-    """Stream of a frontend, as seen by ``Adapters``. ``wake`` is called when there may be something to send."""
+    """State of a frontend's stream in ``Adapters``. ``wake`` is called when there may be a message to send."""
 
     def __init__(self, adapters: "Adapters", model: str, registry: LoraRegistry, wake: Callable[[], None]) -> None:
         self.model = model
@@ -48,22 +48,25 @@ class AdapterLink:
             self.wake()
 
     def tell(self) -> list[LoraRegistration]:
-        """Return the next registrations to send to the frontend. Empty if it has everything."""
+        """Return the next registrations to send to the frontend.
+
+        The list is empty if the frontend has all registrations.
+        """
         return self._gossip.tell()
 
     def take_refused(self) -> list[LoraRefusal]:
-        """Return the refused registrations of this frontend that it has not been sent yet, at most 256."""
+        """Return at most 256 refusals of this frontend's registrations. Leave out refusals that were already sent."""
         refused, self._refused = self._refused, []
         return refused
 
 
 class Adapters:
-    """Registered adapter names by model.
+    """Registered adapter names, by model.
 
-    The names of a model without frontends are kept for ``forget_after`` seconds, because its frontends may be
-    restarting. The configured limits hold at any time. If the names of a model need space, models without frontends are
-    dropped first, starting with the one that lost its frontends first. If there is still not enough space, the
-    registration is refused and the frontend gets the reason.
+    If a model has no frontends, its names are kept for ``forget_after`` seconds, because its frontends may be
+    restarting. The configured limits are never exceeded. If new names need space, models without frontends are dropped.
+    The model that has had no frontends for the longest time is dropped first. If there is still not enough space, the
+    registration is refused, and the frontend gets the reason.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Adapters:
         return sum(model.registry.num_bytes for model in self._models.values())
 
     def connect(self, model: str, wake: Callable[[], None]) -> AdapterLink:
-        """Register a frontend's stream. End it with ``disconnect``."""
+        """Register and return the stream of a frontend. Unregister the stream with ``disconnect``."""
         if model not in self._models:
             self._models[model] = _Model(LoraRegistry(admit=partial(self._admit, model)))
         known = self._models[model]
@@ -108,7 +111,7 @@ class Adapters:
             del self._models[link.model]
 
     def tick(self) -> None:
-        """Drop models that have had no frontend for too long."""
+        """Drop models that have had no frontend for more than ``forget_after`` seconds."""
         oldest = self._clock() - self._limits.forget_after
         for name, model in list(self._models.items()):
             if not model.num_links and model.left_at <= oldest:
@@ -117,7 +120,10 @@ class Adapters:
     def take(
         self, model: str, gossip: Gossip, registrations: Iterable[LoraRegistration]
     ) -> tuple[list[LoraRegistration], list[LoraRefusal]]:
-        """Merge registrations from a frontend. Returns the registrations that took effect, and the refused ones."""
+        """Merge registrations from a frontend.
+
+        Return the registrations that took effect, and the refused registrations.
+        """
         self._refusals = []
         changed = gossip.hear(registrations)
         refused, self._refusals = self._refusals, []
@@ -151,7 +157,7 @@ class Adapters:
             registry.forget_unloads()
         if (size := registry.num_bytes + growth) > limits.max_model_bytes:
             return (
-                f"the adapters of the model would take {size} bytes; lora.max_model_bytes is {limits.max_model_bytes}"
+                f"the adapters of the model would need {size} bytes; lora.max_model_bytes is {limits.max_model_bytes}"
             )
         if not registry.num_bytes:
             named = [each for each in self._models.values() if each.registry.num_bytes]
@@ -159,11 +165,11 @@ class Adapters:
                 return f"{len(named)} models have adapter names; lora.max_models is {limits.max_models}"
         while (size := self.num_bytes + growth) > limits.max_bytes:
             if not self._forget_one():
-                return f"the adapters of all models would take {size} bytes; lora.max_bytes is {limits.max_bytes}"
+                return f"the adapters of all models would need {size} bytes; lora.max_bytes is {limits.max_bytes}"
         return ""
 
     def _forget_one(self) -> bool:
-        """Drop the model that has had no frontend for the longest time. Returns False if all models have frontends."""
+        """Drop the model that has had no frontend for the longest time. Return False if all models have frontends."""
         gone = [(model.left_at, name) for name, model in self._models.items() if not model.num_links]
         if gone:
             del self._models[min(gone)[1]]

@@ -1,4 +1,4 @@
-"""Process of the coordinator: start, serve, stop."""
+"""Process of the coordinator, from start to stop."""
 
 import asyncio
 import os
@@ -28,13 +28,13 @@ from penstock_coordinator.rpc.external_scaler import ExternalScalerServicer
 from penstock_coordinator.rpc.servicer import SERVICE_NAME, CoordinatorServicer, ProtoEncoder, allowed
 
 STREAMS_TIMEOUT = 2.0
-"""Seconds that streams have to end by themselves with a status before the server stops."""
+"""Seconds that streams have to end with a status before the server stops."""
 STOP_GRACE = 0.2
-"""Seconds after which the remaining calls are cancelled."""
+"""Seconds after the stop of the server at which the remaining calls are cancelled."""
 
 
 class Coordinator:
-    """The coordinator service. It runs from ``start`` to ``stop``, on the event loop on which it was started."""
+    """Coordinator service. It runs from ``start`` to ``stop`` on the event loop on which it was started."""
 
     def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
         """Create the service. ``clock`` returns monotonic seconds."""
@@ -49,7 +49,7 @@ class Coordinator:
         self._metrics = CoordinatorMetrics(self.registry)
 
     async def start(self) -> int:
-        """Start serving. Returns the port. Raises ConfigError if a port is in use."""
+        """Start to serve. Return the port. Raises ConfigError if a port is in use."""
         count_tasks(self.registry, asyncio.get_running_loop())
         self._cluster = Cluster(self._config, self._clock, ProtoEncoder())
         self._metrics_server = MetricsServer(self._config.metrics, self.registry, self._certificates)
@@ -83,11 +83,11 @@ class Coordinator:
         liveness = Liveness(self._rpc, lambda: [self._ticking, *self._kubernetes.tasks], clock=time.monotonic)
         self._living = asyncio.create_task(liveness.run(), name="liveness")
         await self._rpc.set_serving(True)
-        get_logger().info("coordinator is listening", address=with_port(self._config.server.host, self.port))
+        get_logger().info("coordinator started", address=with_port(self._config.server.host, self.port))
         return self.port
 
     async def stop(self) -> None:
-        """End all streams and close the ports. Engines and frontends keep serving without a coordinator."""
+        """End all streams, and close the ports. Engines and frontends keep serving without a coordinator."""
         for task in (self._living, self._ticking):
             task.cancel()
         await asyncio.gather(self._living, self._ticking, return_exceptions=True)

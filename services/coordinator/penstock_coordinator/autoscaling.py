@@ -1,4 +1,4 @@
-"""Autoscaling signals: the load of each pool, whether it is in use, and the number of engines that it needs."""
+"""Autoscaling signals of each pool: its load, whether it is in use, and the number of engines that it needs."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,32 +10,35 @@ from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_coordinator.config import ScalingConfig
 from penstock_coordinator.view_channel import Broadcast
 
-# Total load of the engines of each pool.
+# The code below computes the total load of the engines of each pool.
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of a pool, summed over its engines. Draining engines count, because their remaining requests are work too."""
+    """Load of a pool, summed over the pool's engines. Draining engines count too, because they still have requests."""
 
     num_engines: int = 0
     load: float | None = 0.0
-    """Sum of the engines' loads; None if an engine does not report how many requests it can run at once."""
+    """Sum of the engines' loads. None if an engine does not report how many requests it can run at once."""
     kv_cache_usage: float = 0.0
-    """Sum of the KV cache usage of the engines, as fractions."""
+    """Sum of the used fractions of the engines' KV caches."""
     num_reqs: int = 0
-    """Number of requests that run or wait in the engines."""
+    """Number of requests that run or wait on the engines."""
     num_held_reqs: int = 0
-    """Number of requests that frontends hold. Any pool may serve them, so every pool counts all of them."""
+    """Number of requests that frontends hold. Any pool may serve these requests, so each pool counts all of them."""
     slots: float = 0.0
-    """Average number of requests that an engine can run at once; 0 if no engine reports it."""
+    """Average number of requests that an engine can run at once, or 0 if no engine reports this number."""
 
     @property
     def busy(self) -> bool:
-        """Whether any request runs, waits or is held."""
+        """Whether any request runs or waits on an engine, or is held by a frontend."""
         return self.num_reqs > 0 or self.num_held_reqs > 0
 
 
 def pool_loads(view: ClusterView, num_held_reqs: int, names: Iterable[str]) -> dict[str, PoolLoad]:
-    """Return the load of every pool that is named or has an engine. ``num_held_reqs`` is the total of all frontends."""
+    """Return the load of every pool in ``names``, and of every other pool with an engine.
+
+    ``num_held_reqs`` is the number of requests that all frontends together hold.
+    """
     engines: dict[str, list[EngineStatus]] = {name: [] for name in names}
     for engine in view.engines:
         engines.setdefault(engine.pool, []).append(engine)
@@ -55,33 +58,36 @@ def _pool_load(engines: list[EngineStatus], num_held_reqs: int) -> PoolLoad:
     )
 
 
-# Number of engines that a pool needs.
+# The code below computes the number of engines that a pool needs.
 
 _ROUNDING = 1e-6
-"""Tolerance in engines, because sums of floating-point fractions may be slightly too large."""
+"""Tolerance as a number of engines, because sums of floating-point fractions may be slightly too large."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """Target load of the engines of a pool, on average."""
+    """Average target load of the engines of a pool."""
 
     load: float
-    """Requests that run or wait, divided by the number that can run at once."""
+    """Number of requests that run or wait on an engine, divided by the number that the engine can run at once."""
     kv_cache_usage: float
     """Fraction of the KV cache in use."""
     slots: int
-    """Number of requests that an engine can run at once, for a pool without engines."""
+    """Number of requests that an engine can run at once. It is used for pools without engines."""
 
 
 def load_with_held(pool: PoolLoad, targets: Targets) -> float | None:
-    """Return the load of a pool in engines, counting held requests as if they were in engines. None if it is unknown."""
+    """Return the load of a pool as a number of fully loaded engines.
+
+    Held requests count like requests on engines. Return None if the load is unknown.
+    """
     return None if pool.load is None else pool.load + pool.num_held_reqs / (pool.slots or targets.slots)
 
 
 def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
-    """Return the number of engines at which a pool has its target load. None if the load is unknown.
+    """Return the number of engines with which a pool would have its target load, or None if the load is unknown.
 
-    The result does not depend on the current number of engines, so engines that start slowly do not increase it.
-    Autoscalers limit it.
+    The result does not depend on the current number of engines, so it does not grow while engines start slowly.
+    Autoscalers apply limits to the result.
     """
     load = load_with_held(pool, targets)
     if load is None:
@@ -89,15 +95,15 @@ def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
     return math.ceil(max(load / targets.load, pool.kv_cache_usage / targets.kv_cache_usage) - _ROUNDING)
 
 
-# Pools that are in use, or were until recently.
+# The class below tracks which pools are in use, or were in use until recently.
 
 
 class Activity:
-    """Tracks when each pool last had work. Times are seconds of a monotonic clock that the caller passes in.
+    """Tracks when each pool last had requests. Callers pass the time as seconds of a monotonic clock.
 
-    The record is lost when the coordinator restarts. Pools with engines therefore count as in use at the first update,
-    because their idle time is unknown. A pool without engines and requests does not count, since waking it would be
-    pointless.
+    These times are lost when the coordinator restarts. Pools with engines therefore count as in use at the first
+    update, because their idle time is unknown. A pool without engines and requests counts as not in use, because
+    scaling it up would have no purpose.
     """
 
     def __init__(self) -> None:
@@ -105,7 +111,7 @@ class Activity:
         self._busy_at: dict[str, float] = {}
 
     def take(self, pools: Mapping[str, PoolLoad], now: float) -> bool:
-        """Record which pools have work now. Returns whether that, or the set of pools, has changed."""
+        """Record which pools have requests now. Return whether these pools, or the set of all pools, have changed."""
         first = not self._busy_at and not self._busy
         busy = {name: pool.busy for name, pool in pools.items()}
         for name, pool in pools.items():
@@ -116,10 +122,10 @@ class Activity:
         return changed
 
     def active_for(self, pool: str, idle_seconds: float, now: float) -> float:
-        """Return the seconds for which a pool stays in use if no request arrives.
+        """Return the number of seconds for which a pool still counts as in use if no request arrives.
 
-        Infinite while it has work, 0 if it is not in use. ``idle_seconds`` is the time after its last request in which
-        it still counts as in use.
+        The number is infinite while the pool has requests, and 0 if the pool is not in use. ``idle_seconds`` is the
+        time after the pool's last request for which the pool still counts as in use.
         """
         if self._busy.get(pool):
             return math.inf
@@ -128,14 +134,14 @@ class Activity:
         return max(self._busy_at[pool] + idle_seconds - now, 0.0)
 
 
-# Signals for autoscalers, published as soon as they are known.
+# The class below publishes the signals for autoscalers as soon as they are known.
 
 
 class ScalingSignals:
     """Load and activity of the pools.
 
-    Empty until the cluster is known, because a load of zero would remove busy engines. Used from one event loop. Times
-    are seconds of a monotonic clock that the caller passes in.
+    The signals are empty until the cluster is known, because autoscalers would remove busy engines if the load were
+    zero. This class must be used on one event loop. Callers pass the time as seconds of a monotonic clock.
     """
 
     def __init__(self, config: ScalingConfig) -> None:
@@ -144,11 +150,13 @@ class ScalingSignals:
         self._pools: dict[str, PoolLoad] = {}
         self._known = False
         self.changes: Broadcast[float] = Broadcast()
-        """Times at which a pool started or stopped having work, and at which the cluster first became known."""
+        """Time of the latest change. A change is that a pool gets its first request or ends its last request, or that
+        the cluster becomes known.
+        """
 
     @property
     def pools(self) -> Mapping[str, PoolLoad]:
-        """Loads of the pools by name; empty until the cluster is known."""
+        """Loads of the pools by name, or empty until the cluster is known."""
         return self._pools
 
     @property
@@ -157,8 +165,11 @@ class ScalingSignals:
         return self._known
 
     def take(self, view: ClusterView, num_held_reqs: int, now: float) -> None:
-        """Update the signals with the current cluster. ``num_held_reqs`` is the total of all frontends."""
-        # Keep pools that have existed before: they may be scaled to zero.
+        """Update the signals with the current cluster.
+
+        ``num_held_reqs`` is the number of requests that all frontends together hold.
+        """
+        # Keep pools that existed before and have no engines now, because they may be scaled to zero.
         self._pools = pool_loads(view, num_held_reqs, (*self._config.pools, *self._pools))
         changed = self._activity.take(self._pools, now)
         if changed or not self._known:
@@ -174,7 +185,7 @@ class ScalingSignals:
         return self._pools[name]
 
     def active_for(self, name: str, idle_seconds: float, now: float) -> float:
-        """Return ``Activity.active_for``. Raises like ``pool``."""
+        """Return the result of ``Activity.active_for``. Raises the errors of ``pool``."""
         self._check(name)
         return self._activity.active_for(name, idle_seconds, now)
 

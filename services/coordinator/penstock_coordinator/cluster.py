@@ -1,4 +1,4 @@
-"""State of the coordinator: members, connected frontends, and the views that are sent to frontends."""
+"""State of the coordinator: member engines, connected frontends, and the views that frontends receive."""
 
 import asyncio
 import itertools
@@ -18,20 +18,23 @@ from penstock_coordinator.groups import Groups
 from penstock_coordinator.membership import Change, Effect, IdTaken, MemberChanged, Membership, SessionEnded, Statuses
 from penstock_coordinator.view_channel import Broadcast, Encoder, Pace, Subscription, ViewReader, Views
 
-# Connected frontends and the number of requests that they hold.
+# The classes below track connected frontends, and the number of requests that they hold.
 
 
 class Frontend(msgspec.Struct):
     """A connected frontend."""
 
     session: int
-    """Number of its latest stream."""
+    """Number of the frontend's latest stream."""
     num_held_requests: int = 0
-    """Number of requests that wait in the frontend because no engine is up."""
+    """Number of requests that the frontend holds because no engine is ready."""
 
 
 class Frontends:
-    """Connected frontends by id. Only the latest stream of a frontend counts; reports on older streams are ignored."""
+    """Connected frontends, by id.
+
+    Only reports on the latest stream of a frontend count. Reports on older streams are ignored.
+    """
 
     def __init__(self) -> None:
         self._frontends: dict[str, Frontend] = {}
@@ -41,11 +44,11 @@ class Frontends:
 
     @property
     def num_held_requests(self) -> int:
-        """Number of requests that wait in all frontends because no engine is up."""
+        """Number of requests that all frontends together hold because no engine is ready."""
         return sum(frontend.num_held_requests for frontend in self._frontends.values())
 
     def connect(self, session: int, frontend_id: str) -> None:
-        """Record a frontend that has sent its hello on a new stream."""
+        """Record a frontend that has sent ``hello`` on a new stream."""
         self._frontends[frontend_id] = Frontend(session)
 
     def demand(self, session: int, frontend_id: str, num_held_requests: int) -> None:
@@ -63,11 +66,11 @@ class Frontends:
 
 Clock = Callable[[], float]
 PoolKey = tuple[str, str]
-"""Model and pool."""
+"""Model name and pool name."""
 
 
 class Cluster:
-    """Passes the time to the state machines and applies their effects. Used from one event loop."""
+    """Passes the current time to the state machines, and applies their effects. Must be used on one event loop."""
 
     def __init__(self, config: CoordinatorConfig, clock: Clock, encoder: Encoder) -> None:
         now = clock()
@@ -80,7 +83,7 @@ class Cluster:
             recovered_at=now + config.lease_seconds, floor=time.time_ns() // 1_000_000, on_change=self._groups_changed
         )
         self.look = asyncio.Event()
-        """Event that is set when ``tick`` should run earlier than ``sleep`` says."""
+        """Event that is set when ``tick`` should run before ``sleep`` seconds have passed."""
         self._known_at = now + config.first_view_after
         self._pace = Pace(config.view_interval, config.max_reports_per_second)
         self._views = Views(self._pace, encoder, first_at=self._known_at)
@@ -91,18 +94,18 @@ class Cluster:
 
     @property
     def known(self) -> bool:
-        """Whether engines and frontends of an earlier coordinator have had time to reconnect."""
+        """Whether the engines and frontends of an earlier coordinator have had enough time to reconnect."""
         return self.now() >= self._known_at
 
     @property
     def sleep(self) -> float:
-        """Seconds until the next ``tick``."""
+        """Seconds to wait until the next ``tick``."""
         regular = min(self._views.interval, self.lease_seconds / 10)
         waits = self._views.waits(self.now())
         return regular if waits is None else min(waits, regular)
 
     def new_session(self) -> int:
-        """Return a number that no other stream has."""
+        """Return a number for a new stream that no other stream has."""
         return next(self._sessions)
 
     def view(self) -> ClusterView:
@@ -110,14 +113,14 @@ class Cluster:
         return ClusterView(engines=self._statuses.of(self.membership.members), groups=self._told_groups)
 
     def group_epoch(self, registration: EngineRegistration) -> int:
-        """Return the epoch of the data-parallel group of an engine's pool, or 0 if there is none."""
+        """Return the epoch of the data-parallel group of an engine's pool, or 0 if the pool has no group."""
         group = self.groups.of(registration.model, registration.pool)
         return 0 if group is None else group.machine.group.epoch
 
     def subscribe(self, subscription: Subscription, *, deltas: bool) -> ViewReader:
-        """Subscribe a frontend's stream to views, until ``unsubscribe``.
+        """Subscribe a frontend's stream to views. End the subscription with ``unsubscribe``.
 
-        ``deltas`` is whether the frontend understands deltas.
+        ``deltas`` is True if the frontend supports deltas.
         """
         return self._views.subscribe(subscription, self.view(), self.now(), deltas=deltas)
 
@@ -126,8 +129,8 @@ class Cluster:
         self._views.unsubscribe(reader)
 
     def report_interval(self, pool: PoolKey) -> Broadcast[float]:
-        """Return the report interval of a pool's engines in seconds, with its later changes; 0 leaves it to the
-        engines.
+        """Return the report interval of a pool's engines in seconds, including later changes of the interval. 0 means
+        that each engine chooses its interval.
         """
         if pool not in self._report_intervals:
             self._report_intervals[pool] = Broadcast()
@@ -135,9 +138,9 @@ class Cluster:
         return self._report_intervals[pool]
 
     def apply(self, effects: Sequence[Effect]) -> None:
-        """Log the changes and publish a view.
+        """Apply effects: log the changes, and publish a view.
 
-        Raises Unavailable or AlreadyExists if the session that caused them must end.
+        Raises Unavailable or AlreadyExists if the session that caused the effects must end.
         """
         for effect in effects:
             if isinstance(effect, SessionEnded):
@@ -172,7 +175,7 @@ class Cluster:
             self.groups.forget(effect.engine_id)
 
     def _groups_changed(self) -> None:
-        """Schedule a view for frontends soon if the groups have changed."""
+        """If the groups have changed, schedule a view for frontends soon."""
         groups = self.groups.views()
         if groups != self._told_groups:
             self._told_groups = groups
@@ -190,4 +193,4 @@ class Cluster:
 
 
 _OF_SIZE = (Change.JOINED, Change.REPLACED, Change.RECONNECTED, Change.LEFT, Change.EXPIRED)
-"""Changes that may change the size of a pool."""
+"""Changes of members after which a pool may have another number of engines."""

@@ -1,7 +1,7 @@
 """Configuration of the coordinator.
 
-Every value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. The
-description of each field is also used for ``--help``, docs/reference/settings.md and the chart.
+The structs validate every value when they are created. ``penstock_common.config.loader`` refuses unknown keys. The
+description of a field is the source of its ``--help`` text, of docs/reference/settings.md and of the chart.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from penstock_common.config.settings import REREAD, ByteSize
 from penstock_common.errors import ConfigError, nearest
 from penstock_common.types.cluster import DEFAULT_POOL
 
-# Settings that have an effect only together with another setting.
+# The settings below have an effect only together with another setting.
 
 NEEDS: Needs = (
     *OF_ALL,
@@ -32,9 +32,9 @@ NEEDS: Needs = (
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Signals for autoscalers about the pools of engines.
+    """Settings of the signals that autoscalers receive about the pools of engines.
 
-    Targets and times are defaults for ScaledObjects that set none.
+    Targets and times are defaults for ScaledObjects that do not set them.
     """
 
     pools: Annotated[
@@ -80,9 +80,9 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Objects that the coordinator changes in its Kubernetes namespace, with its pod's service account.
+    """Objects that the coordinator may change in its Kubernetes namespace, with its pod's service account.
 
-    By default none.
+    By default, the coordinator changes no objects.
     """
 
     deletion_costs: Annotated[
@@ -141,13 +141,13 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for (name, pools), (other, others) in itertools.combinations(workloads, 2):
             if twice := pools.keys() & others.keys():
                 raise ConfigError(
-                    f"kubernetes.{name} and kubernetes.{other} both have pool {min(twice)!r}; remove it from one of "
-                    "them"
+                    f"kubernetes.{name} and kubernetes.{other} both have pool {min(twice)!r}; remove the pool from one "
+                    "of the two settings"
                 )
         if unknown := self.ranks_per_pod.keys() - self.stateful_sets.keys():
             raise ConfigError(
-                f"kubernetes.ranks_per_pod has pool {min(unknown)!r}, but stateful_sets does not; add it there or "
-                "remove it here"
+                f"kubernetes.ranks_per_pod has pool {min(unknown)!r}, but kubernetes.stateful_sets does not; add the pool to "
+                "stateful_sets, or remove it from ranks_per_pod"
             )
         for pool, fewest in self.min_replicas.items():
             if any(pools for _, pools in workloads) and pool not in self.pools:
@@ -162,18 +162,18 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def enabled(self) -> bool:
-        """Whether the coordinator changes anything in Kubernetes."""
+        """Whether the coordinator may change objects in Kubernetes."""
         return self.deletion_costs or bool(self.deployments or self.leader_worker_sets or self.stateful_sets)
 
     @property
     def pools(self) -> Set[str]:
-        """Pools for which the settings name a workload or an owner."""
+        """Names of the pools for which these settings have a workload or an owner."""
         owned = self.deployments, self.leader_worker_sets, self.stateful_sets, self.owners
         return {pool for pools in owned for pool in pools}
 
 
 class LoraNamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits for LoRA adapter names that frontends share through the coordinator."""
+    """Limits on the LoRA adapter names that frontends share through the coordinator."""
 
     max_registered: Annotated[
         int,
@@ -250,7 +250,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ),
         ),
     ] = 2000.0
-    # After a restart, engines may still be reconnecting. A view without them would end their requests.
+    # After a restart of the coordinator, engines need time to reconnect. A view without these engines would end their
+    # requests.
     restart_grace: (
         Annotated[
             float,

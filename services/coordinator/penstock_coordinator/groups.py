@@ -1,4 +1,4 @@
-"""Data-parallel groups of all pools: events from ranks, and messages to them."""
+"""Data-parallel groups of all pools. Handles events from ranks, and sends messages to ranks."""
 
 import asyncio
 from collections import deque
@@ -24,11 +24,11 @@ from penstock_common.types.data_parallel import (
 )
 from penstock_coordinator.group import GroupMachine, ScaleRefused, Sent
 
-# Messages to one rank.
+# The class below queues the messages to one rank.
 
 
 class Outbox:
-    """Queue of messages to one rank, read by the rank's stream."""
+    """Queue of messages to one rank. The rank's stream takes the messages and sends them."""
 
     def __init__(self) -> None:
         self._messages: deque[StartDpWave | Reconfigure] = deque()
@@ -40,27 +40,28 @@ class Outbox:
         self._there.set()
 
     async def next(self) -> StartDpWave | Reconfigure:
-        """Wait for the next message and return it."""
+        """Wait for the next message, remove it from the queue, and return it."""
         while not self._messages:
             self._there.clear()
             await self._there.wait()
         return self._messages.popleft()
 
 
-# Data-parallel group of one pool.
+# The class below manages the data-parallel group of one pool.
 
 RETRY_AFTER = 10.0
-"""Seconds after a failed change before the group changes its size again."""
+"""Seconds to wait after a failed change before the group tries to change its size again."""
 
 FromRank = StartWave | WaveComplete | RankReport | PeerLost | PrepareFailed
 Send = Callable[[StartDpWave | Reconfigure], None]
 
 
 class GroupOfPool:
-    """Runs the state machine of a group. Names are names of ranks.
+    """Runs the state machine of a group. All names are names of ranks.
 
-    ``target_size`` is the size that the group moves to by itself: a lost rank is replaced as soon as another one is
-    available. Ranks are sent the target, and report it to a restarted coordinator.
+    ``target_size`` is the number of ranks that the group should have. If a rank is lost, it is replaced as soon as
+    another rank is available. The coordinator sends the target to the ranks. If the coordinator restarts, the ranks
+    report the target to it.
     """
 
     def __init__(self, first: GroupRegistration, *, floor: int, send: Send) -> None:
@@ -68,7 +69,7 @@ class GroupOfPool:
         self.target_size = first.size
         self._max_size = first.max_size
         self._remembered_in: int | None = None
-        """Epoch of the rank that reported the target of an earlier coordinator."""
+        """Epoch in the report of the rank that reported the target of an earlier coordinator."""
         self._machine = GroupMachine(first.size, first.min_size, waits=first.waits, floor=floor)
         self._send = send
         self._steer_at = 0.0
@@ -90,19 +91,22 @@ class GroupOfPool:
         )
 
     def check(self, registration: GroupRegistration) -> None:
-        """Raise FailedPrecondition, naming the keys, if a rank's configuration differs from that of the others."""
+        """Raise FailedPrecondition if a rank's configuration differs from the configuration of the other ranks.
+
+        The error names the keys with different values.
+        """
         if not self._machine.known:
             return
         differing = _differing(self.config, registration.parallel_config)
         if differing:
             raise FailedPrecondition(
-                f"register.group.parallel_config differs from that of the group's ranks: {differing}",
+                f"register.group.parallel_config differs from the configuration of the group's other ranks: {differing}",
                 field="register.group.parallel_config",
                 reason="PARALLEL_CONFIG_DIFFERS",
             )
 
     def register(self, registration: GroupRegistration, now: float) -> None:
-        """Register a rank, which may have been registered before. The first rank sets the group's size."""
+        """Register a rank, which may already be registered. The first rank sets the group's size."""
         if not self._machine.known:
             self.config = registration.parallel_config
             self._max_size = registration.max_size
@@ -117,12 +121,12 @@ class GroupOfPool:
         self.take(registration.report, now)
         machine = self._machine
         if machine.recovering and not machine.highest and len(machine.known) >= machine.size:
-            self.recovered(now)  # no rank knows an earlier coordinator, so there was none
+            self.recovered(now)  # no rank knows an earlier coordinator, so there was no earlier coordinator
 
     def recovered(self, now: float) -> None:
         """Handle the end of the recovery time, one lease after the start of the coordinator."""
         if self._machine.recovering:
-            if self._remembered_in is None:  # Ranks of older releases do not report a target.
+            if self._remembered_in is None:  # ranks of older releases do not report a target
                 self.target_size = max(self.target_size, len(self._machine.group.members))
             self._then(self._machine.recovered(), now)
 
@@ -137,7 +141,7 @@ class GroupOfPool:
             case RankReport():
                 step = machine.report(message)
             case PeerLost():
-                get_logger().warning("collective broke", rank=message.engine, epoch=message.epoch)
+                get_logger().warning("collective failed", rank=message.engine, epoch=message.epoch)
                 step = machine.peer_lost(message)
             case PrepareFailed():
                 get_logger().warning("rank cannot join", rank=message.engine, epoch=message.epoch)
@@ -152,19 +156,20 @@ class GroupOfPool:
         self._then(self._machine.stream_broken(rank), now)
 
     def gone(self, rank: str, now: float) -> None:
-        """Handle a rank whose lease has expired, that has shut down, or that makes no progress."""
+        """Handle a lost rank: its lease has expired, or it has shut down, or it makes no progress."""
         self._then(self._machine.gone(rank), now)
 
     def repeat(self, now: float) -> None:
-        """Repeat messages that may have been lost. Called periodically."""
+        """Send messages again that may have been lost. Called periodically."""
         self._then(self._machine.repeat(), now)
 
     def scale(self, size: int, now: float) -> int:
-        """Set the target number of ranks. Returns the previous target.
+        """Set the target number of ranks. Return the previous target.
 
         Raises:
-            InvalidArgument: ``size`` is below ``min_size``, or above the number of experts that ranks can share.
-            FailedPrecondition: The group is changing. A group that only waits for missing ranks accepts another size.
+            InvalidArgument: ``size`` is below ``min_size``, or above the number of experts of the model.
+            FailedPrecondition: The group is changing its ranks. A group that only waits for missing ranks accepts a new
+                size.
         """
         machine = self._machine
         if size < machine.min_size:
@@ -175,8 +180,8 @@ class GroupOfPool:
             )
         if self._max_size and size > self._max_size:
             raise InvalidArgument(
-                f"replicas is {size}; it must be at most {self._max_size}, because the ranks share the "
-                f"{self._max_size} experts of the model",
+                f"replicas is {size}; it must be at most {self._max_size}, because each rank needs at least one of the "
+                f"model's {self._max_size} experts",
                 field="replicas",
                 reason="ABOVE_MAX_SIZE",
             )
@@ -191,7 +196,10 @@ class GroupOfPool:
         return before
 
     def _tell_target(self) -> None:
-        """Send the target to the ranks at once. The next group that would carry it may come much later or never."""
+        """Send the target to the ranks now.
+
+        The next message about a new group would also contain the target, but it may be sent much later or never.
+        """
         machine = self._machine
         for member in machine.group.members:
             self._tell(Reconfigure(member, machine.group, machine.waves.wave, machine.waves.pauses))
@@ -202,7 +210,7 @@ class GroupOfPool:
         self._send(message)
 
     def _steer(self, now: float) -> None:
-        """Move towards the target, as far as ranks are available."""
+        """Change the group's size towards the target, as far as ranks are available."""
         machine = self._machine
         settled = machine.finished and not machine.recovering and not machine.standby.epoch
         size = max(min(self.target_size, len(machine.group.members) + len(machine.spares)), machine.min_size)
@@ -211,7 +219,7 @@ class GroupOfPool:
         self._machine, sent = machine.scale(size)
         for message in sent:
             if isinstance(message, ScaleRefused):
-                get_logger().info("group keeps its size for now", reason=message.reason)
+                get_logger().info("change of group size postponed", reason=message.reason)
             else:
                 self._tell(message)
 
@@ -220,7 +228,7 @@ class GroupOfPool:
         self._machine, sent = step
         group = self._machine.group
         if group.epoch != epoch:
-            get_logger().info("group has a new epoch", epoch=group.epoch, ranks=len(group.members))
+            get_logger().info("new epoch of group", epoch=group.epoch, ranks=len(group.members))
         elif self._machine.finished and not finished:
             get_logger().info("all ranks joined the group", epoch=group.epoch, ranks=len(group.members))
         for message in sent:
@@ -234,13 +242,13 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 PoolKey = tuple[str, str]
-"""Model and pool."""
+"""Model name and pool name."""
 REPEAT_INTERVAL = 0.5
 """Seconds after which messages that may have been lost are sent again."""
 
 
 class Rank:
-    """An engine that is a rank. ``outbox`` has the messages for its newest stream."""
+    """An engine that is a rank. ``outbox`` has the messages for the rank's latest stream."""
 
     def __init__(self, registration: EngineRegistration, meeting_address: str) -> None:
         self.name = rank_name(registration.engine_id, registration.incarnation)
@@ -251,16 +259,17 @@ class Rank:
 
 
 class Groups:
-    """Maps engines to ranks, and holds the group of each pool.
+    """Maps engines to ranks, and stores the group of each pool.
 
-    Times are seconds of a monotonic clock that callers pass in.
+    Callers pass the time as seconds of a monotonic clock.
     """
 
     def __init__(self, *, recovered_at: float, floor: int, on_change: Callable[[], None]) -> None:
         """Create the groups.
 
-        ``recovered_at`` is the time at which ranks of an earlier coordinator have reconnected. ``floor`` is an epoch
-        that no earlier coordinator can have given out. ``on_change`` is called when frontends may need a new view.
+        ``recovered_at`` is the time by which ranks of an earlier coordinator have reconnected. ``floor`` is an epoch
+        that is higher than all epochs of earlier coordinators. ``on_change`` is called when frontends may need a new
+        view.
         """
         self._recovered_at = recovered_at
         self._floor = floor
@@ -269,7 +278,7 @@ class Groups:
         self._ranks: dict[str, Rank] = {}
         """Ranks by engine id."""
         self._meetings: dict[str, str] = {}
-        """Meeting address of each rank. Entries of ranks that have left stay until their groups are gone."""
+        """Address of each rank's store. The entry of a rank that has left stays until the rank's group has ended."""
         self._repeat_at = 0.0
 
     def views(self) -> tuple[PoolGroup, ...]:
@@ -278,19 +287,17 @@ class Groups:
 
     @property
     def meetings(self) -> Mapping[str, str]:
-        """Address of each rank's store."""
+        """Address of the store of each rank. Ranks of a new group connect to each other through a store."""
         return self._meetings
 
     def of(self, model: str, pool: str) -> GroupOfPool | None:
-        """Return the group of a pool, or None if its engines are not ranks."""
+        """Return the group of a pool, or None if the pool's engines are not ranks."""
         return self._groups.get((model, pool))
 
     def scale(self, pool: str, size: int, now: float) -> int | None:
-        """Set the target number of ranks of a pool, for any model.
+        """Set the target number of ranks of the group of a pool, whatever its model is.
 
-        Returns the previous target, or None if the pool has no group.
-
-        Raises like ``GroupOfPool.scale``.
+        Returns the previous target, or None if the pool has no group. Raises the errors of ``GroupOfPool.scale``.
         """
         group = next((group for (_, name), group in self._groups.items() if name == pool), None)
         if group is None:
@@ -306,7 +313,7 @@ class Groups:
             group.check(registration.group)
 
     def register(self, registration: EngineRegistration, now: float) -> Rank | None:
-        """Register an engine. Returns its rank, or None if it is not a rank."""
+        """Register an engine. Return the engine's rank, or None if the engine is not a rank."""
         before = self._ranks.get(registration.engine_id)
         if registration.group is None:
             return None
@@ -325,13 +332,13 @@ class Groups:
         return rank
 
     def take(self, rank: Rank, message: FromRank, now: float) -> None:
-        """Handle a message from a rank. Messages of a replaced stream are ignored."""
+        """Handle a message from a rank. Ignore messages of a stream that was replaced by a newer stream."""
         if self._ranks.get(rank.engine_id) is rank:
             self._groups[rank.key].take(message, now)
             self._on_change()
 
     def first_request(self, message: FirstRequest, now: float) -> None:
-        """Handle a request that went to a rank of a group considered idle."""
+        """Handle a request that a frontend sent to a rank, while the frontend considered the rank's group idle."""
         rank = next((rank for rank in self._ranks.values() if rank.name == message.engine), None)
         if rank is not None:
             self._groups[rank.key].take(message, now)
@@ -344,7 +351,7 @@ class Groups:
             self._on_change()
 
     def gone(self, engine_id: str, now: float) -> None:
-        """Handle an engine that has left, lost its lease, or makes no progress. It may come back."""
+        """Handle an engine that has left, has lost its lease, or makes no progress. The engine may return later."""
         rank = self._ranks.get(engine_id)
         if rank is not None:
             self._groups[rank.key].gone(rank.name, now)
@@ -357,7 +364,7 @@ class Groups:
             del self._meetings[rank.name]
 
     def tick(self, now: float) -> None:
-        """Send lost messages again when that is due."""
+        """Send messages again that may have been lost, if the interval has passed."""
         if now < self._repeat_at:
             return
         self._repeat_at = now + REPEAT_INTERVAL

@@ -26,7 +26,7 @@ _TABLE = (
 
 
 class CoordinatorMetrics(Instruments):
-    """Metrics of the cluster, and of the size and delay of views."""
+    """Metrics of the cluster's engines and frontends, and of the size and delay of views."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, _TABLE)
@@ -42,13 +42,13 @@ class CoordinatorMetrics(Instruments):
         self.series(_HELD).set(frontends.num_held_requests)
 
     def sent(self, num_bytes: int, *, whole: bool, lag: float) -> None:
-        """Record a view that was sent to a frontend ``lag`` seconds after it was due."""
+        """Record a view that was sent to a frontend. ``lag`` is the number of seconds between due time and sending."""
         self.series(_BYTES, "full" if whole else "delta").inc(num_bytes)
         self.series(_LAG).observe(lag)
 
 
 def pool_families(signals: ScalingSignals, config: ScalingConfig) -> Iterator[Metric]:
-    """Yield one metric family per autoscaling signal, with a series per pool. Unknown values have no series."""
+    """Yield one metric family per autoscaling signal. Each pool with a known value has one time series."""
     targets = Targets(load=config.target_load, kv_cache_usage=config.target_kv_usage, slots=config.slots)
     table = (
         ("engines", "Engines of a pool.", lambda pool: pool.num_engines),

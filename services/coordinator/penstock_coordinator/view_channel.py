@@ -1,4 +1,7 @@
-"""Views of the cluster for frontends: their intervals, and one channel for all frontends with the same subscription."""
+"""Views of the cluster for frontends.
+
+Decides when views are sent. Frontends with the same subscription share a channel.
+"""
 
 import asyncio
 import math
@@ -10,10 +13,11 @@ import msgspec
 
 from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta, difference
 
-# Report intervals of engines and send intervals of views.
+# The class below computes the report interval of engines, and the interval between two views.
 
 _STEP = 1.25
-"""Ratio between two steps of the report interval. With steps, most changes of a pool's size do not change the interval.
+"""Ratio between two consecutive values of the report interval. The interval has only these values, so most changes of a
+pool's size do not change it.
 """
 _CHANGES_PER_VIEW = 10
 _SHORTEST = 0.01
@@ -22,18 +26,19 @@ _MOST_BETWEEN_CHANGES = 0.1
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Intervals in seconds, which grow with the number of engines.
+    """Report intervals and view intervals in seconds. They grow with the number of engines.
 
-    The number of reports per second is limited. A view is sent at most as often as its engines report.
+    Longer report intervals limit the number of reports per second. Views are sent at most as often as their engines
+    report.
     """
 
     view_interval: float
-    """Seconds between two views in which only loads have changed, for few engines."""
+    """Seconds between two views in which only loads have changed, if there are few engines."""
     max_reports_per_second: float
     """Maximum number of reports per second from all engines of a pool."""
 
     def of_reports(self, num_engines: int) -> float:
-        """Return the report interval of an engine in a pool of this size. 0 leaves it to the engine."""
+        """Return the report interval of an engine in a pool of this size. 0 means that the engine chooses the interval."""
         interval = num_engines / self.max_reports_per_second
         if interval < _SHORTEST:
             return 0.0
@@ -41,37 +46,38 @@ class Pace(msgspec.Struct, frozen=True):
         return _SHORTEST * _STEP**steps
 
     def of_views(self, num_engines: int) -> float:
-        """Return the interval between two views of this many engines if only loads have changed."""
+        """Return the interval between two views with ``num_engines`` engines if only loads have changed."""
         return max(self.view_interval, num_engines / self.max_reports_per_second)
 
     def of_changes(self, num_engines: int) -> float:
-        """Return the interval between two views of this many engines if members change.
+        """Return the interval between two views with ``num_engines`` engines if members have changed.
 
-        Engines that join together share a view.
+        Because of this interval, engines that join shortly after each other are in the same view.
         """
         return min(num_engines / self.max_reports_per_second / _CHANGES_PER_VIEW, _MOST_BETWEEN_CHANGES)
 
 
-# Timing of views.
+# The class below decides when a view is sent.
 
 _NEARLY = 0.9
-"""Fraction of an interval that counts as the whole interval, for a check that runs slightly early."""
+"""Fraction of an interval that counts as the complete interval, because a check may run slightly too early."""
 
 
 class ViewLimiter:
     """Decides when a view is due.
 
-    A view is due soon after members or their states have changed, and after the view interval if only loads may have
-    changed. It is never due before ``first_at``.
+    If members or their states have changed, a view is due soon. If only loads may have changed, a view is due after the
+    view interval. A view is never due before ``first_at``.
 
-    The last rule makes a restart of the coordinator safe. The coordinator stores nothing on disk and learns about
-    engines as they register again. A view with half of them would tell frontends that the others are gone. Until then,
-    frontends keep their view.
+    The rule about ``first_at`` makes a restart of the coordinator safe. The coordinator stores nothing on disk, so
+    engines must register again after a restart. If a view had only half of the engines, frontends would treat the other
+    engines as lost. Before ``first_at``, frontends keep the view that they have.
     """
 
     def __init__(self, pace: Pace, *, first_at: float) -> None:
-        """Create the limiter. ``first_at`` is the time of the first view, in seconds of the clock that callers pass as
-        ``now``.
+        """Create the limiter.
+
+        ``first_at`` is the earliest time of the first view, on the same clock as the argument ``now`` of the methods.
         """
         self._pace = pace
         self._first_at = first_at
@@ -81,16 +87,16 @@ class ViewLimiter:
 
     @property
     def interval(self) -> float:
-        """Seconds after which to check again."""
+        """Seconds until the next check whether a view is due."""
         return self._pace.of_views(self._num_engines)
 
     def members_changed(self, now: float) -> None:
-        """Record that more than loads has changed since the last view."""
+        """Record that members or their states have changed since the last view."""
         if self._changed_at is None:
             self._changed_at = now
 
     def due(self, now: float) -> bool:
-        """Return whether a view with the changes is due."""
+        """Return whether a view with the recorded changes is due."""
         if now < self._first_at:
             return False
         if self._sent_at is None:
@@ -101,40 +107,43 @@ class ViewLimiter:
         return passed >= self.interval * _NEARLY
 
     def waits(self, now: float) -> float | None:
-        """Return the seconds until a pending change of members is due, or None if there is none."""
+        """Return the seconds until a view with a pending change of members is due.
+
+        Return None without a pending change.
+        """
         if self._changed_at is None or now < self._first_at or self._sent_at is None:
             return None
         return max(self._sent_at + self._pace.of_changes(self._num_engines) - now, 0.0)
 
     def sent(self, now: float, num_engines: int) -> float:
-        """Record that a view of this many engines was sent. Returns the time at which it became due."""
+        """Record that a view with ``num_engines`` engines was sent. Return the time at which the view became due."""
         since = now if self._changed_at is None else max(self._changed_at, self._first_at)
         self._sent_at, self._changed_at, self._num_engines = now, None, num_engines
         return since
 
     def only_loads(self) -> None:
-        """Record that only loads have changed in this view; the member change belongs to another view."""
+        """Record that only loads have changed in this view, because the change of members is in another view."""
         self._changed_at = None
 
 
 MAX_DELTAS = 16
-"""Number of deltas kept for slow frontends. A frontend that is further behind gets a full view."""
+"""Number of recent deltas that are stored for slow frontends. A frontend that needs older deltas gets a full view."""
 
 
 class Subscription(msgspec.Struct, frozen=True):
-    """Selection of the engines in a view."""
+    """Selection of the engines that a view contains."""
 
     model: str = ""
-    """Model of the engines; empty for all models."""
+    """Model of the selected engines. Empty means all models."""
     pools: frozenset[str] = frozenset()
-    """Pools of the engines; empty for all pools."""
+    """Pools of the selected engines. Empty means all pools."""
 
     def wants(self, engine: EngineStatus) -> bool:
-        """Return whether the engine is in the view."""
+        """Return whether the selection includes an engine."""
         return self._has(engine.model, engine.pool)
 
     def of(self, view: ClusterView) -> ClusterView:
-        """Return the selected part of a full view."""
+        """Return a view with only the selected engines of a full view."""
         engines = tuple(engine for engine in view.engines if self.wants(engine))
         groups = tuple(group for group in view.groups if self._has(group.model, group.pool))
         return msgspec.structs.replace(view, engines=engines, groups=groups)
@@ -147,14 +156,14 @@ class Encoder(Protocol):
     """Encodes views as bytes."""
 
     def whole(self, view: ClusterView, version: int) -> bytes:
-        """Encode a view with all its engines."""
+        """Encode a view including all its engines."""
 
     def delta(self, view: ClusterView, delta: ViewDelta, version: int) -> bytes:
         """Encode the changes of a view since the previous version."""
 
 
 class EncodedView(msgspec.Struct, frozen=True):
-    """A view in its encoded form."""
+    """A view or a delta in encoded form."""
 
     version: int
     data: bytes
@@ -164,7 +173,7 @@ class EncodedView(msgspec.Struct, frozen=True):
 
 
 class ViewChannel:
-    """Versions of one view, numbered from 1, and its readers."""
+    """Versions of the view for one subscription, and the readers of the view. Versions are numbered from 1."""
 
     def __init__(self, subscription: Subscription, limiter: ViewLimiter, encoder: Encoder) -> None:
         self.subscription = subscription
@@ -178,7 +187,7 @@ class ViewChannel:
         self._deltas: deque[EncodedView] = deque(maxlen=MAX_DELTAS)
 
     def offer(self, view: ClusterView, now: float) -> None:
-        """Create a new version if one is due and anything has changed, and wake the readers."""
+        """If a view is due and its content has changed, create a new version, and wake the readers."""
         if not self.limiter.due(now):
             return
         if self.subscription != Subscription():
@@ -200,7 +209,10 @@ class ViewChannel:
             reader.wake()
 
     def newer_than(self, version: int, *, deltas: bool) -> list[EncodedView]:
-        """Return what a reader at ``version`` needs to reach the newest version: nothing, deltas, or a full view."""
+        """Return the views that bring a reader from ``version`` to the newest version.
+
+        They are deltas, one full view, or nothing.
+        """
         if version == self.version:
             return []
         if deltas and version and self._deltas and self._deltas[0].version <= version + 1:
@@ -212,10 +224,10 @@ class ViewChannel:
 
 
 class ViewReader:
-    """Stream of a frontend, as seen by the channel."""
+    """State of a frontend's stream in its channel."""
 
     def __init__(self, channel: ViewChannel, *, deltas: bool) -> None:
-        """Create the reader. ``deltas`` is whether the frontend understands deltas."""
+        """Create the reader. ``deltas`` is True if the frontend supports deltas."""
         self.channel = channel
         self.deltas = deltas
         self._version = 0
@@ -223,7 +235,7 @@ class ViewReader:
         channel.readers.add(self)
 
     def wake(self) -> None:
-        """Wake the reader, because there may be something to send or another reason to check."""
+        """Wake the reader, because there may be a view to send, or another reason to check the stream."""
         self._woken.set()
 
     async def woken(self) -> None:
@@ -232,7 +244,7 @@ class ViewReader:
         self._woken.clear()
 
     def take(self) -> Iterator[EncodedView]:
-        """Yield the views to send now. Views that become due meanwhile are left for the next call."""
+        """Yield the views to send now. Views that become due during this call are returned by the next call."""
         for view in self.channel.newer_than(self._version, deltas=self.deltas):
             self._version = view.version
             yield view
@@ -242,11 +254,11 @@ def _rest(view: ClusterView) -> ClusterView:
     return msgspec.structs.replace(view, engines=())
 
 
-# Views of all subscriptions.
+# The class below has the views of all subscriptions.
 
 
 class Views:
-    """Holds one channel per subscription, as long as it has readers."""
+    """Channels by subscription. A channel exists as long as it has readers."""
 
     def __init__(self, pace: Pace, encoder: Encoder, *, first_at: float) -> None:
         self._pace = pace
@@ -256,11 +268,11 @@ class Views:
 
     @property
     def interval(self) -> float:
-        """Seconds after which loads are checked again."""
+        """Seconds until the next check whether loads have changed."""
         return min((channel.limiter.interval for channel in self._channels.values()), default=self._pace.view_interval)
 
     def subscribe(self, subscription: Subscription, view: ClusterView, now: float, *, deltas: bool) -> ViewReader:
-        """Create a reader. ``view`` is the full cluster. End the reader with ``unsubscribe``."""
+        """Create and return a reader. ``view`` is the view of all engines. Remove the reader with ``unsubscribe``."""
         channel = self._channels.get(subscription)
         if channel is None:
             limiter = ViewLimiter(self._pace, first_at=self._first_at)
@@ -278,12 +290,12 @@ class Views:
             del self._channels[channel.subscription]
 
     def members_changed(self, now: float) -> None:
-        """Record that more than loads has changed."""
+        """Record that members or their states have changed."""
         for channel in self._channels.values():
             channel.limiter.members_changed(now)
 
     def offer(self, view: Callable[[], ClusterView], now: float) -> None:
-        """Let each channel create a version if one is due. ``view`` returns the full cluster."""
+        """Let each channel create a new version if a view is due. ``view`` returns the view of all engines."""
         due = [channel for channel in self._channels.values() if channel.limiter.due(now)]
         if due:
             whole = view()
@@ -291,20 +303,20 @@ class Views:
                 channel.offer(whole, now)
 
     def waits(self, now: float) -> float | None:
-        """Return the seconds until a pending change of members is due, or None if there is none."""
+        """Return the seconds until a view with a pending change of members is due, or None without one."""
         waiting = [
             seconds for channel in self._channels.values() if (seconds := channel.limiter.waits(now)) is not None
         ]
         return min(waiting, default=None)
 
 
-# Newest value of a series, for readers of different speed.
+# The class below passes the newest value of a series to several readers, which may be slow.
 
 T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """Gives readers the newest value. A slow reader misses values that were replaced before it asked again."""
+    """Passes the newest value to readers. A slow reader does not get values that were replaced before its next call."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -313,18 +325,21 @@ class Broadcast(Generic[T]):
 
     @property
     def newest(self) -> T | None:
-        """Newest value; None before the first one."""
+        """Newest value, or None before the first value."""
         return self._value
 
     def publish(self, value: T) -> None:
-        """Replace the value and wake the readers."""
+        """Replace the value, and wake the readers."""
         self._value = value
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def newer_than(self, version: int) -> tuple[int, T]:
-        """Wait for a version newer than ``version``. Returns the newest version and its value. The first version is 1."""
+        """Wait for a version newer than ``version``.
+
+        Return the newest version and its value. The first version is 1.
+        """
         while self._value is None or self._version <= version:
             await self._changed.wait()
         return self._version, self._value

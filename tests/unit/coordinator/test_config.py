@@ -97,7 +97,7 @@ def test_the_engines_of_a_pool_are_one_pod_each_or_several():
     assert KubernetesConfig(**sets).enabled
     with pytest.raises(ConfigError, match=r"leader_worker_sets and kubernetes\.stateful_sets both have pool 'wide'"):
         KubernetesConfig(leader_worker_sets={"wide": "a"}, **sets)
-    with pytest.raises(ConfigError, match=r"ranks_per_pod has pool 'one', but stateful_sets does not"):
+    with pytest.raises(ConfigError, match=r"ranks_per_pod has pool 'one', but kubernetes\.stateful_sets does not"):
         KubernetesConfig(ranks_per_pod={"one": 2}, **sets)
     with pytest.raises(ConfigError, match=r"min_replicas has pool 'wdie'"):
         KubernetesConfig(leader_worker_sets={"wide": "b"}, min_replicas={"wdie": 1})

@@ -208,7 +208,8 @@ def test_more_ranks_than_there_are_experts_are_refused_when_they_are_asked_for()
     bench.register("a#1", "b#1")
     bench.switch()
     with pytest.raises(
-        InvalidArgument, match="replicas is 4; it must be at most 3, because the ranks share the 3 experts"
+        InvalidArgument,
+        match="replicas is 4; it must be at most 3, because each rank needs at least one of the model's 3 experts",
     ) as e:
         bench.group.scale(4, 0.0)
     assert (e.value.reason, bench.group.target_size) == ("ABOVE_MAX_SIZE", 2)

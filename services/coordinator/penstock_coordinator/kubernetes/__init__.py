@@ -1,1 +1,1 @@
-"""Changes that the coordinator makes in Kubernetes: deletion costs of pods, and the number of engines in a pool."""
+"""Changes of Kubernetes objects by the coordinator: deletion costs of pods, and the number of engines of a pool."""

@@ -1,4 +1,4 @@
-"""Client of the Kubernetes API server, with the calls that the coordinator needs."""
+"""Client of the Kubernetes API server. It has only the calls that the coordinator needs."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from penstock_coordinator.kubernetes.errors import SCALING, KubernetesError, Rig
 TIMEOUT = 5.0
 """Timeout of a request in seconds."""
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Annotation of a pod. A ReplicaSet that shrinks removes pods with the lowest value first."""
+"""Pod annotation with the deletion cost. A ReplicaSet that shrinks removes the pods with the lowest cost first."""
 _SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale | StatefulSetScale]] = {
     WorkloadKind.DEPLOYMENT: Deployment.Scale,
     WorkloadKind.LEADER_WORKER_SET: create_namespaced_resource(
@@ -33,7 +33,7 @@ _SCALES: dict[WorkloadKind, type[DeploymentScale | GenericNamespacedScale | Stat
 
 
 class KubernetesApi:
-    """Client of the cluster in which this process runs, for the namespace of its pod."""
+    """Client of the Kubernetes cluster in which this process runs. It uses only the namespace of this process's pod."""
 
     def __init__(self, config: KubeConfig) -> None:
         self._client = lightkube.AsyncClient(
@@ -46,7 +46,7 @@ class KubernetesApi:
 
     @classmethod
     def in_cluster(cls) -> Self:
-        """Create a client with this pod's service account. Raises ConfigError if there is none."""
+        """Create a client with this pod's service account. Raises ConfigError if the service account cannot be read."""
         try:
             return cls(KubeConfig.from_service_account())
         except (LightkubeConfigError, KeyError) as e:
@@ -68,7 +68,7 @@ class KubernetesApi:
         return (scale.spec.replicas if scale.spec else None) or 0
 
     async def set_replicas(self, workload: Workload, replicas: int) -> None:
-        """Set the target number. Raises KubernetesError."""
+        """Set the target number that ``replicas`` returns. Raises KubernetesError."""
         patch = {"spec": {"replicas": replicas}}
         async with _failures(SCALING[workload.kind].patch):
             await self._client.patch(_SCALES[workload.kind], workload.name, patch, patch_type=PatchType.MERGE)
@@ -76,7 +76,7 @@ class KubernetesApi:
 
 @contextlib.asynccontextmanager
 async def _failures(right: Right) -> AsyncIterator[None]:
-    """Convert the client's errors to KubernetesError. The whole request must finish within ``TIMEOUT`` seconds."""
+    """Convert the client library's errors to KubernetesError. The request must finish within ``TIMEOUT`` seconds."""
     try:
         async with asyncio.timeout(TIMEOUT):
             yield

@@ -1,4 +1,4 @@
-"""Pod deletion costs: annotations of pods that select which engine is removed first when a pool shrinks."""
+"""Pod deletion costs. These annotations of pods decide which engine Kubernetes removes first when a pool shrinks."""
 
 import asyncio
 import math
@@ -14,29 +14,31 @@ from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Ri
 _PARTS = 1024
 """Number of cost units for a fully loaded engine."""
 _MOST = 2**30
-"""Maximum cost. Costs are 32-bit numbers."""
+"""Maximum cost. The limit exists because costs are 32-bit numbers."""
 
 
 class CostPatch(msgspec.Struct, frozen=True):
-    """Effect: write this cost into the pod's annotation."""
+    """Request to write a cost into the annotation of a pod."""
 
     pod: str
     cost: int
 
 
 class DeletionCosts:
-    """Decides which pods' costs are written, and when.
+    """Decides for which pods a cost is written, and when.
 
-    A cost is written if it differs from the last written one, at most every ``interval`` seconds per pod. Pods whose
-    last attempt is longest ago come first. Costs written by another coordinator are unknown, so each cost is written
-    once after a start.
+    A cost is written if it differs from the last written cost of the pod, at most once per ``interval`` seconds and
+    pod. The pod whose last attempt is longest ago comes first. After a start, each cost is written once, because the
+    costs that an earlier coordinator wrote are unknown.
 
-    Times are seconds of a monotonic clock that the caller passes in.
+    Callers pass the time as seconds of a monotonic clock.
     """
 
     def __init__(self, *, interval: float, slots: int) -> None:
-        """Create the tracker. ``slots`` is the number of requests that an engine can run at once if it does not report
-        it.
+        """Create the tracker.
+
+        ``slots`` is the number of requests that an engine can run at once. It is used for engines that do not report
+        this number.
         """
         self._interval = interval
         self._slots = slots
@@ -45,7 +47,7 @@ class DeletionCosts:
         self._gone: set[str] = set()
 
     def due(self, view: ClusterView, now: float) -> Sequence[CostPatch]:
-        """Return the costs to write now. Engines that have left the view are forgotten."""
+        """Return the costs to write now. Forget engines that are no longer in the view."""
         self._forget({engine.engine_id for engine in view.engines})
         due = []
         for engine in view.engines:
@@ -60,11 +62,11 @@ class DeletionCosts:
         self._tried_at[pod] = now
 
     def written(self, patch: CostPatch, now: float) -> None:
-        """Record a written cost."""
+        """Record that a cost was written."""
         self._written[patch.pod] = (patch.cost, now)
 
     def gone(self, pod: str) -> None:
-        """Record that a pod does not exist. It is not tried again while its engine is in the view."""
+        """Record that a pod does not exist. While its engine is in the view, no cost is written for this pod."""
         self._gone.add(pod)
 
     def _forget(self, there: set[str]) -> None:
@@ -74,10 +76,10 @@ class DeletionCosts:
 
 
 def deletion_cost(engine: EngineStatus, slots: int) -> int:
-    """Return 0 for an idle engine, else its load rounded up to a power of two.
+    """Return 0 for an idle engine. For other engines, return the engine's load, rounded up to a power of two.
 
-    Rounding avoids frequent changes of the cost. ``slots`` is the number of requests that the engine can run at once if
-    it does not report it.
+    Rounding avoids frequent changes of the cost. ``slots`` is the number of requests that the engine can run at once,
+    if the engine does not report this number.
     """
     requests = engine.num_running_reqs + engine.num_waiting_reqs
     if not requests:
@@ -86,7 +88,7 @@ def deletion_cost(engine: EngineStatus, slots: int) -> int:
     return min(1 << (parts - 1).bit_length(), _MOST)
 
 
-# Writer of deletion costs into the annotations of pods.
+# The code below writes deletion costs into the annotations of pods.
 
 INTERVAL = 15.0
 """Minimum number of seconds between two changes of a pod's annotation."""
@@ -95,22 +97,23 @@ _AT_ONCE = 8
 
 
 class PodApi(Protocol):
-    """API that writes the annotation."""
+    """API that writes the annotation of a pod."""
 
     async def set_deletion_cost(self, pod: str, cost: int) -> None:
         """Write the annotation of a pod. Raises KubernetesError."""
 
 
 class CostWriter:
-    """Writes deletion costs in the background. An engine's id is the name of its pod."""
+    """Writes deletion costs in the background. The id of an engine must be the name of its pod."""
 
     def __init__(
         self, api: PodApi, failures: Failures, *, slots: int, view: Callable[[], ClusterView | None], clock: Clock
     ) -> None:
         """Create the writer.
 
-        ``slots`` is the number of requests that an engine can run at once if it does not report it. ``view`` returns
-        the current engines, or None while they are unknown. ``clock`` returns monotonic seconds.
+        ``slots`` is the number of requests that an engine can run at once. It is used for engines that do not report
+        this number. ``view`` returns the current engines, or None while they are unknown. ``clock`` returns monotonic
+        seconds.
         """
         self._api = api
         self._failures = failures
@@ -119,7 +122,7 @@ class CostWriter:
         self._costs = DeletionCosts(interval=INTERVAL, slots=slots)
 
     async def write_due(self) -> None:
-        """Write the costs that are due, until a write fails."""
+        """Write the costs that are due. Stop at the first write that fails."""
         view = self._view()
         if view is None or not self._failures.due(Right.PATCH_PODS):
             return

@@ -1,4 +1,4 @@
-"""Permissions that the coordinator uses in Kubernetes, and the tracking of failed requests."""
+"""Permissions that the coordinator uses in Kubernetes, and tracking of failed requests to Kubernetes."""
 
 import enum
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from penstock_common.errors import PenstockError
 from penstock_common.observability.logging import get_logger
 from penstock_coordinator.cluster import Clock
 
-# Workloads that create the pods of engines.
+# The classes below describe the workloads that create the pods of engines.
 
 
 class WorkloadKind(enum.Enum):
-    """Kind of a workload. Values are the names used in logs."""
+    """Kind of a workload. The values are the names in logs."""
 
     DEPLOYMENT = "deployment"
     LEADER_WORKER_SET = "leader_worker_set"
-    """Workload of engines with several pods each. Its number of replicas counts engines."""
+    """Workload for engines with several pods per engine. Its number of replicas is the number of engines."""
     STATEFUL_SET = "stateful_set"
-    """Workload of the ranks of a data-parallel group. One pod may have several ranks."""
+    """Workload for the ranks of a data-parallel group. A pod may have several ranks."""
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Workload(msgspec.Struct, frozen=True):
     name: str
 
 
-# Permissions and retry delays.
+# The classes below track permissions and retry delays.
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 60.0
@@ -38,7 +38,7 @@ _LONGEST_DELAY = 60.0
 
 
 class Right(enum.Enum):
-    """A verb and a resource, as named in a Kubernetes Role."""
+    """Permission: a verb and a resource, with the names of a Kubernetes Role."""
 
     PATCH_PODS = "patch pods"
     GET_SCALE = "get deployments/scale"
@@ -50,7 +50,7 @@ class Right(enum.Enum):
 
 
 class ScalingRights(NamedTuple):
-    """Permissions needed to change the number of engines of a workload."""
+    """Permissions that are necessary to change the number of engines of a workload."""
 
     get: Right
     patch: Right
@@ -70,9 +70,9 @@ class _Failing(msgspec.Struct):
 
 
 class RightsInUse:
-    """Tracks failing permissions, so that a failure is logged once and retried with increasing delays.
+    """Tracks permissions whose use fails. A failure is logged once, and retried with increasing delays.
 
-    Times are seconds of a monotonic clock that the caller passes in.
+    Callers pass the time as seconds of a monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -84,21 +84,24 @@ class RightsInUse:
         return failing is None or now >= failing.again_at
 
     def failed(self, right: Right, reason: str, now: float) -> bool:
-        """Record a failure with ``reason``, a constant word. Returns whether the failure is new."""
+        """Record a failure.
+
+        ``reason`` is a word that stays the same for the same cause. Return whether the failure is new.
+        """
         failing = self._failing.get(right)
         delay = _FIRST_DELAY if failing is None else min(failing.delay * 2, _LONGEST_DELAY)
         self._failing[right] = _Failing(reason, delay, now + delay)
         return failing is None or failing.reason != reason
 
     def worked(self, right: Right) -> bool:
-        """Record a success. Returns whether the permission failed before."""
+        """Record a success. Return whether the last use of the permission failed."""
         return self._failing.pop(right, None) is not None
 
 
 class KubernetesError(PenstockError):
-    """Error if the API server refused a request, did not answer, or was unreachable.
+    """Error for a request that the API server refused or did not answer, or that did not reach the API server.
 
-    ``reason`` is one word: ``Forbidden``, ``NotFound``, ``Conflict`` or another of the API, ``Timeout`` or
+    ``reason`` is a reason of the Kubernetes API such as ``Forbidden``, ``NotFound`` or ``Conflict``, or ``Timeout``, or
     ``Unreachable``.
     """
 
@@ -108,14 +111,14 @@ class KubernetesError(PenstockError):
         self.reason = reason
 
 
-# Failed requests: logged once, counted, and retried.
+# The class below logs failed requests once, counts them, and decides when to retry.
 
 
 class Failures:
-    """Tracks failing permissions for logs and metrics."""
+    """Tracks permissions whose use fails, for logs and metrics."""
 
     def __init__(self, registry: CollectorRegistry, namespace: str, clock: Clock) -> None:
-        """Create the tracker. ``namespace`` is the namespace of the permissions. ``clock`` returns monotonic seconds."""
+        """Create the tracker. ``namespace`` is the Kubernetes namespace. ``clock`` returns monotonic seconds."""
         self._namespace = namespace
         self._now = clock
         self._rights = RightsInUse()
@@ -131,7 +134,7 @@ class Failures:
         return self._rights.due(right, self._now())
 
     def failed(self, *errors: KubernetesError) -> None:
-        """Record the errors of concurrent requests. All are counted, and one is logged."""
+        """Record the errors of concurrent requests. Count all errors, and log one of them."""
         for error in errors:
             self._counter.labels(error.right.value, error.reason).inc()
         error = errors[0]

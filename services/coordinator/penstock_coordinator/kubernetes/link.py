@@ -1,4 +1,4 @@
-"""Access of the coordinator to Kubernetes, with its background tasks."""
+"""Access of the coordinator to Kubernetes, and the background tasks that change Kubernetes objects."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,14 @@ from penstock_coordinator.kubernetes.errors import Failures
 from penstock_coordinator.kubernetes.replicas import GroupPods, Replicas
 
 _LOOK_EVERY = 1.0
-"""Seconds between two checks for costs and sizes to write."""
+"""Seconds between two checks whether deletion costs or numbers of pods must be written."""
 
 
 class KubernetesLink:
-    """Kubernetes client and its users. The client library is imported only if the configuration needs it."""
+    """Kubernetes client, and the components that use it.
+
+    The client library is imported only if the configuration needs Kubernetes.
+    """
 
     def __init__(self, config: KubernetesConfig, registry: CollectorRegistry, clock: Clock) -> None:
         """Create the link. ``clock`` returns monotonic seconds.
@@ -30,17 +33,17 @@ class KubernetesLink:
         self._api = None
         self._writing: list[asyncio.Task[None]] = []
         if config.enabled:
-            from penstock_coordinator.kubernetes.api import KubernetesApi  # The import takes seconds and 30 MiB.
+            from penstock_coordinator.kubernetes.api import KubernetesApi  # the import takes seconds and 30 MiB
 
             self._api = KubernetesApi.in_cluster()
         self._failures = Failures(registry, "" if self._api is None else self._api.namespace, clock)
         self.replicas = Replicas(config, self._api, self._failures)
 
     def start(self, view: Callable[[], ClusterView | None], *, slots: int) -> None:
-        """Start writing deletion costs and the pod numbers of groups.
+        """Start to write deletion costs, and the numbers of pods of groups.
 
         ``view`` returns the current engines, or None while they are unknown. ``slots`` is the number of requests that
-        an engine can run at once if it does not report it.
+        an engine can run at once. It is used for engines that do not report this number.
         """
         if self._api is not None and self._config.deletion_costs:
             writer = CostWriter(self._api, self._failures, slots=slots, view=view, clock=self._now)
@@ -51,7 +54,7 @@ class KubernetesLink:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Tasks that run until ``stop``."""
+        """Background tasks that run until ``stop`` is called."""
         return self._writing
 
     async def stop(self) -> None:
@@ -65,7 +68,7 @@ class KubernetesLink:
 
 
 async def _repeat(write_due: Callable[[], Awaitable[None]]) -> None:
-    """Call ``write_due`` periodically until cancelled."""
+    """Call ``write_due`` periodically until this task is cancelled."""
     while True:
         await write_due()
         await asyncio.sleep(_LOOK_EVERY)

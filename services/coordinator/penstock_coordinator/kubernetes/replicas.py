@@ -1,4 +1,7 @@
-"""Number of engines in pools and of pods in data-parallel groups, set by operators with the RPC Scale."""
+"""RPC Scale, with which operators set the number of engines of a pool.
+
+For data-parallel groups, the number of pods is adjusted.
+"""
 
 import asyncio
 import re
@@ -13,7 +16,7 @@ from penstock_coordinator.config import KubernetesConfig
 from penstock_coordinator.kubernetes.errors import SCALING, Failures, KubernetesError, Workload, WorkloadKind
 
 _NOT_WITHOUT_HELP = frozenset({"Forbidden", "NotFound", "Unauthorized"})
-"""Reasons that do not go away without an operator."""
+"""Reasons of errors that persist until an operator changes something."""
 
 
 class ScaleApi(Protocol):
@@ -27,7 +30,7 @@ class ScaleApi(Protocol):
 
 
 class Replicas:
-    """Changes the number of engines of pools that no other controller owns."""
+    """Changes the number of engines of pools. Refuses pools whose number of engines belongs to another controller."""
 
     def __init__(self, config: KubernetesConfig, api: ScaleApi | None, failures: Failures) -> None:
         """Create the object. ``api`` is None if the coordinator does not use Kubernetes."""
@@ -37,11 +40,11 @@ class Replicas:
         self._changing = asyncio.Lock()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Set the number of engines in ``pool``; empty means the default pool. Returns the previous target.
+        """Set the number of engines of ``pool``. Return the previous target. An empty ``pool`` means the default pool.
 
         Raises:
             InvalidArgument: The pool is unknown, or ``replicas`` is missing or out of range.
-            FailedPrecondition: Another controller owns the number, or a permission is missing.
+            FailedPrecondition: Another controller sets the number of engines, or a permission is missing.
             Unavailable: Kubernetes did not answer.
         """
         if replicas is None:
@@ -56,15 +59,15 @@ class Replicas:
             )
         if pool in self._config.stateful_sets:
             raise FailedPrecondition(
-                f"pool {quoted(pool)} has no rank yet; try again when its engines have registered",
+                f"pool {quoted(pool)} has no ranks yet; try again when its engines have registered",
                 field="pool",
                 reason="NO_GROUP",
             )
         workload = self._workload(pool)
         if self._api is None or workload is None:
             raise FailedPrecondition(
-                "this coordinator cannot change the number of engines: its kubernetes.deployments is empty, and its "
-                "kubernetes.leader_worker_sets is empty too",
+                "this coordinator cannot change the number of engines, because kubernetes.deployments and "
+                "kubernetes.leader_worker_sets are empty",
                 reason="NOT_IN_KUBERNETES",
             )
         self._check_number(pool, replicas)
@@ -122,14 +125,15 @@ class Replicas:
         return previous
 
 
-# Number of pods of data-parallel groups, which follows the number of ranks.
+# The code below adjusts the number of pods of data-parallel groups to their number of ranks.
 
 
 class GroupPods:
-    """Adjusts the StatefulSets of groups to their number of ranks, in the background.
+    """Adjusts the StatefulSets of groups to the groups' numbers of ranks, in the background.
 
-    Pods are added as soon as a group should have more ranks. The last pods are removed when none of their ranks is in
-    the group. A number is written only when the wanted number changes, so a manual change stays until then.
+    Pods are added as soon as the target number of ranks is higher. The last pods are removed when none of their ranks
+    is in the group any more. A number of pods is written only when the needed number changes. A manual change of the
+    StatefulSet therefore stays until the next change of the needed number.
     """
 
     def __init__(
@@ -143,13 +147,13 @@ class GroupPods:
         self._written: dict[str, int] = {}
 
     async def write_due(self) -> None:
-        """Write the numbers of pods that have changed since the last write. Failed writes are retried later."""
+        """Write the numbers of pods that differ from the last written numbers. Failed writes are retried later."""
         view = self._view()
         for group in () if view is None else view.groups:
             name = self._config.stateful_sets.get(group.pool)
             if (
                 name is None or not group.view.group.epoch
-            ):  # A group that was never formed keeps its initial number of pods.
+            ):  # a group that was never formed keeps its initial number of pods
                 continue
             wanted = pods_of(group, name, self._config.ranks_per_pod.get(group.pool, 1))
             rights = SCALING[WorkloadKind.STATEFUL_SET]
@@ -178,7 +182,8 @@ class GroupPods:
 def pods_of(group: PoolGroup, name: str, ranks_per_pod: int) -> int:
     """Return the number of pods that ``group`` needs in the StatefulSet ``name``.
 
-    The pods must hold the target number of ranks, and all pods up to the last one with a member are needed.
+    The pods must have space for the target number of ranks. All pods up to the last pod with a member of the group are
+    also needed.
     """
     pods = -(-group.target_size // ranks_per_pod)
     for rank in group.view.group.members:

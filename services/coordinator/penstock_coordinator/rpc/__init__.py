@@ -1,1 +1,1 @@
-"""gRPC services of the coordinator: sessions of engines and frontends, message conversion, and KEDA's external scaler."""
+"""gRPC services of the coordinator: sessions with engines and frontends, and the external scaler for KEDA."""

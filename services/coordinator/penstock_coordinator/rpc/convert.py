@@ -34,13 +34,16 @@ FINGERPRINT_BYTES = 16
 MAX_POOLS = 64
 """Maximum number of pools in a frontend's subscription."""
 PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
-"""Fields of a plain load report. There are thousands of them per second, so they take a fast path."""
+"""Fields of a plain load report. Such reports have a fast path, because there are thousands of them per second."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
-"""Fields that engines send only to frontends."""
+"""Fields of reports that engines may send only to frontends."""
 
 
 def registration(report: pb.EngineReport | None) -> EngineRegistration:
-    """Convert the first message of an engine's stream. Raises InvalidArgument if it is not a valid register."""
+    """Convert the first message of an engine's stream.
+
+    Raises InvalidArgument if it is not a valid ``register`` message.
+    """
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "register":
         raise InvalidArgument(f"register must be the first message of EngineSession, not {kind}", field="register")
@@ -56,13 +59,13 @@ def registration(report: pb.EngineReport | None) -> EngineRegistration:
 
 
 def _check_kv(register: pb.Register) -> None:
-    """Raise InvalidArgument if the KV transfer fields of a register are wrong."""
+    """Raise InvalidArgument if the KV transfer fields of a ``register`` message are not valid."""
     if register.kv_address:
         _check_name("register.kv_address", register.kv_address)
         _check_address("register.kv_address", register.kv_address)
     if (size := len(register.kv_fingerprint)) not in (0, FINGERPRINT_BYTES):
         raise InvalidArgument(
-            f"register.kv_fingerprint has {size} bytes; it must have {FINGERPRINT_BYTES}, or none",
+            f"register.kv_fingerprint has {size} bytes; it must have {FINGERPRINT_BYTES} bytes, or be empty",
             field="register.kv_fingerprint",
         )
 
@@ -71,7 +74,7 @@ def _group(register: pb.Register) -> GroupRegistration:
     group, path = register.group, "register.group"
     if "#" in register.incarnation:
         raise InvalidArgument(
-            f"register.incarnation is {quoted(register.incarnation)}; that of a rank must have no '#'"
+            f"register.incarnation is {quoted(register.incarnation)}; the incarnation of a rank must not contain '#'"
         )
     if group.size < 2:
         raise InvalidArgument(f"{path}.size is {group.size}; it must be at least 2", field=f"{path}.size")
@@ -100,12 +103,13 @@ def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
             return PrepareFailed(rank, report.prepare_failed.epoch)
         case _:
             raise InvalidArgument(
-                "the message is empty; it must have outputs, draining or notification, or be a rank's", field="message"
+                "the message is empty; it must have outputs, draining, notification, or a field for ranks",
+                field="message",
             )
 
 
 def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> pb.EngineCommand:
-    """Convert a message to a rank. ``meetings`` has the address of each rank's store."""
+    """Convert a message that is sent to a rank. ``meetings`` has the address of each rank's store."""
     if isinstance(message, StartDpWave):
         return pb.EngineCommand(start_dp_wave=to_message(message, pb.StartDpWave, group_epoch=message.epoch))
     members = message.group.members
@@ -123,12 +127,16 @@ def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> 
 
 
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
-    """Return the statistics of a report, or None if it only renews the lease. Raises InvalidArgument or Unimplemented."""
+    """Return the statistics of a report, or None if the report only renews the lease.
+
+    Raises InvalidArgument or Unimplemented.
+    """
     present = {field.name for field, _ in outputs.ListFields()}
     for name in () if present <= PLAIN_FIELDS else REQUEST_FIELDS:
         if name in present:
             raise InvalidArgument(
-                f"outputs.{name} is for frontends; the coordinator takes scheduler_stats", field=f"outputs.{name}"
+                f"outputs.{name} is only for frontends; the coordinator accepts scheduler_stats",
+                field=f"outputs.{name}",
             )
     if "scheduler_stats" not in present:
         return None
@@ -138,9 +146,9 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
 
 
 def check_draining(draining: enginecore_pb.Draining) -> None:
-    """Raise InvalidArgument unless the message says when the drain ends.
+    """Raise InvalidArgument if the message does not have a valid end time of the drain.
 
-    ``deadline`` counts only if ``time_left`` is not set.
+    ``deadline`` is used only if ``time_left`` is not set.
     """
     name = "time_left" if draining.HasField("time_left") else "deadline"
     value: float = getattr(draining, name)
@@ -149,7 +157,7 @@ def check_draining(draining: enginecore_pb.Draining) -> None:
 
 
 def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
-    """Raise InvalidArgument unless ``notification`` is SHUTDOWN_COMPLETE, the only valid value."""
+    """Raise InvalidArgument if ``notification`` is not SHUTDOWN_COMPLETE, which is the only valid value."""
     if notification != pb.NOTIFICATION_SHUTDOWN_COMPLETE:
         raise InvalidArgument(
             f"notification is {notification}; it must be NOTIFICATION_SHUTDOWN_COMPLETE"
@@ -159,7 +167,10 @@ def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
 
 
 def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
-    """Convert the first message of a frontend's stream. Raises InvalidArgument if it is not a valid hello."""
+    """Convert the first message of a frontend's stream.
+
+    Raises InvalidArgument if it is not a valid ``hello`` message.
+    """
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "hello":
         raise InvalidArgument(f"hello must be the first message of FrontendSession, not {kind}", field="hello")
@@ -169,7 +180,7 @@ def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
 
 
 def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
-    """Return the engines that a frontend subscribes to, and whether it understands deltas. Raises InvalidArgument."""
+    """Return the subscription of a frontend, and whether the frontend supports deltas. Raises InvalidArgument."""
     views = hello.views
     if len(views.pools) > MAX_POOLS:
         raise InvalidArgument(
@@ -184,15 +195,15 @@ def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
 
 
 def adapters(registrations: Sequence[LoraRegistration], refused: Sequence[LoraRefusal] = ()) -> bytes:
-    """Encode a message with adapter names. It is sent in place of a view."""
+    """Encode a message with adapter names, which is sent instead of a view."""
     return pb.ClusterView(loras=cluster.registrations_to_proto(registrations, refused)).SerializeToString()
 
 
 def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRegistration] | None:
     """Convert a frontend's message. Raises InvalidArgument for unexpected messages.
 
-    Returns the number of requests that it holds, the first request of a group, LoRA registrations, or None if it
-    leaves.
+    Returns the number of requests that the frontend holds, the first request of a group, LoRA registrations, or None if
+    the frontend leaves.
     """
     kind = report.WhichOneof("message")
     if kind == "demand":
@@ -200,7 +211,7 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRe
     if kind == "first_request":
         first = report.first_request
         if not first.rank.engine_id or not first.rank.incarnation:
-            raise InvalidArgument("first_request.rank names no rank; it must be set", field="first_request.rank")
+            raise InvalidArgument("first_request.rank is empty; it must name a rank", field="first_request.rank")
         wave = data_parallel.checked("first_request.wave", first.wave)
         return FirstRequest(data_parallel.member_from_proto(first.rank), first.group_epoch, wave)
     if kind == "loras":

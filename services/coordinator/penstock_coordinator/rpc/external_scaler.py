@@ -1,4 +1,4 @@
-"""KEDA's external scaler service: reports the load of pools and whether they are in use."""
+"""External scaler service for KEDA. Reports the load of pools, and whether pools are in use."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from penstock_coordinator.autoscaling import ScalingSignals, Targets, load_with_
 from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import ScalingConfig
 
-# Metadata of a ScaledObject's trigger, which selects a pool and its targets.
+# The code below parses the metadata of a ScaledObject's trigger, which select a pool and its targets.
 
 _NUMBERS: dict[str, tuple[float, float]] = {
     "targetLoad": (0.01, 100.0),
@@ -24,25 +24,25 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "slots": (1, 65_536),
     "idleSeconds": (0, 86_400),
 }
-"""Minimum and maximum of each number. KEDA passes all values as text."""
+"""Minimum and maximum of each number. KEDA sends all values as text."""
 _KNOWN = ("pool", *_NUMBERS)
 _OF_KEDA = frozenset({"scalerAddress", "enableTLS", "unsafeSsl"})
 
 
 class ScalerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool of a ScaledObject and its targets."""
+    """Pool of a ScaledObject, and the targets of the pool."""
 
     pool: str
     targets: Targets
     idle_seconds: float
-    """Seconds after its last request for which the pool counts as in use."""
+    """Seconds after the pool's last request for which the pool counts as in use."""
 
 
 def scaler_metadata(texts: Mapping[str, str], defaults: ScalingConfig) -> ScalerMetadata:
-    """Parse the metadata. Missing values come from the coordinator's configuration.
+    """Parse the metadata. The coordinator's configuration has the defaults of missing values.
 
-    Raises InvalidArgument for an invalid value or a misspelled key. Other unknown keys are ignored, because they belong
-    to KEDA.
+    Raises InvalidArgument for an invalid value or a misspelled key. Other unknown keys are ignored, because KEDA uses
+    them.
     """
     for key in texts:
         if key not in _KNOWN and key not in _OF_KEDA and (hint := nearest(key, _KNOWN)):
@@ -70,7 +70,7 @@ def _number(texts: Mapping[str, str], key: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not least <= value <= greatest:  # also False for nan
+    if not least <= value <= greatest:  # the comparison is also False for nan
         raise InvalidArgument(
             f"scalerMetadata.{key} is {quoted(text)}; it must be a number from {least:g} to {greatest:g}",
             field=f"scalerMetadata.{key}",
@@ -87,10 +87,11 @@ KV_CACHE_USAGE = "kv_cache_usage"
 
 
 class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
-    """Answers KEDA from the scaling signals.
+    """Service that answers KEDA's calls with the scaling signals.
 
-    Each call has its metadata, so the service keeps no state per ScaledObject. Until the cluster is known, unary calls
-    fail with UNAVAILABLE, which makes KEDA keep the number of engines. Streams wait.
+    Each call contains the metadata, so the service stores no state per ScaledObject. Until the cluster is known, unary
+    calls fail with UNAVAILABLE, and KEDA then does not change the number of engines. Streams wait until the cluster is
+    known.
     """
 
     def __init__(self, signals: ScalingSignals, config: ScalingConfig, clock: Clock) -> None:
@@ -123,8 +124,8 @@ class ExternalScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
             )
         if value is None:
             raise Unavailable(
-                f"an engine of pool {quoted(metadata.pool)} is of an older release and does not report how many "
-                "requests it can run at once; upgrade it",
+                f"an engine of pool {quoted(metadata.pool)} does not report how many requests it can run at once, because "
+                "its release is too old; upgrade the engine",
                 reason="LOAD_NOT_KNOWN",
             )
         return pb.GetMetricsResponse(

@@ -1,4 +1,4 @@
-"""Implementation of CoordinatorService, which turns the streams of engines and frontends into events for the cluster."""
+"""Implementation of CoordinatorService. Converts messages from engines and frontends to events for the cluster."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from penstock_coordinator.metrics import CoordinatorMetrics
 from penstock_coordinator.rpc import convert
 from penstock_coordinator.view_channel import Broadcast, EncodedView, ViewReader
 
-# Encoding of views, which are sent as bytes to all streams.
+# The classes below encode views. A view is encoded once, and the same bytes are sent to all streams.
 
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
 
@@ -47,7 +47,7 @@ class ProtoEncoder:
 class PreEncoded:
     """Adds the handlers of generated code to a server.
 
-    The responses of some methods are bytes that are already encoded.
+    For some methods, responses are bytes that are already encoded.
     """
 
     def __init__(self, server: grpc.aio.Server, methods: Collection[str]) -> None:
@@ -55,10 +55,10 @@ class PreEncoded:
         self._methods = methods
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Do nothing: generic handlers are created in ``add_registered_method_handlers``."""
+        """Do nothing, because ``add_registered_method_handlers`` creates the generic handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Handlers) -> None:
-        """Add the handlers of a service by method name. The handlers in ``methods`` stream in both directions."""
+        """Add the handlers of a service, by method name. The methods in ``methods`` stream in both directions."""
         own = dict(handlers)
         for name in self._methods:
             given: Any = handlers[name]
@@ -74,7 +74,10 @@ SERVICE_NAME = "penstock.coordinator.v1.CoordinatorService"
 
 
 class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
-    """Turns messages into events for the cluster, which holds the state. After ``stop``, streams end with UNAVAILABLE."""
+    """Converts messages to events for the cluster, which stores the state.
+
+    After ``stop``, streams end with UNAVAILABLE.
+    """
 
     def __init__(self, cluster: Cluster, replicas: Replicas, metrics: CoordinatorMetrics) -> None:
         self._cluster = cluster
@@ -94,9 +97,9 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def EngineSession(
         self, request_iterator: AsyncIterator[pb.EngineReport], context: Context
     ) -> AsyncIterator[pb.EngineCommand]:
-        """Take a register, then reports until the engine leaves.
+        """Process an engine's ``register`` message, then its reports until the engine leaves.
 
-        The end of the stream alone does not end the membership.
+        If only the stream ends, the engine stays a member.
         """
         reports = aiter(request_iterator)
         registration = convert.registration(await self._unless_stopped(first_message(reports, "register")))
@@ -129,10 +132,11 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def FrontendSession(  # type: ignore[override]  # views are encoded once for all streams
         self, request_iterator: AsyncIterator[pb.FrontendReport], context: Context
     ) -> AsyncIterator[bytes]:
-        """Take a hello, then yield a view whenever there is a new one, until the stream ends or the frontend leaves.
+        """Process a frontend's ``hello`` message, then yield each new view until the stream ends or the frontend
+        leaves.
 
-        Yields encoded ``ClusterView`` messages. If the stream ends before the frontend announces that it leaves, the
-        frontend is lost.
+        Yields encoded ``ClusterView`` messages. If the stream ends before the frontend has announced that it leaves,
+        the frontend counts as lost.
         """
         reports = aiter(request_iterator)
         hello = convert.hello(await self._unless_stopped(first_message(reports, "hello")))
@@ -145,7 +149,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         reading = asyncio.create_task(self._read_reports(session, hello.frontend_id, link, reports))
         stopped = asyncio.create_task(self._stopped())
         try:
-            if link is not None:  # Send adapter names before the first view.
+            if link is not None:  # send adapter names before the first view
                 yield convert.adapters(link.tell())
             async with contextlib.aclosing(self._messages_until_failed(reader, link, reading, stopped)) as messages:
                 async for view in messages:
@@ -168,13 +172,14 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 get_logger().warning("frontend lost", frontend=hello.frontend_id, peer=context.peer(), why=why)
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
-        """Return the current view, even in the time after a start in which frontends get none."""
+        """Return the current view. Shortly after a start, this method returns a view before frontends get views."""
         return pb.GetClusterResponse(view=view_to_proto(self._cluster.view()))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Change the number of engines of a pool, or of the ranks of a group.
+        """Change the number of engines of a pool, or the number of ranks of a group.
 
-        Raises like ``Replicas.scale``, and for ranks like ``Replicas.check_ranks`` and ``GroupOfPool.scale``.
+        Raises the errors of ``Replicas.scale``. For ranks, also raises the errors of ``Replicas.check_ranks`` and
+        ``GroupOfPool.scale``.
         """
         replicas = request.replicas if request.HasField("replicas") else None
         pool = request.pool or DEFAULT_POOL
@@ -185,7 +190,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         return pb.ScaleResponse(previous_replicas=await self._replicas.scale(request.pool, replicas))
 
     def _take(self, session: int, rank: Rank | None, report: pb.EngineReport) -> bool:
-        """Handle one report of a registered engine. Returns whether the engine has left."""
+        """Handle one report of a registered engine. Return whether the engine has left."""
         cluster, membership = self._cluster, self._cluster.membership
         match report.WhichOneof("message"):
             case "outputs":
@@ -202,7 +207,9 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             case kind:
                 message = convert.from_rank(report, "" if rank is None else rank.name)
                 if rank is None:
-                    raise InvalidArgument(f"{kind} is for ranks; register.group was not set", field=kind or "message")
+                    raise InvalidArgument(
+                        f"{kind} is only for ranks of a group, but register.group was not set", field=kind or "message"
+                    )
                 cluster.apply(membership.report(session, None, cluster.now()))
                 cluster.groups.take(rank, message, cluster.now())
         return False
@@ -219,7 +226,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         link: AdapterLink | None,
         reports: AsyncIterator[pb.FrontendReport],
     ) -> bool:
-        """Handle reports until the stream ends. Returns whether the frontend announced that it leaves."""
+        """Handle reports until the stream ends. Return whether the frontend has announced that it leaves."""
         async for report in reports:
             said = convert.from_frontend(report)
             if said is None:
@@ -237,9 +244,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def _messages_until_failed(
         self, reader: ViewReader, link: AdapterLink | None, reading: asyncio.Task[bool], stopped: asyncio.Task[NoReturn]
     ) -> AsyncGenerator[EncodedView | bytes, None]:
-        """Yield new views and adapter messages until the task ``reading`` returns because the frontend leaves.
+        """Yield new views and adapter messages until the task ``reading`` returns, which means that the frontend
+        leaves.
 
-        Raises the error of ``reading`` or ``stopped``. A frontend that only closes its side of the stream still gets
+        Raises the error of ``reading`` or ``stopped``. If a frontend only closes its side of the stream, it still gets
         views.
         """
         for task in (reading, stopped):
@@ -260,10 +268,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
     async def _commands_until_over(
         self, intervals: Broadcast[float], outbox: Outbox, reader: asyncio.Task[None]
     ) -> AsyncGenerator[pb.EngineCommand, None]:
-        """Yield messages to a rank, and changes of the report interval, until the reader is done.
+        """Yield messages to a rank, and changes of the report interval, until the task ``reader`` is done.
 
-        The interval is sent only if it differs from the engine's own. Raises the reader's error, and Unavailable when
-        the coordinator stops.
+        The interval is sent only if it differs from the interval that the engine chose. Raises the reader's error, and
+        Unavailable when the coordinator stops.
         """
         version, told = 0, 0.0
         newer = asyncio.ensure_future(intervals.newer_than(version))
@@ -303,9 +311,11 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
 
 
 def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Return the allowed certificate names for each method. An engine cannot act as a frontend or an operator.
+    """Return the allowed certificate names for each method.
 
-    Operators use most methods through a frontend, which has checked their rights.
+    With its certificate, an engine cannot act as a frontend or an operator.
+
+    Operators call most methods through a frontend, which checks their permissions.
     """
     methods = {
         "EngineSession": peers.engines,
@@ -317,13 +327,13 @@ def allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _end_of(reading: asyncio.Task[bool]) -> tuple[bool, str]:
-    """Return whether a frontend announced that it leaves, and otherwise the reason why its session ended."""
+    """Return whether a frontend announced that it leaves. If not, also return the reason why its session ended."""
     if reading.done() and not reading.cancelled():
         if isinstance(error := reading.exception(), RequestFailed):
             return False, f"report refused: {error.message}"
         if error is None and reading.result():
             return True, ""
-    return False, "stream ended without a goodbye"
+    return False, "the stream ended without a goodbye message"
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

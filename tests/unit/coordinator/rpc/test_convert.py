@@ -83,7 +83,7 @@ def test_impossible_statistics_are_refused_by_name(name, value):
 
 def test_outputs_for_frontends_are_refused():
     outputs = enginecore_pb.EngineCoreOutputs(outputs=[enginecore_pb.EngineCoreOutput(request_id="r")])
-    with pytest.raises(InvalidArgument, match=r"outputs\.outputs is for frontends"):
+    with pytest.raises(InvalidArgument, match=r"outputs\.outputs is only for frontends"):
         convert.load(outputs)
 
 
