@@ -19,7 +19,7 @@ _RULES = (
 def synchronous(source: str) -> str:
     """Return the source without ``async`` and ``await``.
 
-    Names in backquotes stay, because docstrings mention both clients.
+    Names in backquotes do not change, because docstrings mention both clients.
     """
     for pattern, replacement in _RULES:
         source = re.sub(pattern, replacement, source)
@@ -30,7 +30,7 @@ class MakeSyncClient(BuildHookInterface[Any]):
     """Generates ``sync_client.py`` in the folder of ``async_client.py``."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
-        """Write the module, and register it as a build artifact."""
+        """Write the module ``sync_client.py``, and register it as a build artifact."""
         package = Path(self.root) / _PACKAGE
         source = (package / "async_client.py").read_text(encoding="utf-8")
         (package / "sync_client.py").write_text(synchronous(source), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Client of Penstock's public API: ``Client`` for threads, and ``AsyncClient`` for asyncio.
+"""Client of Penstock's public API. Use ``Client`` with threads, and ``AsyncClient`` with asyncio.
 
-SamplingParams, ChatMessage, Tool and similar classes are messages of the API contract. ``image``, ``audio``, ``video``
-and ``message`` create some of them.
+SamplingParams, ChatMessage, Tool and similar classes are messages of the API contract. The functions ``image``,
+``audio``, ``video`` and ``message`` create media and chat messages.
 """
 
 from penstock.common.v1.media_pb2 import Media

@@ -45,10 +45,10 @@ Piece = TypeVar("Piece")
 
 
 class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
-    """Stream of the pieces of an answer. Raises PenstockError if the call fails.
+    """Stream of the pieces of an answer. Iterating raises PenstockError if the call fails.
 
-    Leaving the loop or the ``with`` block cancels the call. Deleting the stream, or cancelling the task that waits for
-    a piece, cancels it too.
+    The call is cancelled if the caller leaves the loop or the ``with`` block. It is also cancelled if the caller
+    deletes the stream, or cancels the task that waits for a piece.
     """
 
     def __init__(self, call: Any, read: Callable[[Response], Piece]) -> None:
@@ -68,7 +68,7 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
         return self._read(response)
 
     def close(self) -> None:
-        """Cancel the call, unless it has ended. Idempotent."""
+        """Cancel the call if it has not ended. Idempotent."""
         self._closed = True
         self._call.cancel()
 
@@ -85,18 +85,21 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
 
 
 class AsyncClient(BaseClient):
-    """Client of a Penstock server, for many concurrent calls. Use it as a context manager, or ``close`` it.
+    """Client of a Penstock server, for many concurrent calls. Use the client as a context manager, or call ``close``.
 
-    ``Client`` is for threads. ``AsyncClient`` has the same methods for asyncio: create it in the event loop that its
-    calls run in. Cancelling the task that waits for a call also aborts the request in the engine.
+    ``Client`` is for threads. ``AsyncClient`` has the same methods for asyncio. Create an ``AsyncClient`` in the event
+    loop in which its calls run. If the task that waits for a call is cancelled, the engine also aborts the request.
 
-    ``timeout`` is a call's deadline in seconds from its start. It includes queueing, all retries, and the whole stream.
-    Calls that fail with UNAVAILABLE before the first part of their answer are retried by the channel, up to four
-    attempts in total. Every method raises PenstockError if the call fails, and ValueError for an invalid timeout.
+    ``timeout`` is the number of seconds from the start of a call to its deadline. This time includes queueing, all
+    retries, and the complete stream. If a call fails with UNAVAILABLE before the first part of its answer, the channel
+    retries the call, up to four attempts in total. Every method raises PenstockError if the call fails, and ValueError
+    for an invalid timeout.
     """
 
     stub: "InferenceServiceAsyncStub"
-    """gRPC stub for methods that have no wrapper here, such as GenerateSession. Pass it ``metadata``."""
+    """gRPC stub for methods without a wrapper in this class, such as GenerateSession. Pass ``metadata`` to these
+    methods.
+    """
 
     def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
         if channel is None and tls is None:
@@ -107,7 +110,7 @@ class AsyncClient(BaseClient):
         self.stub = service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def close(self) -> None:
-        """Close the connections, and cancel running calls."""
+        """Cancel running calls, and close the connections."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -125,7 +128,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]:
-        """Continue a text, token ids, or a mix of texts and media. Returns the ``n`` complete sequences."""
+        """Continue a prompt of text, token ids, or texts with media. Return the ``n`` complete sequences."""
         stream = self.stream(prompt, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
@@ -138,9 +141,9 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[pb.GenerateResponse, Output]:
-        """Continue a prompt and stream the pieces, interleaved for n sequences.
+        """Continue a prompt, and stream the pieces of the output. The pieces of the ``n`` sequences are interleaved.
 
-        Leaving the iterator aborts the request.
+        If the caller leaves the iteration, the request is aborted.
         """
         request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._deadline(timeout), metadata=self.metadata)
@@ -155,7 +158,10 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[ChatOutput]:
-        """Answer a conversation with the model's chat template. Returns the ``n`` complete answers."""
+        """Answer a conversation, which is rendered with the model's chat template.
+
+        Return the ``n`` complete answers.
+        """
         stream = self.stream_chat(messages, whole(sampling), prediction=prediction, timeout=timeout, **options)
         return sorted([output async for output in stream], key=lambda output: output.index)
 
@@ -168,7 +174,10 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncStream[pb.ChatResponse, ChatOutput]:
-        """Answer a conversation and stream the pieces. Leaving the iterator aborts the request."""
+        """Answer a conversation, and stream the pieces of the answer.
+
+        If the caller leaves the iteration, the request is aborted.
+        """
         request = pb.ChatRequest(
             messages=messages, sampling_params=sampling, prediction=prediction_of(prediction), **options
         )
@@ -212,7 +221,7 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Scores:
-        """Return the similarity of each document to the query."""
+        """Return the score of each document for the query."""
         request = pb.ScoreRequest(query=pooling_input(query), documents=map(pooling_input, documents), **options)
         response = await self._call(self.stub.Score, request, timeout)
         return Scores(list(response.scores), read_usage(response.usage))
@@ -228,7 +237,7 @@ class AsyncClient(BaseClient):
         return str((await self._call(self.stub.Detokenize, request, timeout)).text)
 
     async def models(self, *, timeout: float | None = None) -> list[pb.Model]:
-        """Return the served models."""
+        """Return the models that the server serves."""
         return list((await self._call(self.stub.ListModels, pb.ListModelsRequest(), timeout)).models)
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Any:

@@ -1,4 +1,7 @@
-"""Connection to a Penstock server: channel, load balancing, health checks, retries, keepalive, TLS, and authentication."""
+"""Connection to a Penstock server.
+
+Configures load balancing, health checks, retries, keepalive, TLS and authentication.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -11,12 +14,13 @@ from typing import Any
 import grpc
 
 SERVICE_CONFIG = resources.files("penstock").joinpath("service_config.json").read_text()
-"""gRPC service config. Calls go to all addresses of the name in turn, but not to a frontend that is shutting down.
+"""gRPC service config. Calls are sent to all addresses of the server's name in turn, except to a frontend that is
+shutting down.
 
-A call that fails with UNAVAILABLE before the first part of its answer is retried on the next address.
+If a call fails with UNAVAILABLE before the first part of its answer, it is retried on the next address.
 """
 MIN_KEEPALIVE = 5.0
-"""Minimum keepalive interval in seconds. Servers close connections with more frequent pings."""
+"""Minimum keepalive interval in seconds. If pings are more frequent, servers close the connection."""
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's default of 4 MiB is too small for long log-probabilities
 
 Options = list[tuple[str, str | int]]
@@ -26,17 +30,17 @@ Options = list[tuple[str, str | int]]
 class Tls:
     """TLS settings of a connection.
 
-    All fields except ``server_name`` are paths of PEM files, read when a client is created.
+    All fields except ``server_name`` are paths of PEM files. The files are read when a client is created.
     """
 
     ca: str | os.PathLike[str] = ""
-    """CA certificates to trust. Empty: those that come with gRPC."""
+    """File with the CA certificates to trust. Empty means the CA certificates that are part of gRPC."""
     certificate: str | os.PathLike[str] = ""
-    """Client certificate, for servers that require one. Needs ``key``."""
+    """File with the client certificate, for servers that require a client certificate. Needs ``key``."""
     key: str | os.PathLike[str] = ""
-    """Private key of the client certificate."""
+    """File with the private key of the client certificate."""
     server_name: str = ""
-    """Expected name in the server's certificate. Empty: the host of the address."""
+    """Name that the server's certificate must have. Empty means the host of the address."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
@@ -55,9 +59,9 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """Keepalive pings: a silent server is pinged after ``interval`` seconds and has ``timeout`` seconds to answer.
+    """Settings of keepalive pings. If a server sends nothing for ``interval`` seconds, the client sends a ping.
 
-    If there is no answer in time, calls on the connection fail with Unavailable.
+    If the server does not answer the ping within ``timeout`` seconds, calls on the connection fail with Unavailable.
     """
 
     interval: float = 30.0
@@ -71,7 +75,7 @@ class Keepalive:
 
 
 class BaseClient(ABC):
-    """Base class of both clients, which holds the connection settings."""
+    """Base class of ``Client`` and ``AsyncClient``, with the connection settings."""
 
     def __init__(
         self,
@@ -84,16 +88,18 @@ class BaseClient(ABC):
         options: Sequence[tuple[str, str | int]] = (),
         channel: grpc.Channel | grpc.aio.Channel | None = None,
     ) -> None:
-        """Create the client. Raises ValueError for a wrong argument, and OSError for unreadable files.
+        """Create the client. Raises ValueError for a wrong argument, and OSError if a file cannot be read.
 
         Args:
-            address: host:port, or ``dns:///host:port`` to use all addresses of the name in turn.
-            key: API key or token.
-            tls: TLS settings; None for a connection without encryption.
-            timeout: Default timeout of calls, in seconds.
-            keepalive: Keepalive settings.
-            options: gRPC channel options, which override the client's.
-            channel: Channel to use and close. ``tls``, ``keepalive`` and ``options`` are then ignored.
+            address: host:port, or ``dns:///host:port`` to use all addresses of the host name in turn.
+            key: API key or token. Empty means no credentials.
+            tls: TLS settings. None means a connection without encryption.
+            timeout: Default timeout of calls in seconds. None means no timeout.
+            keepalive: Settings of keepalive pings.
+            options: gRPC channel options. They override the client's options.
+            channel: Channel to use instead of a new channel. The client closes it. ``tls``, ``keepalive`` and
+                ``options`` are
+                then ignored.
         """
         if not address:
             raise ValueError("address is empty; it must be host:port")
@@ -102,11 +108,11 @@ class BaseClient(ABC):
         self._timeout = timeout
         self._deadline(timeout)
         self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
-        """gRPC metadata sent with every call."""
+        """gRPC metadata that the client sends with every call."""
         self._open(channel, address, tls, _channel_options(tls, keepalive or Keepalive(), options))
 
     def _deadline(self, timeout: float | None) -> float | None:
-        """Return the timeout of a call in seconds: ``timeout``, or the client's default; None for no limit.
+        """Return the timeout of a call in seconds. This is ``timeout``, or the client's default. None means no limit.
 
         Raises ValueError.
         """
@@ -117,7 +123,7 @@ class BaseClient(ABC):
 
     @abstractmethod
     def _open(self, channel: Any, address: str, tls: Tls | None, options: Options) -> None:
-        """Create the stub, and the channel unless one is given."""
+        """Create the stub. If ``channel`` is None, create the channel too."""
 
 
 def _channel_options(tls: Tls | None, keepalive: Keepalive, own: Sequence[tuple[str, str | int]]) -> Options:
@@ -126,9 +132,9 @@ def _channel_options(tls: Tls | None, keepalive: Keepalive, own: Sequence[tuple[
         ("grpc.service_config", SERVICE_CONFIG),
         ("grpc.keepalive_time_ms", int(keepalive.interval * 1000)),
         ("grpc.keepalive_timeout_ms", timeout),
-        ("grpc.http2.ping_timeout_ms", timeout),  # one minute by default, regardless of keepalive_timeout_ms
-        ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent for any time
-        ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # finds new addresses sooner than the default of 30 s
+        ("grpc.http2.ping_timeout_ms", timeout),  # the default is one minute, whatever keepalive_timeout_ms is
+        ("grpc.http2.max_pings_without_data", 0),  # no limit, because a stream may be silent for any time
+        ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # find new addresses sooner than with the default of 30 s
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ]
     if tls is not None and tls.server_name:

@@ -1,4 +1,4 @@
-"""Errors of calls: one class per gRPC status code, with the ``google.rpc`` details."""
+"""Errors of calls. Each gRPC status code has a class. Errors contain the ``google.rpc`` details of the server."""
 
 import re
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from google.protobuf.message import Message
 
 from penstock.common.v1.finish_pb2 import RequestError
 
-# Decoding of the ``google.rpc`` details of a failed call.
+# The code below decodes the ``google.rpc`` details of a failed call.
 #
-# The messages are declared here, in a separate descriptor pool. The generated package is not needed, and does not
-# conflict if it is installed.
+# It declares the messages in a separate descriptor pool. The package with the generated messages is therefore not
+# needed,
+# and causes no conflict if it is installed.
 
 _STRING = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BYTES = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
@@ -31,9 +32,9 @@ _MESSAGES: dict[str, list[tuple[str, int, int | str, bool]]] = {
     "Duration": [("seconds", 1, _INT64, False), ("nanos", 2, _INT32, False)],
     "RetryInfo": [("retry_delay", 1, "Duration", False)],
 }
-"""Fields of each message: name, number, type, and whether it is repeated.
+"""Fields of each message: name, number, type, and whether the field is repeated.
 
-Names of nested messages are chosen freely, because names are not part of the wire format.
+The names of nested messages need not equal the original names, because names are not part of the wire format.
 """
 
 
@@ -54,7 +55,7 @@ def _classes() -> dict[str, type[Message]]:
                     f".{file.package}.{kind}",
                 )
             else:
-                added.type = kind  # type: ignore[assignment]  # the stub has a type for each constant
+                added.type = kind  # type: ignore[assignment]  # the stub has a separate type for each constant
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
@@ -68,7 +69,7 @@ _DETAIL_CLASSES = _classes()
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Details of a failed call. Missing details are empty or None."""
+    """Details of a failed call. A missing detail is empty or None."""
 
     reason: str = ""
     field: str = ""
@@ -77,7 +78,7 @@ class Details:
 
 
 def read_details(status: bytes) -> Details:
-    """Decode the details of a serialized ``google.rpc.Status``. Unknown kinds of details are ignored."""
+    """Decode the details in a serialized ``google.rpc.Status``. Ignore unknown kinds of details."""
     reason = field = quota_subject = ""
     retry_after = None
     whole: Any = _DETAIL_CLASSES["Status"].FromString(status)
@@ -100,15 +101,15 @@ def read_details(status: bytes) -> Details:
 class PenstockError(Exception):
     """Error of a failed call.
 
-    If no server was reached, only ``code`` and ``message`` are set.
+    If the call did not reach a server, only ``code`` and ``message`` are set.
 
     Attributes:
         code: Name of the gRPC status code.
-        message: Description for people. If a field is wrong, the description has its value and the limit.
-        field: Path of the wrong field in the request, such as ``sampling_params.top_p``; empty if there is none.
-        reason: Stable UPPER_SNAKE_CASE word for programs; empty if there is none.
-        retry_after: Seconds after which a retry may succeed; None if the server gives none.
-        quota_subject: Owner of the exhausted quota, such as ``tenant:NAME``; empty if there is none.
+        message: Description for people. If a field is wrong, the description has the field's value and the limit.
+        field: Path of the wrong field in the request, such as ``sampling_params.top_p``. Empty if no field is wrong.
+        reason: Stable word in UPPER_SNAKE_CASE for programs. Empty if the error has no reason.
+        retry_after: Seconds after which a retry may succeed. None if the server gives no time.
+        quota_subject: Owner of the exhausted quota, such as ``tenant:NAME``. Empty if no quota is exhausted.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):  # noqa: N818 - the names are those of the status codes
-    """Error for a wrong field of the request."""
+    """Error for a request with a wrong field."""
 
 
 class Unauthenticated(PenstockError):  # noqa: N818
@@ -139,7 +140,7 @@ class Unauthenticated(PenstockError):  # noqa: N818
 
 
 class PermissionDenied(PenstockError):  # noqa: N818
-    """Error for a caller that is not allowed to make the call."""
+    """Error for a call that the caller is not allowed to make."""
 
 
 class Unimplemented(PenstockError):  # noqa: N818
@@ -147,11 +148,11 @@ class Unimplemented(PenstockError):  # noqa: N818
 
 
 class NotFound(PenstockError):  # noqa: N818
-    """Error for a name that the server does not know, such as a model name."""
+    """Error for a name that does not exist on the server, such as the name of a model."""
 
 
 class FailedPrecondition(PenstockError):  # noqa: N818
-    """Error for a valid request that cannot be served in the current state."""
+    """Error for a valid request that the server cannot serve in its current state."""
 
 
 class ResourceExhausted(PenstockError):  # noqa: N818
@@ -159,19 +160,22 @@ class ResourceExhausted(PenstockError):  # noqa: N818
 
 
 class Unavailable(PenstockError):  # noqa: N818
-    """Error if no server can serve the request now."""
+    """Error for a request that no server can serve now."""
 
 
 class DeadlineExceeded(PenstockError):  # noqa: N818
-    """Error if the deadline passed before the answer was complete."""
+    """Error for a call whose deadline passed before the answer was complete."""
 
 
 class Cancelled(PenstockError):  # noqa: N818
-    """Error if the call was cancelled before the answer was complete."""
+    """Error for a call that was cancelled before the answer was complete."""
 
 
 class Internal(PenstockError):  # noqa: N818
-    """Error for an internal failure of the server. The message has an incident number; the server log has details."""
+    """Error for an internal failure of the server.
+
+    The message has an incident number. The server's log has details about this incident.
+    """
 
 
 _CLASSES = {re.sub(r"\B(?=[A-Z])", "_", each.__name__).upper(): each for each in PenstockError.__subclasses__()}
@@ -180,8 +184,8 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 def of_call(error: grpc.RpcError) -> PenstockError:
-    """Convert the error of a sync or async stub call, including the server's details."""
-    call: Any = error  # Every error of a call has a status, but the class does not declare it.
+    """Convert the error of a stub call, sync or async. The result includes the server's details."""
+    call: Any = error  # every error of a call has a status, but the class RpcError does not declare the status
     code, message = call.code().name, call.details() or ""
     details = read_details(next((value for key, value in call.trailing_metadata() or () if key == _DETAILS_KEY), b""))
     return _CLASSES.get(code, PenstockError)(

@@ -1,4 +1,4 @@
-"""Results of calls, as plain Python objects."""
+"""Results of calls as plain Python objects, and their conversion from messages."""
 
 import sys
 from array import array
@@ -21,11 +21,11 @@ class Usage:
 
     Attributes:
         prompt_tokens: Number of prompt tokens.
-        cached_tokens: Number of prompt tokens found in the cache.
+        cached_tokens: Number of prompt tokens that the engine found in its prefix cache.
         completion_tokens: Number of output tokens.
-        accepted_draft_tokens: Number of output tokens that were drafted.
-        rejected_draft_tokens: Number of rejected draft tokens, which are not part of the output.
-        media_tokens: Number of prompt tokens for media, by modality.
+        accepted_draft_tokens: Number of output tokens that came from accepted drafts.
+        rejected_draft_tokens: Number of draft tokens that the model rejected. They are not part of the output.
+        media_tokens: Number of prompt tokens that stand for media, by modality.
     """
 
     prompt_tokens: int
@@ -38,8 +38,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Token at a position, with its natural log-probability, its rank from 1, and its text (empty without
-    ``detokenize``).
+    """Token at a position, with its natural log-probability, its rank from 1, and its text.
+
+    The text is empty without ``detokenize``.
     """
 
     token_id: int
@@ -50,37 +51,46 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A piece of one sequence, or all of it. ``index`` is the number of the sequence, from 0 to n - 1."""
+    """A piece of the output of one sequence, or the complete output.
+
+    ``index`` is the sequence's number, from 0 to n - 1.
+    """
 
     request_id: str
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """Finish reason: ``stop``, ``length``, ``abort`` or ``repetition``; None before the last piece."""
+    """Finish reason: ``stop``, ``length``, ``abort`` or ``repetition``. None before the last piece."""
     stop_reason: str | int | None
-    """Stop string or stop token id that was found; None for the model's end-of-sequence token."""
+    """Stop string or stop token id that ended the output. None for the model's end-of-sequence token."""
     logprobs: list[list[Logprob]] | None
-    """Log-probabilities: for each of ``token_ids`` a list with that token first, then the most likely tokens.
+    """Log-probabilities, with one list for each token in ``token_ids``. The list has this token first, then the most
+    likely tokens.
 
-    None unless requested.
+    None if the request did not ask for log-probabilities.
     """
     prompt_logprobs: list[list[Logprob]] | None
-    """Log-probabilities of the prompt from its second token, on the first piece."""
+    """Log-probabilities of the prompt tokens, beginning with the second prompt token. Set in the first piece."""
     usage: Usage | None
-    """Token counts; None before the last piece."""
+    """Token counts. None before the last piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOutput:
-    """A piece of one chat answer, or all of it. Fields with the same names as in Output have the same meaning."""
+    """A piece of one chat answer, or the complete answer.
+
+    Fields with the same names as in ``Output`` have the same meaning.
+    """
 
     request_id: str
     index: int
     content: str
     reasoning: str
     tool_calls: list[pb.ToolCall]
-    """Tool calls. In a stream, a call may be split into pieces with the same ``id``; the first piece has the name."""
+    """Tool calls. In a stream, a call may be split into pieces with the same ``id``. The first piece has the call's
+    name.
+    """
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None
@@ -90,7 +100,7 @@ class ChatOutput:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Embeddings of the inputs: ``vectors`` has one vector per input, in order."""
+    """Embeddings of the inputs. ``vectors`` has one vector per input, in the order of the inputs."""
 
     vectors: list[list[float]]
     usage: Usage
@@ -98,9 +108,9 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Class probabilities, in the order of the model's labels.
+    """Class probabilities of one input, in the order of the model's labels.
 
-    ``label`` is the most likely one, or empty if labels have no names.
+    ``label`` is the label with the highest probability, or empty if the model's labels have no names.
     """
 
     probabilities: list[float]
@@ -109,14 +119,17 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of documents, in order: the model's score of query and document, or a cosine similarity in [-1, 1]."""
+    """Scores of documents, in the order of the documents.
+
+    A score is the model's score of query and document, or a cosine similarity in [-1, 1].
+    """
 
     scores: list[float]
     usage: Usage
 
 
 def read_output(message: pb.GenerateResponse) -> Output:
-    """Convert a message of Generate."""
+    """Convert a response message of Generate."""
     return Output(
         request_id=message.request_id,
         index=message.index,
@@ -131,7 +144,7 @@ def read_output(message: pb.GenerateResponse) -> Output:
 
 
 def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
-    """Convert a message of Chat."""
+    """Convert a response message of Chat."""
     return ChatOutput(
         request_id=message.request_id,
         index=message.index,
@@ -147,7 +160,7 @@ def read_chat_output(message: pb.ChatResponse) -> ChatOutput:
 
 
 def read_usage(message: UsageMessage) -> Usage:
-    """Convert the token counts."""
+    """Convert the token counts of a message."""
     return Usage(
         message.prompt_tokens,
         message.cached_tokens,
@@ -159,7 +172,7 @@ def read_usage(message: UsageMessage) -> Usage:
 
 
 def _finish(reason: FinishReason.ValueType) -> str | None:
-    """Convert a finish reason. A reason that this version does not know becomes its number as text."""
+    """Convert a finish reason. If this version does not know the reason, return its number as text."""
     if reason == FINISH_REASON_UNSPECIFIED:
         return None
     known = reason in FinishReason.values()
@@ -186,7 +199,7 @@ def _logprobs(message: Logprobs) -> list[list[Logprob]]:
 
 
 def floats(tensor: Tensor) -> list[float]:
-    """Return the elements of a float32 tensor. Its bytes are little-endian."""
+    """Return the elements of a float32 tensor, whose bytes are little-endian."""
     elements = array("f", tensor.inline)
     if sys.byteorder == "big":
         elements.byteswap()

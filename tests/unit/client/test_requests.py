@@ -23,7 +23,7 @@ def test_media_are_bytes_files_and_urls(tmp_path: Path) -> None:
 def test_a_video_has_pictures_and_their_times() -> None:
     assert [frame.timestamp for frame in video([PNG, PNG, PNG], fps=2).frames.frames] == [0.0, 0.5, 1.0]
     assert [frame.timestamp for frame in video([PNG], timestamps=[3.5]).frames.frames] == [3.5]
-    with pytest.raises(ValueError, match="timestamps has 2 entries for 1 frames"):
+    with pytest.raises(ValueError, match="timestamps has 2 entries, but there are 1 frames"):
         video([PNG], timestamps=[0.0, 1.0])
 
 
