@@ -1,4 +1,4 @@
-"""State machines of a data-parallel group: its waves, and its membership by epoch."""
+"""State machines of a data-parallel group. One is for the group's waves, and one is for its members in each epoch."""
 
 import re
 from typing import Self
@@ -19,7 +19,7 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 
-# State machine of the waves.
+# The class below is the state machine of the waves.
 
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
@@ -27,10 +27,10 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
 
     Every method that handles a message returns the next state and the messages to send.
 
-    The machine never predicts. The group counts as running once a rank reports that it is in the wave. Messages of
-    another epoch are ignored, and an older wave changes nothing. A rank that reports a start is in the wave. The
-    coordinator sends a start to all other ranks, including the rank of the first request, because that rank may have
-    refused it.
+    The machine uses only reports of ranks, and makes no assumptions. The group counts as running once a rank reports
+    that it is in the wave. Messages of another epoch or an older wave are ignored. If a rank reports that it has
+    started a wave, the coordinator sends a start message to all other ranks. This includes the rank of the first
+    request, because that rank may have refused the request.
     """
 
     group: RankGroup = RankGroup()
@@ -45,18 +45,18 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return GroupView(self.group, self.wave, self.running, self.pauses)
 
     def regroup(self, group: RankGroup) -> Self:
-        """Begin another epoch. Its ranks have not reported yet whether they run."""
+        """Begin a new epoch. The new group counts as idle until its ranks report that they run."""
         return msgspec.structs.replace(self, group=group, running=False)
 
     def first_request(self, message: FirstRequest) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """Handle a request that went to a rank of a group that its frontend considers idle."""
+        """Handle a request that a frontend sent to a rank, while the frontend considered the rank's group idle."""
         if message.epoch != self.group.epoch or message.wave < self.wave or self.running:
             return self, ()
         after = msgspec.structs.replace(self, wave=message.wave)
         return after, after._start(excluded="")
 
     def start_wave(self, message: StartWave) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """Handle a rank in the first exchange of a wave."""
+        """Handle a rank that has started a wave, and waits for the other ranks in the first exchange of the wave."""
         if message.epoch != self.group.epoch or message.wave < self.wave:
             return self, ()
         after = self._seen(message.wave, message.pauses, running=True)
@@ -69,9 +69,9 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self._seen(message.wave + 1, message.pauses, running=False), ()
 
     def report(self, message: RankReport) -> tuple[Self, tuple[StartDpWave, ...]]:
-        """Handle a rank's report of its position. An idle rank shows that the wave before its own is over.
+        """Handle a rank's report of its current wave. If a rank is idle in a wave, all earlier waves have ended.
 
-        A rank outside the group is ignored: it may have missed waves, or have counted too many.
+        Ignore a rank outside the group, because its wave number may be too low or too high.
         """
         wave, outside = message.place.wave, message.engine not in self.group.members
         if message.place.epoch != self.group.epoch or outside or message.opening or wave < self.wave:
@@ -108,25 +108,25 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
     Every method that handles an event returns the next state and the messages to send.
 
-    A group changes in two cases. If an operator changes its size, all ranks prepare the change and then switch
-    together. If a rank is dead, the coordinator sends the remaining ranks a new group immediately.
+    A group changes in two cases. If an operator changes the group's size, all ranks prepare the change, and then switch
+    together. If a rank is dead, the coordinator immediately sends a new group to the remaining ranks.
 
-    A rank is dead if its lease expired or it has shut down. A rank whose stream broke is also dead if a collective
-    broke too, or if not all ranks have joined the newest group yet.
+    A rank is dead if its lease has expired, or if it has shut down. A rank whose stream broke also counts as dead in
+    two cases: a collective operation has failed too, or not all ranks have joined the newest group yet.
 
-    If a collective breaks while all streams are intact, the network failed, and all ranks stay. If a planned change
-    fails, the coordinator names the previous members again with a new epoch, because it does not know which ranks have
-    switched.
+    If a collective operation fails while all streams are intact, the network failed, and all ranks stay. If a planned
+    change fails, the coordinator does not know which ranks have switched. It therefore sends the previous members a
+    group with the same members and a new epoch.
 
-    An epoch number is used only once. ``floor`` is a number that no earlier coordinator can have reached, such as its
-    start time. After a restart, the coordinator takes the newest group that ranks report. It decides nothing before
-    ``recovered``, one lease later, when every living rank has reported.
+    An epoch number is used only once. ``floor`` is a number that is higher than the epochs of all earlier coordinators,
+    such as the coordinator's start time. After a restart, the coordinator uses the newest group that ranks report. It
+    decides nothing before ``recovered`` is called one lease later. By then, every living rank has reported.
     """
 
     size: int
     """Number of ranks in the first group."""
     min_size: int = 1
-    """Minimum number of ranks. With fewer, the group waits for others."""
+    """Minimum number of ranks. If a group has fewer ranks, it waits for more ranks."""
     waits: bool = False
     """Whether a group that has lost a rank waits for a replacement instead of continuing without it."""
     floor: int = 0
@@ -136,19 +136,19 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     standby: RankGroup = _NO_GROUP
     """Group that the ranks are preparing."""
     highest: int = 0
-    """Highest epoch that was given out or seen."""
+    """Highest epoch that the coordinator has assigned, or that a rank has reported."""
     known: frozenset[str] = _NOBODY
     """Ranks with a valid lease."""
     broken: frozenset[str] = _NOBODY
     """Ranks whose stream broke."""
     reporters: frozenset[str] = _NOBODY
-    """Ranks that reported a broken collective of the newest epoch."""
+    """Ranks that reported a failed collective operation in the newest epoch."""
     late: frozenset[str] = _NOBODY
-    """Subset of ``reporters`` that reported an older epoch. They may not know about the newest epoch yet."""
+    """Ranks among ``reporters`` that reported an older epoch. They may not have received the newest epoch yet."""
     opened: frozenset[str] = _NOBODY
-    """Ranks that reported that the first exchange of the newest epoch is over."""
+    """Ranks that reported that they have completed the first exchange of the newest epoch."""
     unsettled: bool = False
-    """Whether a rank is prepared for an epoch that an earlier coordinator gave out."""
+    """Whether a rank has prepared an epoch that an earlier coordinator assigned."""
 
     @property
     def group(self) -> RankGroup:
@@ -167,7 +167,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Ranks that could join but are in no group."""
+        """Ranks that are in no group, and could join the group."""
         return tuple(sorted(self.known - self.broken - set(self.group.members), key=_in_order))
 
     @property
@@ -177,10 +177,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         routed = tuple(m for m in members if m in self.standby.members) if self.standby.epoch else members
         return msgspec.structs.replace(self.waves.view, routed=routed)
 
-    # Events of waves.
+    # The methods below handle events of waves.
 
     def first_request(self, message: FirstRequest) -> tuple[Self, Sent]:
-        """Handle a request that went to a rank of a group considered idle."""
+        """Handle a request that a frontend sent to a rank, while the frontend considered the group idle."""
         return self._of_waves(self.waves.first_request(message))
 
     def start_wave(self, message: StartWave) -> tuple[Self, Sent]:
@@ -192,15 +192,16 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         """Handle the end of a wave."""
         return self._of_waves(self.waves.wave_complete(message))
 
-    # Events of members.
+    # The methods below handle events of members.
 
     def founded(self, size: int, *, min_size: int, waits: bool) -> tuple[Self, Sent]:
-        """Set the group's size, as given by its first rank."""
+        """Set the group's size. The first rank of the group reports the size."""
         return self._with(size=size, min_size=min_size, waits=waits), ()
 
     def report(self, message: RankReport) -> tuple[Self, Sent]:
-        """Handle a rank's report of its position, when it registers, renews its lease, or completes the first exchange
-        of an epoch.
+        """Handle a rank's report of its group and wave.
+
+        A rank sends this report when it registers, renews its lease, or completes the first exchange of an epoch.
         """
         epoch, engine = message.group.epoch, message.engine
         inside = engine in message.group.members
@@ -215,7 +216,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             after = after._with(waves=after.waves.regroup(message.group))
         if inside and message.group == after.group and not message.opening:
             after = after._with(opened=after.opened | {engine}, late=after.late - {engine})
-            if engine in self.late:  # The rank is where the others are, so its broken collective is over.
+            if engine in self.late:  # the rank has reached the newest epoch, so its failure is resolved
                 after = after._with(reporters=after.reporters - {engine})
         after = after._with(waves=after.waves.report(message)[0])
         stray = inside and epoch > max(after.group.epoch, after.standby.epoch)
@@ -224,10 +225,11 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return decided, sent + late
 
     def _goes_by(self, message: RankReport) -> bool:
-        """Return whether the group in a rank's report is newer than the known one and counts.
+        """Return whether to use the group in a rank's report, because it is newer than the known group.
 
-        A new rank waits in the first exchange of an epoch before any rank has switched to it, so its report does not
-        count. After a restart of the coordinator it counts if there is no better report.
+        A new rank waits in the first exchange of an epoch before any rank has switched to the epoch. The group in its
+        report is therefore not used. After a restart of the coordinator, this group is used if there is no better
+        report.
         """
         if self.recovering and not self.opened:
             return not message.opening or message.group.epoch > self.group.epoch
@@ -239,11 +241,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(broken=self.broken | {engine})._decide()
 
     def gone(self, engine: str) -> tuple[Self, Sent]:
-        """Handle an expired lease or a shutdown of a rank."""
+        """Handle a rank whose lease has expired, or that has shut down."""
         return self._with(known=self.known - {engine}, broken=self.broken - {engine})._decide()
 
     def peer_lost(self, message: PeerLost) -> tuple[Self, Sent]:
-        """Handle a broken collective. If it is reported again while all streams are intact, the network failed."""
+        """Handle a failed collective operation.
+
+        If a rank reports the failure again while all streams are intact, the network failed.
+        """
         engine, epoch = message.engine, message.epoch
         stale = epoch < self.group.epoch and (engine in self.opened or engine not in self.group.members)
         if stale or engine not in {*self.group.members, *self.standby.members}:
@@ -254,13 +259,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
             return after, sent
         return after._decide(anew=True)
 
-    # Changes of the group.
+    # The methods below change the group.
 
     def scale(self, size: int) -> tuple[Self, tuple[StartDpWave | Reconfigure | ScaleRefused, ...]]:
         """Change the number of ranks.
 
-        Ranks join and leave in the order of their names, like pods of a StatefulSet. The last names leave first, even
-        if one of the first ranks was lost and rejoined at the end of the group.
+        Ranks join and leave in the order of their names, like pods of a StatefulSet. The ranks with the last names
+        leave first. This is also true if a rank with an earlier name was lost, and has rejoined at the end of the
+        group.
         """
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
             return self, (ScaleRefused("the group is changing"),)
@@ -275,11 +281,11 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding()
 
     def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
-        """Handle a rank that cannot join the group that is being prepared.
+        """Handle a rank that cannot join the group that the ranks prepare.
 
-        If the other ranks have already switched, or belong to no group, they continue without it. A spare replaces it
-        if they are too few. If there is no spare, no group is named: the ranks report the broken collective again, and
-        then all are named.
+        If the other ranks have already switched, or belong to no group, they continue without this rank. If they are
+        too few, a spare rank replaces it. If there is no spare rank, the coordinator assigns no group now. The ranks
+        then report the failed collective operation again, and the coordinator assigns a group with all ranks.
         """
         if message.epoch == self.standby.epoch:
             return self._decide(anew=True)
@@ -294,10 +300,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(recovering=False, unsettled=False)._decide(anew=self.unsettled)
 
     def repeat(self) -> tuple[Self, Sent]:
-        """Repeat messages that may have been lost. Called periodically."""
+        """Send messages again that may have been lost. Called periodically."""
         return self, () if self.recovering else self._outstanding()
 
-    # Helpers of the event methods.
+    # The event methods use the methods below.
 
     def _with(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)
@@ -310,7 +316,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return max(self.highest, self.floor) + 1
 
     def _dead(self) -> set[str]:
-        """Return members of either group that will not come back."""
+        """Return the dead members of the current group and of the group that the ranks prepare."""
         members = {*self.group.members, *self.standby.members}
         lost = self.broken if self.reporters or not self.finished else _NOBODY
         return {m for m in members if m not in self.known or m in lost}
@@ -323,14 +329,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return len(self.group.members) if self.waits else self.min_size
 
     def _living(self) -> tuple[str, ...]:
-        """Return members that a new group can have.
+        """Return the members that a new group can keep.
 
-        A rank with a broken stream would count as dead until it has reported.
+        Ranks with a broken stream are left out, because they would count as dead until they report.
         """
         return tuple(m for m in self.group.members if m in self.known and m not in self.broken)
 
     def _decide(self, *, anew: bool = False) -> tuple[Self, Sent]:
-        """Name a new group if the current one cannot continue, or if ``anew`` is set."""
+        """Assign a new group if the current group cannot continue, or if ``anew`` is True."""
         if self.recovering or (self.group.epoch and not self._dead() and not anew):
             return self, ()
         living = self._living()
@@ -339,7 +345,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._name(members) if len(members) >= wanted else (self, ())
 
     def _name(self, members: tuple[str, ...]) -> tuple[Self, Sent]:
-        """Give the next epoch to these ranks, effective at once. Ranks that are left out get it too."""
+        """Assign a group with these members and the next epoch, which is valid immediately.
+
+        Former members that are not in the new group also get the message.
+        """
         former = {*self.group.members, *self.standby.members} - set(members)
         group = RankGroup(self._next_epoch(), members)
         after = self._with(
@@ -354,14 +363,14 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return after, after._outstanding() + expelled
 
     def _outstanding(self) -> Sent:
-        """Return the messages that ranks have been sent but have not acted on."""
+        """Return the messages on which ranks have not acted yet."""
         if self.standby.epoch:
             everybody = dict.fromkeys(self.group.members + self.standby.members)
             return tuple(self._reconfigure(m, self.standby, base=self.group.epoch) for m in everybody)
         return tuple(self._reconfigure(m, self.group) for m in self.group.members if m not in self.opened)
 
     def _catch_up(self, engine: str, epoch: int) -> Sent:
-        """Return the messages for a rank that is in an older epoch."""
+        """Return the message with the newest group for a rank that is in an older epoch."""
         behind = epoch < self.group.epoch and not self.recovering
         return (self._reconfigure(engine, self.group),) if behind else ()
 
@@ -370,5 +379,5 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for names with numbers, in which "engine-9" comes before "engine-10"."""
+    """Return a sort key for names with numbers. With this key, "engine-9" comes before "engine-10"."""
     return [(int(number or 0), text) for number, text in re.findall(r"(\d+)|(\D+)", name)]

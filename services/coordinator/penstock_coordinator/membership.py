@@ -1,4 +1,4 @@
-"""Membership of engines as a state machine of leases, and the state and load that views contain for each engine."""
+"""Membership of engines, as a state machine of leases. Also computes the entry of each engine in views."""
 
 import enum
 import itertools
@@ -11,7 +11,7 @@ from penstock_common.types.cluster import EngineRegistration, EngineState, Engin
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_REMEMBERED_INCARNATIONS = 16
-"""Number of replaced incarnations per engine that are still refused when they register again."""
+"""Number of replaced incarnations to remember per engine. A remembered incarnation is refused if it registers again."""
 
 
 class Change(enum.Enum):
@@ -28,7 +28,7 @@ class Change(enum.Enum):
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
-    """Effect: the members have changed, and frontends need a new view."""
+    """Effect that the members have changed, so that frontends need a new view."""
 
     engine_id: str
     index: int
@@ -37,13 +37,13 @@ class MemberChanged(msgspec.Struct, frozen=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True):
-    """Effect: the session of the event does not belong to a member, and must end."""
+    """Effect that the session of the event must end, because it does not belong to a member."""
 
     reason: str
 
 
 class IdTaken(msgspec.Struct, frozen=True):
-    """Effect: a registration is refused because another engine with a valid lease has the same id."""
+    """Effect that a registration is refused, because another engine with a valid lease has the same id."""
 
     reason: str
 
@@ -57,9 +57,11 @@ class Member(msgspec.Struct):
     registration: EngineRegistration
     """Latest registration of the engine."""
     index: int
-    """Index of the engine: the lowest number that was free when it joined. It survives reconnects and restarts."""
+    """Index of the engine, which is the lowest number that was free when the engine joined. The index stays the same if
+    the engine reconnects or restarts.
+    """
     session: int
-    """Number of the latest stream."""
+    """Number of the engine's latest stream."""
     expires_at: float
     """End of the lease, in seconds of the caller's clock."""
     draining: bool
@@ -67,26 +69,26 @@ class Member(msgspec.Struct):
     stats: SchedulerStats = SchedulerStats()
     """Statistics of the latest reported step."""
     loras: LoraHeld | None = None
-    """LoRA adapters that the engine holds, as reported last."""
+    """Latest report of the LoRA adapters that the engine has loaded."""
     former_incarnations: tuple[str, ...] = ()
-    """Replaced incarnations, the latest last."""
+    """Replaced incarnations of the engine. The latest is the last item."""
 
 
 class Membership:
-    """Members by engine id.
+    """Members of the cluster, by engine id.
 
-    An engine is a member from its registration until it reports SHUTDOWN_COMPLETE or sends nothing for one lease. The
-    end of its stream is not an event: the engine may reconnect before its lease expires, and its requests keep running.
-    Each stream is a session with its own number. Only reports on an engine's latest session count. Reports on older
-    sessions are refused, and so are registrations of a replaced incarnation.
+    An engine is a member from its registration until it reports SHUTDOWN_COMPLETE, or sends nothing for one lease. If
+    only its stream ends, the engine stays a member. It may reconnect before its lease expires, and its requests keep
+    running. Each stream is a session with a separate number. Only reports in an engine's latest session count. Reports
+    in older sessions and registrations of replaced incarnations are refused.
 
     A restarted engine has a new incarnation at the same address, or registers after its old lease has expired. A new
-    incarnation at another address is a different engine with the same id. It is refused while the first engine's lease
-    is valid. Otherwise the two engines would replace each other endlessly.
+    incarnation at another address is a different engine with the same id. This engine is refused while the lease of the
+    first engine is valid. Otherwise the two engines would replace each other endlessly.
 
-    Times are seconds of a monotonic clock that the caller passes in. ``tick`` should run several times per lease. If it
-    is late by more than half a lease, the coordinator was suspended or starved of CPU and received nothing, so all
-    leases are renewed.
+    Callers pass the time as seconds of a monotonic clock. ``tick`` should run several times per lease. If a call is
+    late by more than half a lease, the coordinator was suspended or had no CPU time. It has then received no messages,
+    so all leases are renewed.
     """
 
     def __init__(self, *, lease_seconds: float, now: float) -> None:
@@ -138,7 +140,10 @@ class Membership:
         return [self._changed(member, change)]
 
     def report(self, session: int, stats: SchedulerStats | None, now: float) -> list[Effect]:
-        """Renew an engine's lease, and record its statistics unless they are older than the recorded ones."""
+        """Renew an engine's lease, and record its statistics.
+
+        Ignore statistics that are older than the recorded statistics.
+        """
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -153,7 +158,7 @@ class Membership:
         return [self._changed(member, Change.WEDGED if stats.wedged else Change.UNWEDGED)]
 
     def drain(self, session: int, now: float) -> list[Effect]:
-        """Renew an engine's lease, and record that it is draining."""
+        """Renew an engine's lease, and record that the engine is draining."""
         member = self._member_of(session)
         if member is None:
             return [_not_a_member()]
@@ -169,7 +174,7 @@ class Membership:
         return [_not_a_member()] if member is None else [self._remove(member, Change.LEFT)]
 
     def tick(self, now: float) -> list[Effect]:
-        """Remove the members whose lease has expired."""
+        """Remove all members whose lease has expired."""
         stalled = now - self._ticked_at > self.lease_seconds / 2
         self._ticked_at = now
         if stalled:
@@ -210,20 +215,23 @@ def _is_another(registration: EngineRegistration, member: EngineRegistration) ->
 
 
 def _not_a_member() -> SessionEnded:
-    return SessionEnded("the lease has expired or a later session has replaced this one; register again")
+    return SessionEnded("the lease has expired, or a later session has replaced this session; register again")
 
 
-# State and load of each engine in views.
+# The code below computes the entry of each engine in views, with its state and load.
 
 
 class Statuses:
-    """Caches the view entry of each engine. An unchanged engine keeps the same object in consecutive views."""
+    """Cache for the view entry of each engine.
+
+    If an engine has not changed, consecutive views contain the same object.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[EngineRegistration, SchedulerStats, bool, EngineStatus]] = {}
 
     def of(self, members: Sequence[Member]) -> tuple[EngineStatus, ...]:
-        """Return the entries of ``members``, which must be all members."""
+        """Return the entries of ``members``. The caller must pass all members."""
         known = self._known
         self._known = {}
         for member in members:
@@ -265,7 +273,11 @@ def engine_status(member: Member) -> EngineStatus:
 
 
 def engine_state(member: Member) -> EngineState:
-    """Return WEDGED if the engine reports it, even while draining. Otherwise return DRAINING or SERVING."""
+    """Return the state of an engine.
+
+    If the engine reports that it is wedged, the state is WEDGED, even if the engine drains. Otherwise the state is
+    DRAINING or SERVING.
+    """
     if member.stats.wedged:
         return EngineState.WEDGED
     return EngineState.DRAINING if member.draining else EngineState.SERVING
