@@ -1,4 +1,4 @@
-"""Client of Penstock's public API. Use ``Client`` with threads, and ``AsyncClient`` with asyncio.
+"""Client of Penstock's public API: ``Client`` for threads, and ``AsyncClient`` for asyncio.
 
 SamplingParams, ChatMessage, Tool and similar classes are messages of the API contract. The functions ``image``,
 ``audio``, ``video`` and ``message`` create media and chat messages.

@@ -1,7 +1,4 @@
-"""Connection to a Penstock server.
-
-Configures load balancing, health checks, retries, keepalive, TLS and authentication.
-"""
+"""Connection to a Penstock server, with load balancing, health checks, retries, keepalive, TLS and authentication."""
 
 import os
 from abc import ABC, abstractmethod

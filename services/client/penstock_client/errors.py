@@ -1,4 +1,4 @@
-"""Errors of calls. Each gRPC status code has a class. Errors contain the ``google.rpc`` details of the server."""
+"""Errors of calls, with one class per gRPC status code and the ``google.rpc`` details of the server."""
 
 import re
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Coordinator service. It tracks the membership and load of engines, and the waves of data-parallel groups."""
+"""Coordinator service, which tracks the membership and load of engines, and the waves of data-parallel groups."""

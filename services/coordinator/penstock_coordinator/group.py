@@ -1,4 +1,4 @@
-"""State machines of a data-parallel group. One is for the group's waves, and one is for its members in each epoch."""
+"""State machines of a data-parallel group, for its waves and for its members in each epoch."""
 
 import re
 from typing import Self

@@ -1,4 +1,4 @@
-"""Data-parallel groups of all pools. Handles events from ranks, and sends messages to ranks."""
+"""Data-parallel groups of all pools, which handle events from ranks and send messages to ranks."""
 
 import asyncio
 from collections import deque

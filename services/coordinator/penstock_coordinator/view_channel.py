@@ -1,6 +1,6 @@
-"""Views of the cluster for frontends.
+"""Views of the cluster for frontends, with one channel for all frontends with the same subscription.
 
-Decides when views are sent. Frontends with the same subscription share a channel.
+The module also decides when views are sent.
 """
 
 import asyncio

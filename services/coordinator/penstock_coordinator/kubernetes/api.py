@@ -1,4 +1,4 @@
-"""Client of the Kubernetes API server. It has only the calls that the coordinator needs."""
+"""Client of the Kubernetes API server, with the calls that the coordinator needs."""
 
 import asyncio
 import contextlib

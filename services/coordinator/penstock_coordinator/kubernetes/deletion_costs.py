@@ -1,4 +1,4 @@
-"""Pod deletion costs. These annotations of pods decide which engine Kubernetes removes first when a pool shrinks."""
+"""Pod deletion costs, which decide which engine Kubernetes removes first when a pool shrinks."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""External scaler service for KEDA. Reports the load of pools, and whether pools are in use."""
+"""External scaler service for KEDA, which reports the load of pools and whether they are in use."""
 
 import asyncio
 import math

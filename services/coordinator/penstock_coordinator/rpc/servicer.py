@@ -1,4 +1,4 @@
-"""Implementation of CoordinatorService. Converts messages from engines and frontends to events for the cluster."""
+"""Implementation of CoordinatorService, which converts messages of engines and frontends to events for the cluster."""
 
 import asyncio
 import contextlib

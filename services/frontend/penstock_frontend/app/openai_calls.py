@@ -1,4 +1,4 @@
-"""OpenAI API for callers in the same process. It needs no network listener."""
+"""OpenAI API for callers in the same process, without a network listener."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

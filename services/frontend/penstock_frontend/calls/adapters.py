@@ -1,4 +1,4 @@
-"""LoRA adapter calls. Finds the adapters of requests, loads, unloads and pins adapters, and watches their directory."""
+"""LoRA adapter calls, which find, load, unload and pin adapters, and the watched directory of adapters."""
 
 import asyncio
 import hashlib

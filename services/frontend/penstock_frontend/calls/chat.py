@@ -1,4 +1,4 @@
-"""Chat calls. Each call turns a conversation into a stream of outputs."""
+"""Chat calls, which turn a conversation into a stream of outputs."""
 
 import functools
 from collections.abc import AsyncIterator, Callable

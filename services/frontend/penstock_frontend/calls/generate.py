@@ -1,4 +1,4 @@
-"""Generation calls. Each call turns a prompt into a stream of outputs."""
+"""Generation calls, which turn a prompt into a stream of outputs."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Requests between acceptance and release. When a request ends, it is counted, logged, and recorded as a trace span."""
+"""Requests between acceptance and release, and the count, log line and trace span at their end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Pooling calls. Each call sends all its inputs to engines, waits for all results, and cleans up."""
+"""Pooling calls, which send all inputs of a request to engines, wait for the results, and clean up."""
 
 import asyncio
 import time

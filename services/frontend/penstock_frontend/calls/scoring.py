@@ -1,4 +1,4 @@
-"""Scoring calls. A score comes from a cross-encoder, or is the cosine similarity of two embeddings."""
+"""Scoring calls, whose scores come from a cross-encoder or are cosine similarities of embeddings."""
 
 from collections.abc import Sequence
 

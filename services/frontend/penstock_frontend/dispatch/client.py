@@ -1,4 +1,4 @@
-"""Engine client of the frontend. Sends requests to engines, handles the engines' events, and remembers lost engines."""
+"""Engine client of the frontend, which sends requests, handles the engines' events, and remembers lost engines."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Connection to one engine address. If the session breaks, the connection starts a new session."""
+"""Connection to one engine address, which starts a new session whenever the session breaks."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""Disaggregated prefill.
+"""Disaggregated prefill, which decides whether a request runs on one engine or on two.
 
-Decides whether a request runs on one engine, or on a prefill engine and a decode engine. Does no I/O.
+A request that runs on two engines has its prompt computed by a prefill engine, and its output by a decode engine. The
+module does no I/O.
 """
 
 from collections.abc import Callable, Mapping, Sequence

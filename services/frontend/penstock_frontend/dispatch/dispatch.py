@@ -1,4 +1,4 @@
-"""Dispatch of requests to engines. If an engine is lost, its requests are retried on another engine."""
+"""Dispatch of requests to engines, with retries on other engines if an engine is lost."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Connections to all engines. Selects the engines that this frontend uses, and tracks data-parallel groups."""
+"""Connections to all engines, the selection of engines for this frontend, and data-parallel groups."""
 
 import asyncio
 import hashlib

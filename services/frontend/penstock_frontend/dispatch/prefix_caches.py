@@ -1,4 +1,4 @@
-"""Index of the engines' prefix caches. Records which KV blocks each engine has, and in which medium."""
+"""Index of the engines' prefix caches, with the KV blocks of each engine and their media."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial

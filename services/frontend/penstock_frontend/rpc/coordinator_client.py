@@ -1,7 +1,4 @@
-"""Session of a frontend with the coordinator.
-
-The coordinator sends the view of the cluster, and serves the Scale call.
-"""
+"""Session of a frontend with the coordinator, which sends the view of the cluster and serves the Scale call."""
 
 import asyncio
 from collections import deque

@@ -1,9 +1,7 @@
-"""Program ``python -m penstock_frontend.rpc.first_call``.
+"""Program that makes one call over gRPC and one call over HTTP, as a client does.
 
-It makes one call over gRPC and one call over HTTP, as a client does.
-
-The chart's ``helm test`` runs this program in a separate pod. The program prints the answers. The exit code is 1 if a
-call failed.
+Run it with ``python -m penstock_frontend.rpc.first_call``. The chart's ``helm test`` runs this program in a separate
+pod. The program prints the answers. The exit code is 1 if a call failed.
 """
 
 import argparse

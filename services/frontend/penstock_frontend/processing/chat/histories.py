@@ -1,6 +1,6 @@
-"""Repair of conversation histories from clients.
+"""Repair of conversation histories from clients, such as tool call arguments that are not JSON.
 
-Handles tool call arguments that are not JSON, tool results without a call, and media that the model cannot read.
+The module also handles tool results without a call, and media that the model cannot read.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Messages for chat templates. Maps roles, escapes texts from clients, and marks the positions of media."""
+"""Messages for chat templates, with mapped roles, escaped texts of clients, and marked positions of media."""
 
 import json
 import re

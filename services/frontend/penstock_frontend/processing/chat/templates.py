@@ -1,4 +1,4 @@
-"""Chat templates, which are jinja2 programs. They run in a sandbox with time and size limits."""
+"""Chat templates, which are jinja2 programs that run in a sandbox with time and size limits."""
 
 import datetime as dt
 import json

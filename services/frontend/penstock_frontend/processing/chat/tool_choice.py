@@ -1,4 +1,4 @@
-"""Forced tool calls. A constraint on the model's output forces the call."""
+"""Forced tool calls, which are constraints on the model's output."""
 
 import json
 import re

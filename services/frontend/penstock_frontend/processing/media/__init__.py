@@ -1,1 +1,1 @@
-"""Media of requests (images, audio and video). Reads media, checks them, and processes them for the model."""
+"""Media of requests (images, audio and video), which are read, checked, and processed for the model."""

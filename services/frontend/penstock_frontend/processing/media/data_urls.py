@@ -1,4 +1,4 @@
-"""Decoder of ``data:`` URLs. Also accepts common deviations from RFC 2397 and RFC 4648."""
+"""Decoder of ``data:`` URLs, including common deviations from RFC 2397 and RFC 4648."""
 
 import binascii
 import re

@@ -1,7 +1,4 @@
-"""Pool of media workers.
-
-A fair bounded queue feeds the worker processes. A process that ends or takes too long is replaced.
-"""
+"""Pool of media workers, with a fair bounded queue and replacement of workers that end or take too long."""
 
 import asyncio
 import contextlib

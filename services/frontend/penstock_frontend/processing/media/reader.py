@@ -1,4 +1,4 @@
-"""Reader for the media of requests. Fetches or decodes files, checks files, and computes identifiers of media."""
+"""Reader for the media of requests, which fetches or decodes files, checks them, and computes identifiers."""
 
 import asyncio
 import hashlib

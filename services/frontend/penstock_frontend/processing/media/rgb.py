@@ -1,4 +1,4 @@
-"""Conversion of images of any mode to RGB. Makes transparent pixels white, and scales 16-bit grey to 8 bits."""
+"""Conversion of images of any mode to RGB, with white for transparent pixels and scaled 16-bit grey."""
 
 from typing import Any
 

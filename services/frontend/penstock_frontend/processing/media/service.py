@@ -1,7 +1,4 @@
-"""Media service.
-
-Fetches, checks, identifies and processes the media of requests. Media with the same identifier are processed once.
-"""
+"""Media service, which fetches, checks, identifies and processes the media of requests, once per identifier."""
 
 import asyncio
 import contextlib

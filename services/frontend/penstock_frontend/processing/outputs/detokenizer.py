@@ -1,4 +1,4 @@
-"""Conversion of a sequence's tokens to text. Detokenizes, searches for stop strings, and releases final text."""
+"""Conversion of a sequence's tokens to text, with search for stop strings and release of final text."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Parsers of tool calls and of reasoning. Each model format has its own parser."""
+"""Parsers of tool calls and of reasoning, with one parser per model format."""

@@ -1,4 +1,4 @@
-"""Tool calls of GLM 4.5 and later.
+"""Tool calls of GLM 4.5 and later, with ``<arg_key>`` and ``<arg_value>`` tags for each argument.
 
 A call is a name and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument.
 """

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss in OpenAI's harmony format.
+"""Answers of gpt-oss in OpenAI's harmony format, in which some messages are tool calls.
 
 An answer consists of messages on channels. Some messages are tool calls.
 """

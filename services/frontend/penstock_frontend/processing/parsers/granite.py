@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Granite 3. Granite 4 uses the format of Hermes for calls."""
+"""Tool calls and reasoning of Granite 3, whose successor Granite 4 uses the format of Hermes for calls."""
 
 from typing import ClassVar
 

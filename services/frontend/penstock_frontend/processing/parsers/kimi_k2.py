@@ -1,4 +1,4 @@
-"""Tool calls of Kimi K2. A section of the answer has ``functions.name:0`` and arguments between tags for each call."""
+"""Tool calls of Kimi K2, with ``functions.name:0`` and arguments between tags in a separate section."""
 
 import re
 from typing import ClassVar

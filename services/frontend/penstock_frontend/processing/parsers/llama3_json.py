@@ -1,6 +1,6 @@
-"""Tool calls of Llama 3.1 to 3.3.
+"""Tool calls of Llama 3.1 to 3.3 as JSON objects ``{"name": ..., "parameters": ...}``.
 
-A call is a JSON object ``{"name": ..., "parameters": ...}``, possibly after a tag.
+A tag may precede the JSON object.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4. An answer is a list of calls: ``[name(key="value"), ...]``."""
+"""Tool calls of Llama 4, whose answers are a list of calls ``[name(key="value"), ...]``."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Tool calls in which tags enclose each argument. The values of arguments are texts without types."""
+"""Tool calls in which tags enclose each argument, and values are texts without types."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Tool calls of Phi-4-mini. An answer has the word ``functools`` and a JSON list of calls."""
+"""Tool calls of Phi-4-mini, with the word ``functools`` and a JSON list of calls."""
 
 from typing import ClassVar
 

@@ -1,6 +1,6 @@
-"""Reasoning between two tags.
+"""Reasoning between two tags: its parser, and its description for engines.
 
-Has the parser, and the description with which engines apply constraints after the reasoning.
+Engines need the description, because they apply constraints only after the reasoning.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""Conversion of pooling requests to engine requests. Each input becomes one engine request."""
+"""Conversion of pooling requests to engine requests, with one engine request per input."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Media of each model type. Processes media items, and replaces their placeholders in prompts."""
+"""Media of each model type: processing of media items, and replacement of their placeholders in prompts."""
