@@ -131,7 +131,7 @@ async def test_an_old_engine_that_reports_no_slots_makes_the_load_unavailable_no
         async with alive(old):
             old.load = busy(1, kv=0.5)
             await eventually(lambda: gauge(coordinator, "pool_kv_cache_usage", pool="default") == 0.5)
-            with pytest.raises(grpc.aio.AioRpcError, match="of an older release") as e:
+            with pytest.raises(grpc.aio.AioRpcError, match="its release is too old") as e:
                 await keda.metric("load")
             assert e.value.code() is grpc.StatusCode.UNAVAILABLE
             assert await keda.active()

@@ -141,7 +141,7 @@ async def test_outside_kubernetes_the_setting_is_named(model: Path) -> None:
     async with running() as coordinator, frontend_of(model, address_of(coordinator)) as frontend:
         error = await failure(scale(frontend, 5))
         assert facts(error) == ("FAILED_PRECONDITION", "NOT_IN_KUBERNETES", "", None)
-        assert "its kubernetes.deployments is empty" in error.message
+        assert "kubernetes.deployments and kubernetes.leader_worker_sets are empty" in error.message
 
 
 async def test_engines_of_the_configuration_are_nobodys_to_scale(engine: FakeEngine, model: Path) -> None:

@@ -201,7 +201,7 @@ async def test_scale_refuses_what_is_not_its_own(
 
 
 async def test_outside_kubernetes_there_is_nothing_to_scale(failures: Failures) -> None:
-    with pytest.raises(FailedPrecondition, match=r"its kubernetes\.deployments is empty"):
+    with pytest.raises(FailedPrecondition, match=r"kubernetes\.deployments and .* are empty"):
         await replicas(None, failures, deployments={}).scale("", 1)
 
 

@@ -93,6 +93,6 @@ async def test_a_number_of_ranks_has_the_bounds_of_the_pool_and_fills_pods(bench
         replicas.check_ranks("default", 10)
     with pytest.raises(InvalidArgument, match="replicas is 3; each pod of pool 'default' has 2 ranks, so it must be a"):
         replicas.check_ranks("default", 3)
-    with pytest.raises(FailedPrecondition, match="pool 'default' has no rank yet") as e:
+    with pytest.raises(FailedPrecondition, match="pool 'default' has no ranks yet") as e:
         await replicas.scale("", 4)
     assert e.value.reason == "NO_GROUP"

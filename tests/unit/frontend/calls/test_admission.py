@@ -56,7 +56,7 @@ def test_prompts_are_counted_by_their_lengths() -> None:
     admission = Admission(Reread(LimitsConfig(max_prompt_length_in_flight=100)), FakeClock())
     admission.enter(Demand(length=60))
     error = refused(lambda: admission.enter(Demand(length=41)))
-    assert "101 characters and token ids would be in flight" in error.message
+    assert "101 characters and token ids of prompts would be in flight" in error.message
     assert "limits.max_prompt_length_in_flight is 100" in error.message
     admission.enter(Demand(length=40))
     admission.leave(Demand(length=60), served=True)

@@ -25,7 +25,7 @@ def test_an_alias_may_stand_for_an_adapter_that_comes_later(lora: dict[str, obje
         ({"": "tiny"}, "model.aliases: the name '' is empty"),
         ({" a": "tiny"}, "model.aliases: the name ' a' must be printable"),
         ({"tiny": ""}, "model.aliases: 'tiny' is the model's own name"),
-        ({"pirate": "tiny"}, "model.aliases: 'pirate' is the name of a LoRA adapter, in lora.adapters"),
+        ({"pirate": "tiny"}, "model.aliases: 'pirate' is also the name of a LoRA adapter in lora.adapters"),
         ({"a": "b", "b": "tiny"}, "model.aliases.a is 'b', which is an alias itself"),
     ],
 )

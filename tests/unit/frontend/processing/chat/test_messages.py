@@ -151,7 +151,7 @@ async def test_a_result_of_a_tool_that_the_template_leaves_out_is_refused() -> N
     turns = [ChatMessage(role="user", content="Hi"), call, ChatMessage(role="tool", content="42", tool_call_id="1")]
     renderer = ChatRenderer(ChatTemplates({"default": SILENT}, {}), Tokenizer(byte_level()), Reread(LimitsConfig()))
     with pytest.raises(
-        InvalidArgument, match=r"messages\[2\].role is 'tool'; the model's chat template does not show"
+        InvalidArgument, match=r"messages\[2\].role is 'tool', but the model's chat template does not show"
     ) as e:
         await renderer.render(ChatRequest(messages=turns))
     assert e.value.field == "messages[2].role"

@@ -106,7 +106,7 @@ def test_invalid_tool_choices_are_refused(tools: list[Tool], choice: str, option
 
 
 def test_a_call_in_an_unknown_form_cannot_be_insisted_on() -> None:
-    with pytest.raises(InvalidArgument, match="but the call format of this model is unknown"):
+    with pytest.raises(InvalidArgument, match="but the format of tool calls of this model is unknown"):
         tool_constraint(TOOLS, "required", None)
 
 
