@@ -452,7 +452,7 @@ async def test_without_an_engine_the_page_says_so(tab: Tab, server: PageServer) 
     server.lose_engines()
     server.refusal = (
         503,
-        {"message": "no engine took requests within 30 s", "type": "error", "param": None, "code": "word"},
+        {"message": "no engine accepted requests within 30 s", "type": "error", "param": None, "code": "word"},
         {},
     )
     await tab.until(shows("#status", "no engine accepts requests"))

@@ -80,5 +80,5 @@ async def test_a_call_whose_engine_died_is_unavailable_when_none_comes_in_time(s
         await silent.kill()
         error = await failure(call)
         assert isinstance(error, Unavailable)
-        assert error.message == "no engine took the request within 0.1 s"
+        assert error.message == "no engine accepted the request within 0.1 s"
         assert live(frontend) == 0

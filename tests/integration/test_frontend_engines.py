@@ -241,7 +241,7 @@ async def test_requests_that_lose_the_last_engine_end_as_unavailable_when_the_wa
         await engine.kill()
         error = await failure(call)
     assert isinstance(error, Unavailable)
-    assert (error.message, error.retry_after) == ("no engine took the request within 0.2 s", 1.0)
+    assert (error.message, error.retry_after) == ("no engine accepted the request within 0.2 s", 1.0)
 
 
 async def test_a_request_that_is_cancelled_while_it_waits_for_an_engine_is_not_sent_again(model: Path) -> None:
@@ -533,7 +533,7 @@ async def test_without_engines_a_request_waits_and_then_is_unavailable(model: Pa
     async with FrontendServer(model, engines=["127.0.0.1:1"], engine_wait_timeout=0.1) as frontend:
         error = await failure(frontend.generate())
     assert isinstance(error, Unavailable)
-    assert error.message == "no engine took requests within 0.1 s"
+    assert error.message == "no engine accepted requests within 0.1 s"
     assert error.retry_after == 1.0
 
 
@@ -664,7 +664,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         frontend.frontend._engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
-    assert "the coordinator does not list the engine; its connection is open" in said
+    assert "engine missing in the coordinator's view; its connection is open" in said
     assert "the coordinator does not list it, and it does not answer within 1 s" in said
 
 

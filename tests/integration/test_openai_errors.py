@@ -296,7 +296,7 @@ async def test_errors_of_the_engine_have_their_status(
 
 async def test_without_an_engine_the_answer_is_unavailable(model: Path) -> None:
     async with openai_server(model, engines=["127.0.0.1:1"], wait=False, engine_wait_timeout=0.05) as api:
-        with pytest.raises(openai.InternalServerError, match=r"no engine took requests within 0\.05 s") as caught:
+        with pytest.raises(openai.InternalServerError, match=r"no engine accepted requests within 0\.05 s") as caught:
             await api.client.completions.create(model="model", prompt="x")
         assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
         assert (await api.http.get("/health")).status_code == 503

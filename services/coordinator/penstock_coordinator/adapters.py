@@ -129,7 +129,7 @@ class Adapters:
         refused, self._refusals = self._refusals, []
         if refused:
             get_logger().warning(
-                "refused LoRA adapters", model=model, count=len(refused), name=refused[0].name, why=refused[0].reason
+                "LoRA adapters refused", model=model, count=len(refused), name=refused[0].name, why=refused[0].reason
             )
         return changed, refused
 

@@ -211,7 +211,7 @@ class ViewChannel:
     def newer_than(self, version: int, *, deltas: bool) -> list[EncodedView]:
         """Return the views that bring a reader from ``version`` to the newest version.
 
-        They are deltas, one full view, or nothing.
+        The views are deltas, or one full view. The list is empty if the reader has the newest version.
         """
         if version == self.version:
             return []

@@ -344,7 +344,7 @@ current_principal: ContextVar[Principal | None] = ContextVar("current_principal"
 def tenant_of_caller(claimed: str) -> str:
     """Return the tenant of a request.
 
-    This is ``claimed`` if the caller may act for every tenant, or if authentication is off. Otherwise it is the
+    If the caller may act for every tenant, or if authentication is off, the tenant is ``claimed``. Otherwise it is the
     caller's own tenant.
     """
     principal = current_principal.get()

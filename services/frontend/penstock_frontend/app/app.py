@@ -237,7 +237,7 @@ class Frontend:
         needed = Draining(0.0, timeout=0.0, max_age=server.max_connection_age).moved_after + QUIET
         if server.max_connection_age and self._config.drain_timeout < needed:
             get_logger().warning(
-                "drain_timeout is too short for all clients to move; server.max_connection_age decides when they do",
+                "drain_timeout is too short for all clients to move; raise it, or lower server.max_connection_age",
                 drain_timeout=self._config.drain_timeout,
                 max_connection_age=server.max_connection_age,
                 needed=round(needed, 1),

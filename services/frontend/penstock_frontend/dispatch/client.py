@@ -188,9 +188,9 @@ class EngineEvents:
         if not hashes or hashes == self._variants:
             return
         if len(variants) > 1:
-            get_logger().warning("engines of the model compute differently", variants=describe_variants(variants))
+            get_logger().warning("engines have different variants", variants=describe_variants(variants))
         elif len(self._variants) > 1:
-            get_logger().info("all engines of the model compute the same", variant=hashes[0])
+            get_logger().info("all engines have the same variant", variant=hashes[0])
         self._variants = hashes
 
 
@@ -345,8 +345,8 @@ class GrpcEngineClient:
                     await self._usable.wait()
         except TimeoutError:
             if left is not None and left < self._wait_timeout:
-                raise DeadlineExceeded("the deadline passed while no engine took requests") from None
-            raise Unavailable(f"no engine took requests within {self._wait_timeout:g} s", retry_after=1.0) from None
+                raise DeadlineExceeded("the deadline passed while no engine accepted requests") from None
+            raise Unavailable(f"no engine accepted requests within {self._wait_timeout:g} s", retry_after=1.0) from None
         finally:
             self._waiting.leave(tenant)
             self._on_change()

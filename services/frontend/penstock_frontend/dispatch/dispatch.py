@@ -157,7 +157,7 @@ class Dispatch:
     def num_held(self) -> int:
         """Number of held sequences.
 
-        They wait for an engine, for their trial as suspects, or until it is known whether lost engines died.
+        Held sequences wait for an engine, for their trial as suspects, or until it is known whether lost engines died.
         """
         return len(self._waiting)
 
@@ -323,7 +323,7 @@ class Dispatch:
     def _exclusion(self, error: RequestFailed) -> float:
         """Return for how many seconds a refused request is not sent to the full engine again.
 
-        This is the engine's retry time, but less than the hold timeout.
+        The number is the engine's retry time, but less than the hold timeout.
         """
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
@@ -412,7 +412,7 @@ class Dispatch:
             self._on_held()
 
     def _give_up(self, entry: JournalEntry) -> None:
-        error = Unavailable(f"no engine took the request within {self._hold_timeout:g} s", retry_after=1.0)
+        error = Unavailable(f"no engine accepted the request within {self._hold_timeout:g} s", retry_after=1.0)
         self._end(entry, error)
         self._on_held()
         self._try_next()

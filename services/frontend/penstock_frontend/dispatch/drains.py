@@ -134,7 +134,7 @@ class Drains:
             return
         why = "the engine drains and would not finish the request in time"
         get_logger().info(
-            "an engine is draining; its requests resume on other engines",
+            "requests of a draining engine resume on other engines",
             count=len(going),
             time_left=round(drain.deadline - now, 1),
         )

@@ -75,7 +75,7 @@ class CacheFollower:
             self._caches.settle(connection.address, answers)
         except (RequestFailed, TimeoutError) as e:
             get_logger().warning(
-                "engine does not list its cached blocks; only blocks cached from now on are known",
+                "engine did not list its cached blocks; the router knows only blocks cached from now on",
                 engine=connection.name,
                 why=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
             )
@@ -93,7 +93,7 @@ class CacheFollower:
         if self._caches.full and not self._told_full:
             self._told_full = True
             get_logger().warning(
-                "more blocks are cached than can be tracked: raise routing.max_cached_blocks",
+                "too many cached blocks to track all of them; raise routing.max_cached_blocks",
                 max_cached_blocks=self._caches.num_blocks,
             )
 

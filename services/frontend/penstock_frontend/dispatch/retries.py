@@ -70,7 +70,7 @@ class Retries:
         if entry.num_moves >= self._config.max_moves:
             return Unavailable(
                 f"the request has lost {entry.num_moves + 1} engines; retries.max_moves is "
-                f"{self._config.max_moves}. The last: {why}",
+                f"{self._config.max_moves}. Last loss: {why}",
                 reason="RETRIES_EXHAUSTED",
                 retry_after=1.0,
             )
@@ -82,7 +82,7 @@ class Retries:
         guilt = self._guilt(entry, losses, alone)
         if guilt is None:
             return None
-        return Internal(f"{guilt}; it is not retried. The last: {entry.last_loss}", reason="QUARANTINED")
+        return Internal(f"{guilt}; the request is not retried. Last loss: {entry.last_loss}", reason="QUARANTINED")
 
     def _guilt(self, entry: JournalEntry, losses: int, losses_alone: int) -> str | None:
         if entry.failed_steps >= _MAX_CERTAIN:

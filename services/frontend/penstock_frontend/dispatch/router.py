@@ -236,7 +236,7 @@ def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable
             f"routing.data_parallel_rank is {rank}; ranks now: {', '.join(map(str, known))}",
             field="routing.data_parallel_rank",
         )
-    whose = "no engine takes requests now" if rank is None else f"the engine of rank {rank} takes no requests now"
+    whose = "no engine accepts requests now" if rank is None else f"the engine of rank {rank} accepts no requests now"
     return Unavailable(whose, retry_after=1.0)
 
 

@@ -975,7 +975,7 @@ async def test_a_request_that_the_only_engines_die_of_is_found_when_they_start_a
     error = world.ended["r0"]
     assert isinstance(error, Internal)
     assert error.reason == "QUARANTINED"
-    assert error.message.endswith("The last: killed")
+    assert error.message.endswith("Last loss: killed")
     assert world.dispatch.num_held == 0
 
 

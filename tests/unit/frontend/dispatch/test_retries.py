@@ -77,7 +77,7 @@ def test_each_engine_that_has_died_counts_and_the_last_one_ends_it(retries: Retr
     error = retries.accuse(one, "a")
     assert reason(error) == "QUARANTINED"
     assert "2 engines in a row failed while this was their only request" in str(error)
-    assert str(error).endswith("The last: b is gone")
+    assert str(error).endswith("Last loss: b is gone")
 
 
 def test_certain_losses_and_those_in_doubt_count_together_until_it_is_known(retries: Retries) -> None:

@@ -227,7 +227,7 @@ def _names(domain: str, target: Target) -> bool:
 def is_allowed_address(text: str, private: Sequence[Network]) -> bool:
     """Return whether connections to an address are allowed.
 
-    They are if the address is public, or in one of the ``private`` networks.
+    Connections are allowed if the address is public, or in one of the ``private`` networks.
     """
     address = _address(text)
     if address is None or getattr(address, "scope_id", None):

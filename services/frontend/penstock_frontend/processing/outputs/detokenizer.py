@@ -299,7 +299,7 @@ class OutputText:
     def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
         """Release tokens with their text, except the tokens of an incomplete character.
 
-        This is the fast path for most outputs.
+        Most outputs use this fast path.
         """
         text, settled = "", 0
         for number, token_id in enumerate(token_ids, start=1):

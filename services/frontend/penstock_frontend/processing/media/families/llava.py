@@ -63,7 +63,7 @@ def patch_size(checkpoint: Checkpoint) -> int:
 def extra_rows(checkpoint: Checkpoint) -> int:
     """Return the number of embeddings that are not patches.
 
-    This is 1 for the encoder's class token, or 0 if the model drops the class token.
+    The number is 1 for the encoder's class token, or 0 if the model drops the class token.
     """
     processor, config = checkpoint.processor, checkpoint.config
     strategy = processor.get("vision_feature_select_strategy") or config.get(

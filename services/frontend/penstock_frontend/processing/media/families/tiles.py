@@ -84,7 +84,7 @@ class Canvas(NamedTuple):
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Return the item for the tensor ``pixel_values`` ``[tiles, 3, height, width]``.
 
-        Its layout is the number of tiles.
+        The item's layout is the number of tiles.
 
         The model does not use ``num_patches``.
         """
