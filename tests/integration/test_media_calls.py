@@ -218,7 +218,7 @@ async def test_a_model_that_reads_text_says_so(model: Path) -> None:
         with pytest.raises(openai.BadRequestError) as raised:
             await api.client.chat.completions.create(model="model", messages=turn("a", PART))
     assert raised.value.param == "messages[0].content[1].image_url.url"
-    assert "is an image; this model takes text" in raised.value.message
+    assert "is an image; this model accepts text" in raised.value.message
 
 
 async def test_grpc_takes_images_in_chats_and_prompts(served: Served) -> None:
@@ -287,7 +287,7 @@ async def test_a_video_or_a_sound_is_none_of_this_models(served: Served) -> None
     answer = await served.http.post("/v1/chat/completions", json={"model": "model", "messages": turn(sound)})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[0].content[0].input_audio.data")
-    assert "is a sound; this model takes text, image" in error["message"]
+    assert "is a sound; this model accepts text, image" in error["message"]
     parts = [{"media": {"modality": "video", "data": b"x"}}]
     refused = await failure(served.api.server.stub.Chat(pb.ChatRequest(messages=[{"role": "user", "parts": parts}])))
     assert isinstance(refused, Unimplemented)
@@ -348,4 +348,4 @@ async def test_a_large_body_with_frames_delays_no_other_request(served: Served) 
     answer = await served.http.post("/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[0].content[0].video_url.url")
-    assert "is a video; this model takes text, image" in error["message"]
+    assert "is a video; this model accepts text, image" in error["message"]

@@ -100,7 +100,9 @@ def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) 
 def _check_taken(part: MediaPart, family: Family | None) -> None:
     taken = sorted(family.modalities) if family is not None else []
     if part.modality not in taken:
-        raise InvalidArgument(f"{part.field} is set; this model takes {', '.join(['text', *taken])}", field=part.field)
+        raise InvalidArgument(
+            f"{part.field} is set; this model accepts {', '.join(['text', *taken])}", field=part.field
+        )
 
 
 _Pieces = list[tuple[Any, bool]]

@@ -171,7 +171,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
         ),
         ({"prompt": "<image><image>", "multi_modal_data": {"image": URL}}, "has 1 image items but 2 placeholders"),
         ({"prompt": "<image>", "multi_modal_data": {"image": []}}, ""),
-        ({"prompt": "a", "multi_modal_data": {"video": [PICTURE]}}, "this model takes text, audio, image"),
+        ({"prompt": "a", "multi_modal_data": {"video": [PICTURE]}}, "this model accepts text, audio, image"),
         ({"prompt": "a", "multi_modal_data": [PICTURE]}, "prompts.multi_modal_data is of type list"),
         ({"prompt": "a", "multi_modal_data": {"smell": 1}}, "has 'smell'; known: image, audio, video"),
         ({"prompt": "a", "multi_modal_data": {"image": None}}, "is of type NoneType; it must be a PIL image"),
@@ -202,7 +202,7 @@ def test_what_is_wrong_with_media_is_said(prompt: Any, said: str) -> None:
 
 def test_a_model_that_reads_text_takes_no_media() -> None:
     prompt = one({"prompt": "<image>", "multi_modal_data": {"image": URL}})
-    with pytest.raises(InvalidArgument, match="this model takes text"):
+    with pytest.raises(InvalidArgument, match="this model accepts text"):
         placed(prompt, None, FakeTokenizer())  # type: ignore[arg-type]
 
 

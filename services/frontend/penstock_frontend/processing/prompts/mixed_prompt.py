@@ -147,7 +147,7 @@ def check_media(parts: Sequence[MediaPart], family: Family | None) -> None:
     for part in parts:
         if part.modality not in taken:
             raise InvalidArgument(
-                f"{part.field} is {A.get(part.modality, repr(part.modality))}; this model takes {', '.join(['text', *taken])}",
+                f"{part.field} is {A.get(part.modality, repr(part.modality))}; this model accepts {', '.join(['text', *taken])}",
                 field=part.field,
             )
 

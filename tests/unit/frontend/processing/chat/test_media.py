@@ -166,9 +166,9 @@ async def test_media_that_the_model_does_not_take_are_refused(by_parts: Renderer
     with pytest.raises(InvalidArgument) as error:
         await by_parts.parts(says(shows("video", "messages[0].content[0].video_url")))
     assert error.value.field == "messages[0].content[0].video_url"
-    assert "a video; this model takes text, audio, image" in error.value.message
+    assert "a video; this model accepts text, audio, image" in error.value.message
     text_only = Renderer(tmp_path / "text", PARTS, family=None)
-    with pytest.raises(InvalidArgument, match="a is an image; this model takes text"):
+    with pytest.raises(InvalidArgument, match="a is an image; this model accepts text"):
         await text_only.parts(says(shows("image", "a")))
     with pytest.raises(InvalidArgument) as error:
         await by_parts.parts(says(ContentPart(type="video")))

@@ -154,9 +154,9 @@ async def test_features_unsupported_with_media_are_refused_by_name(inputs: Input
 
 async def test_a_modality_that_the_model_does_not_take_is_refused(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
     error = await refusal(inputs, "a", part_of("audio", field="mixed.parts[1].media"))
-    assert error.message == "mixed.parts[1].media is a sound; this model takes text, image"
+    assert error.message == "mixed.parts[1].media is a sound; this model accepts text, image"
     text_only = _inputs(tokenizer)
-    assert (await refusal(text_only, part_of("image"))).message == "media is an image; this model takes text"
+    assert (await refusal(text_only, part_of("image"))).message == "media is an image; this model accepts text"
 
 
 async def test_a_prompt_that_is_too_long_says_how_much_of_it_is_media(inputs: InputProcessor) -> None:

@@ -172,7 +172,11 @@ def check_names(kwargs: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise ValueError for an argument that is not in ``known``."""
     for name in kwargs:
         if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            takes = (
+                f"the model's processor accepts {', '.join(known)}"
+                if known
+                else "the model's processor accepts no arguments"
+            )
             raise ValueError(f"processor_kwargs.{name} is set; {takes}")
 
 

@@ -92,7 +92,7 @@ def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:
     """Raise ValueError for a tensor that the model does not accept."""
     for name in data:
         if name not in names:
-            raise ValueError(f"{name} is not an input of the model; it takes {', '.join(names)}")
+            raise ValueError(f"{name} is not an input of the model; the model accepts {', '.join(names)}")
 
 
 # The classes below are processors for media workers. This code must not import torch.
@@ -104,17 +104,17 @@ class MediaProcessor:
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
         del image, kwargs
-        raise ValueError("the model takes no images")
+        raise ValueError("the model accepts no images")
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
         del samples, kwargs
-        raise ValueError("the model takes no audio")
+        raise ValueError("the model accepts no audio")
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Raise ValueError."""
         del frames, timestamps, kwargs
-        raise ValueError("the model takes no video")
+        raise ValueError("the model accepts no video")
 
 
 class PilImages:

@@ -62,9 +62,13 @@ def test_an_argument_changes_how_many_rows_there_are(
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("llava", {"size": {"height": 9, "width": 9}}, "processor_kwargs.size is set; it takes none"),
+        (
+            "llava",
+            {"size": {"height": 9, "width": 9}},
+            "processor_kwargs.size is set; the model's processor accepts no arguments",
+        ),
         ("llava", {"do_resize": False}, "processor_kwargs.do_resize is set"),
-        ("llava_pixtral", {"patch_size": 1}, "processor_kwargs.patch_size is set; it takes size"),
+        ("llava_pixtral", {"patch_size": 1}, "processor_kwargs.patch_size is set; the model's processor accepts size"),
         ("llava_pixtral", {"size": {"longest_edge": 10**9}}, "longest_edge is 1000000000; it must be from 1 to 64"),
         ("llava_pixtral", {"size": {"height": 8}}, "processor_kwargs.size.height is set; it has longest_edge"),
         ("llava_pixtral", {"size": 8}, "processor_kwargs.size is 8; it must be an object"),
@@ -90,16 +94,18 @@ def test_other_arguments_are_refused(loaded: Loaded, name: str, kwargs: dict[str
 
 
 def test_sound_takes_none(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match=r"processor_kwargs\.sampling_rate is set; it takes none"):
+    with pytest.raises(
+        ValueError, match=r"processor_kwargs\.sampling_rate is set; the model's processor accepts no arguments"
+    ):
         loaded["qwen2_audio"][1].audio(make_sound(1.0), {"sampling_rate": 8000})
 
 
 def test_a_family_takes_its_own_modalities(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match="the model takes no images"):
+    with pytest.raises(ValueError, match="the model accepts no images"):
         loaded["qwen2_audio"][1].image(IMAGE, {})
-    with pytest.raises(ValueError, match="the model takes no audio"):
+    with pytest.raises(ValueError, match="the model accepts no audio"):
         loaded["llava"][1].audio(make_sound(1.0), {})
-    with pytest.raises(ValueError, match="the model takes no video"):
+    with pytest.raises(ValueError, match="the model accepts no video"):
         loaded["llava"][1].video([IMAGE], [0.0], {})
 
 

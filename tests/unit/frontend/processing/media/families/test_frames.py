@@ -104,5 +104,7 @@ def test_frames_are_bounded_and_arguments_known(model: Model) -> None:
     frames = frames_of(40, 20, 20)
     assert model.processor.video(frames, times(frames), {}).layout == (32,)
     assert model.processor.video(frames, times(frames), {"num_frames": 3}).layout == (3,)
-    with pytest.raises(ValueError, match=r"processor_kwargs\.size is set; it takes fps, num_frames"):
+    with pytest.raises(
+        ValueError, match=r"processor_kwargs\.size is set; the model's processor accepts fps, num_frames"
+    ):
         model.processor.video(frames, times(frames), {"size": {"height": 9, "width": 9}})
