@@ -287,7 +287,7 @@ class Groups:
 
     @property
     def meetings(self) -> Mapping[str, str]:
-        """Address of the store of each rank. Ranks of a new group connect to each other through a store."""
+        """Address of the store of each rank, by rank name."""
         return self._meetings
 
     def of(self, model: str, pool: str) -> GroupOfPool | None:

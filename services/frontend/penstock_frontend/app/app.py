@@ -39,7 +39,7 @@ class Frontend:
     """
 
     def __init__(self, config: FrontendConfig) -> None:
-        """Read the model's files, which may take minutes. Raises ConfigError."""
+        """Read the model's files, which may take a long time. Raises ConfigError."""
         self._config = config
         self._changed = asyncio.Event()
         self._stopping = False

@@ -99,7 +99,7 @@ def assemble(
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
-    """Read the model's files, which may take minutes, and create the components. Raises ConfigError.
+    """Read the model's files, which may take a long time, and create the components. Raises ConfigError.
 
     Args:
         config: the settings.

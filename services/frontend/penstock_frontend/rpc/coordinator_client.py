@@ -34,7 +34,7 @@ from penstock_common.types.data_parallel import FirstRequest
 class ReceivedView:
     """Assembles the view from the messages of one stream.
 
-    A coordinator of an earlier version sends only complete views.
+    A coordinator that does not support deltas sends only complete views.
     """
 
     def __init__(self) -> None:

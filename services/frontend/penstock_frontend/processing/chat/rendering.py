@@ -95,7 +95,7 @@ class ControlTokens:
 
 
 def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> ControlTokens | None:
-    """Return the control tokens of a model, or None if they are not guarded. Raises ConfigError.
+    """Return the control tokens of a model, or None if the model has none. Raises ConfigError.
 
     From now on, the tokenizer can treat the texts of the control tokens as plain text.
     """
