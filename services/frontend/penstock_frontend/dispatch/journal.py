@@ -1,4 +1,4 @@
-"""Journal of the requests sent to engines and of their outputs. With it, another engine can resume a request.
+"""Journal of the requests sent to engines and of their outputs, from which another engine can resume a request.
 
 Every output carries its attempt and the offset of its first token. The journal records each token before clients
 receive the token. It drops repeated tokens and outputs of earlier attempts. It knows the token at which another engine
@@ -93,9 +93,7 @@ class JournalEntry:
         self.speculation: SpecDecodingStats | None = None
         """Statistics of speculative decoding for the current attempt."""
         self.speculation_before: SpecDecodingStats | None = None
-        """Sum of the speculative decoding statistics over all earlier attempts. A lost attempt counts with its last
-        reported statistics.
-        """
+        """Sum of the statistics of all earlier attempts. A lost attempt counts with its last reported statistics."""
         self.num_prompt_logprobs = 0
         """Number of prompt positions with known log-probabilities, over all attempts."""
         self.num_prompt_scored = 0
@@ -134,9 +132,7 @@ class JournalEntry:
         self.held_for = 0.0
         """Seconds that the sequence has spent without an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines to which the sequence must not be sent. The value is the end time of the exclusion on the event
-        loop's clock.
-        """
+        """Engines that must not get the sequence. The value is the end of the exclusion on the event loop's clock."""
         self.variant: str | None = None
         """Variant of the engine that produced the sequence's latest output, or None before the first output."""
         self.engine_variant = ""
@@ -163,11 +159,10 @@ class JournalEntry:
         return b"" if self.request.lora is None else self.request.lora.digest
 
     def to_send(self) -> EngineCoreRequest:
-        """Return the engine request for the current attempt.
-
-        The request has no ``data_parallel_rank``, because the frontend has chosen the engine already. Tokens that the
-        client has received are prior output, never prompt. If the journal knows all prompt log-probabilities, it does
-        not request them again. Otherwise the engine would have to recompute prompt tokens that it has cached.
+        """Return the engine request for the current attempt. The request has no ``data_parallel_rank``, because the
+        frontend has chosen the engine already. Tokens that the client has received are prior output, never prompt. If
+        the journal knows all prompt log-probabilities, it does not request them again. Otherwise the engine would have
+        to recompute prompt tokens that it has cached.
         """
         params = self.request.sampling_params
         if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
@@ -189,7 +184,6 @@ class JournalEntry:
 
     def take(self, output: EngineCoreOutput) -> bool:
         """Record an output of the current attempt, and remove repeated tokens. Return True if new content remains.
-
         Raises EngineFaultError if tokens are missing.
         """
         repeated = self._num_repeated(output.offset)
@@ -222,9 +216,8 @@ class JournalEntry:
         return _sum(self.speculation_before, self.speculation) or self.speculation
 
     def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
-        """Record an output of the current attempt that has only tokens. Return the new tokens.
-
-        Raises EngineFaultError if tokens are missing. Hot path: called once per output.
+        """Record an output of the current attempt that has only tokens. Return the new tokens. Raises EngineFaultError
+        if tokens are missing. Hot path: called once per output.
         """
         if offset != len(self.token_ids):
             token_ids = token_ids[self._num_repeated(offset) :]
@@ -333,10 +326,7 @@ _NOBODY: dict[str, "JournalEntry"] = {}
 
 
 class Refusal(NamedTuple):
-    """Refusal of a request by one engine, while other engines may accept the request.
-
-    ``admitted`` is True if the engine had admitted the request before.
-    """
+    """Refusal by an engine that other engines may not repeat. ``admitted``: the engine had admitted the request."""
 
     entry: JournalEntry
     error: RequestFailed
@@ -351,10 +341,8 @@ class Handoff(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """New content of one frame.
-
-    Handle ``tokens`` before ``outputs``. ``drafts`` has the draft statistics of the requests in ``tokens``. If
-    ``fault`` is set, the engine broke the contract of its outputs and counts as lost.
+    """New content of one frame. Handle ``tokens`` before ``outputs``. ``drafts`` has the draft statistics of the
+    requests in ``tokens``. If ``fault`` is set, the engine broke the contract of its outputs and counts as lost.
     """
 
     outputs: list[EngineCoreOutput]
@@ -366,10 +354,9 @@ class Accepted(NamedTuple):
 
 
 class Journal:
-    """Tracks every sequence from its start until its end, both on engines and while it waits for an engine.
-
-    ``clock`` returns monotonic seconds. The journal calls ``on_left`` with engine and request id when a sequence leaves
-    an engine. It calls ``on_gap`` with the duration of each handoff in seconds.
+    """Tracks every sequence from its start until its end, both on engines and while it waits for an engine. ``clock``
+    returns monotonic seconds. The journal calls ``on_left`` with engine and request id when a sequence leaves an
+    engine. It calls ``on_gap`` with the duration of each handoff in seconds.
     """
 
     def __init__(
@@ -414,9 +401,8 @@ class Journal:
     def accept(
         self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
     ) -> "Accepted":
-        """Return the new content of an engine's outputs, and remove repeated tokens from the outputs in place.
-
-        If an output has a fault, the content before this output still counts.
+        """Return the new content of an engine's outputs, and remove repeated tokens from the outputs in place. If an
+        output has a fault, the content before this output still counts.
         """
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
@@ -477,10 +463,7 @@ class Journal:
     def _take_end(
         self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
     ) -> None:
-        """Handle the end of an entry on its engine.
-
-        For a handoff, mark the output as unfinished, because the sequence continues on another engine.
-        """
+        """Handle the end of an entry on its engine. For a handoff, mark the output as unfinished."""
         if output.finish_reason is not FinishReason.HANDOFF:
             self._end(entry)
             return
@@ -508,10 +491,8 @@ class Journal:
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
     ) -> None:
-        """Accept outputs that have only tokens; see ``accept``.
-
-        Add new tokens to ``new``, and error outputs to ``failed``. Ignore unknown numbers: their requests have ended or
-        moved. Raises EngineFaultError.
+        """Accept outputs that have only tokens; see ``accept``. Add new tokens to ``new``, and error outputs to
+        ``failed``. Ignore unknown numbers: their requests have ended or moved. Raises EngineFaultError.
         """
         by_number = self._by_number
         for number, offset, token_ids in tokens.rows():
@@ -548,10 +529,7 @@ class Journal:
             entry.excluded.pop(engine, None)
 
     def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
-        """Record a planned handoff, and start a new attempt.
-
-        ``source`` is the engine that keeps the blocks, or None.
-        """
+        """Record a planned handoff, and start a new attempt. ``source`` is the engine that keeps the blocks, or None."""
         self._unassign(entry)
         entry.hand_over(source, self._clock())
 

@@ -219,7 +219,7 @@ class PrefixIndex:
 
 
 MAX_BLOCKS_LOOKED_UP = 4096
-"""Maximum number of blocks to look up per prompt. Hashing this many blocks blocks the event loop for about 4 ms.
+"""Maximum number of blocks to look up per prompt. Hashing them occupies the event loop for about 4 ms.
 Further cached blocks are ignored.
 """
 

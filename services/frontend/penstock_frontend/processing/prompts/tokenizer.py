@@ -41,10 +41,7 @@ class ByteLevelDecoder:
         self._bytes_of = _Bytes(backend, decode).__getitem__
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``.
-
-        Ids without a token are skipped. Raises OddTokenError if only the library can decode a token.
-        """
+        """Return the text of ``token_ids``. Skip ids without a token. Raises OddTokenError."""
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
 
 
@@ -74,9 +71,8 @@ class _Bytes(dict[int, bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte that each character in a byte-level vocabulary stands for.
-
-    Printable Latin-1 characters stand for their own byte. Characters from U+0100 on stand for the other bytes.
+    """Return the byte that each character in a byte-level vocabulary stands for. Printable Latin-1 characters stand for
+    their own byte. Characters from U+0100 on stand for the other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -87,9 +83,8 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def spelt_bytes(token: str) -> bytes:
-    """Return the bytes that a token of a byte-level vocabulary stands for.
-
-    For a token with other characters, return the bytes of the token's name.
+    """Return the bytes that a token of a byte-level vocabulary stands for. For a token with other characters, return
+    the bytes of the token's name.
     """
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
@@ -102,7 +97,6 @@ def spelt_bytes(token: str) -> bytes:
 
 def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Copy a tokenizer, and give ``tokens`` random names in the copy. Return the copy, and the new name of each token.
-
     Token ids and the tokenization of surrounding text do not change. The copy treats the original names as plain text.
     Names that are not added tokens of the model are skipped. Raises ConfigError if none of the names is an added token,
     or if a token cannot be renamed.
@@ -130,7 +124,6 @@ def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenize
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
     """Rename tokens in a tokenizer model's vocabulary. The vocabulary is a dict, or a list of pieces with scores.
-
     Merges that produce these tokens are removed, so that no text becomes such a token.
     """
     vocabulary = model.get("vocab")
@@ -156,11 +149,10 @@ def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
 
 
 class GuardedText(str):
-    """Text of a prompt in which control tokens from a client are plain text.
-
-    ``named`` is the same text, except that control tokens from the chat template have the names of ``Tokenizer.guard``.
-    The tokenizer reads ``named``, and all other code uses the text itself. Methods of ``str`` return unguarded text, in
-    which control tokens from a client are control tokens again. Use ``cut`` and ``joined`` instead.
+    """Text of a prompt in which control tokens from a client are plain text. ``named`` is the same text, except that
+    control tokens from the chat template have the names of ``Tokenizer.guard``. The tokenizer reads ``named``, and all
+    other code uses the text itself. Methods of ``str`` return unguarded text, in which control tokens from a client are
+    control tokens again. Use ``cut`` and ``joined`` instead.
     """
 
     __slots__ = ("named",)
@@ -187,9 +179,8 @@ def cut(text: str, longest: int, *, at_start: bool = False) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Join texts. The result is guarded if any of the texts is guarded.
-
-    Unguarded texts next to guarded texts must not have control tokens.
+    """Join texts. The result is guarded if any of the texts is guarded. Unguarded texts next to guarded texts must not
+    have control tokens.
     """
     parts = list(texts)
     text = "".join(parts)
@@ -242,10 +233,8 @@ def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: 
 
 
 def _shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each text remain after truncation.
-
-    If the number of tokens is odd, the longer text keeps one token more. If both texts have equal length, the second
-    text keeps one token more.
+    """Return how many tokens of each text remain after truncation. If the number of tokens is odd, the longer text
+    keeps one token more. If both texts have equal length, the second text keeps one token more.
     """
     shorter = min(first, second, room // 2)
     return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
@@ -262,17 +251,13 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Pattern of byte tokens in SentencePiece vocabularies."""
 _LONG_TEXT = 64 * 1024
-"""Number of characters above which a text counts as long. Long texts have separate threads.
-
-Tokenizing a long text may take seconds, and shorter texts must not wait for it.
+"""Number of characters above which a text counts as long. Long texts have separate threads. Tokenizing a long text may
+take seconds, and shorter texts must not wait for it.
 """
 
 
 class TokenizerPanicError(Exception):
-    """Error that replaces a panic of the tokenizers library.
-
-    The library raises a BaseException, which callers do not expect.
-    """
+    """Error that replaces a panic of the tokenizers library, which raises an unexpected BaseException."""
 
 
 @contextlib.contextmanager
@@ -297,19 +282,15 @@ class Encoded(NamedTuple):
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of two texts in one prompt.
-
-    ``second_text_start`` is the position of the second text's first token, or None.
-    """
+    """Token ids of two texts in one prompt. ``second_text_start`` is the start of the second text, or None."""
 
     ids: list[int]
     second_text_start: int | None
 
 
 class Tokenizer:
-    """Tokenizer that encodes in a few threads outside the event loop, and decodes in the caller's thread.
-
-    The post-processor in tokenizer.json adds the special tokens around a text, such as BOS.
+    """Tokenizer that encodes in a few threads outside the event loop, and decodes in the caller's thread. The
+    post-processor in tokenizer.json adds the special tokens around a text, such as BOS.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
@@ -329,16 +310,14 @@ class Tokenizer:
         self._anchor = self._find_anchor()
 
     def hide(self, tokens: Sequence[str]) -> None:
-        """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token.
-
-        Call this method before any text is tokenized. Raises ConfigError.
+        """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token. Call
+        this method before any text is tokenized. Raises ConfigError.
         """
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
     def stand_in(self, token: str) -> str:
-        """Return the secret text that produces a hidden token.
-
-        Clients cannot know this text. Raises ConfigError for a token that is not hidden.
+        """Return the secret text that produces a hidden token. Clients cannot know this text. Raises ConfigError for a
+        token that is not hidden.
         """
         if token not in self._stand_ins:
             raise ConfigError(
@@ -368,10 +347,7 @@ class Tokenizer:
         return names
 
     def literal(self, text: str) -> list[int]:
-        """Return the token ids of a trusted text.
-
-        The text may contain any token of the model, including hidden tokens.
-        """
+        """Return the token ids of a trusted text. The text may contain any token of the model, including hidden tokens."""
         with _no_panic():
             return list(self._backend.encode(text, add_special_tokens=False).ids)
 
@@ -383,9 +359,8 @@ class Tokenizer:
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
-        """Tokenize pairs of texts. The tokenizer's pair template makes one prompt of each pair.
-
-        For ``cut``, see ``encode_all``.
+        """Tokenize pairs of texts. The tokenizer's pair template makes one prompt of each pair. For ``cut``, see
+        ``encode_all``.
         """
 
         def encode() -> list[EncodedPair]:
@@ -446,9 +421,8 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of the token's text.
-
-        For a token that is part of a character, these are the token's own bytes, not the bytes of U+FFFD.
+        """Return the bytes of the token's text. For a token that is part of a character, these are the token's own
+        bytes, not the bytes of U+FFFD.
         """
         data = self._bytes.get(token_id)
         if data is None:
@@ -457,9 +431,7 @@ class Tokenizer:
         return data
 
     def _own_bytes(self, token_id: int, text: str) -> bytes:
-        """Return the token's bytes in a byte-level vocabulary, or the bytes of the token's ``text`` in other
-        vocabularies.
-        """
+        """Return the token's bytes in a byte-level vocabulary. In other vocabularies, return the bytes of ``text``."""
         token = self._backend.id_to_token(token_id) or ""
         if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(fallback[1], 16)])
@@ -469,9 +441,8 @@ class Tokenizer:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Return the token ids of each text.
-
-        ``cut`` truncates long texts. The limit of ``cut`` must be above ``num_added`` tokens.
+        """Return the token ids of each text. ``cut`` truncates long texts. The limit of ``cut`` must be above
+        ``num_added`` tokens.
         """
 
         def encode() -> list[list[int]]:
@@ -496,9 +467,8 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in a tokenizer thread with the caller's context.
-
-        Use this method for work on texts that would block the event loop.
+        """Call ``function`` in a tokenizer thread with the caller's context. Use this method for work on texts that
+        would block the event loop.
         """
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -545,9 +515,8 @@ class Tokenizer:
 
 
 class ModelFiles(NamedTuple):
-    """Files of a model that the frontend reads: the tokenizer, and ``generation_config.json`` as a dict.
-
-    The dict is empty if the file is missing.
+    """Files of a model that the frontend reads: the tokenizer, and ``generation_config.json`` as a dict. The dict is
+    empty if the file is missing.
     """
 
     tokenizer: Tokenizer
@@ -555,10 +524,7 @@ class ModelFiles(NamedTuple):
 
 
 def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
-    """Read the tokenizer and generation config from a directory or hub id.
-
-    Raises ConfigError with the name of a missing file.
-    """
+    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError with a missing file."""
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
     return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
