@@ -259,6 +259,53 @@ def test_an_answer_tells_of_all_media() -> None:
     assert caches.cached_tokens(asked(PROMPT)) == {"e": 4}
 
 
+def state(block_hashes: list[bytes]) -> BlockStored:
+    return kept(KvMedium.STATE, block_hashes)
+
+
+def test_a_prefix_of_a_recurrent_model_counts_up_to_its_last_state() -> None:
+    caches, hashes = PrefixCaches(max_blocks=100), blocks_of_prompt()
+    caches.begin("e", SIZE, has_states=True)
+    device = b"".join(hashes)
+    caches.settle("e", {KvMedium.DEVICE: device, KvMedium.STATE: hashes[1]})
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 2 * SIZE}
+    caches.apply("e", [state([hashes[2]])])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": 3 * SIZE}
+    assert caches.cached_tokens(asked(PROMPT[: 3 * SIZE])) == {"e": 2 * SIZE}, (
+        "the last token needs the state before it"
+    )
+    caches.apply("e", [BlockRemoved(block_hashes=[hashes[1], hashes[2]], medium=KvMedium.STATE)])
+    assert caches.cached_tokens(asked(PROMPT)) == {}
+    caches.apply("e", [state([hashes[0]]), BlockRemoved(block_hashes=hashes)])
+    assert caches.cached_tokens(asked(PROMPT)) == {}, "a state without keys and values"
+    assert caches.num_on("e") == 0
+
+
+def test_a_reset_forgets_states() -> None:
+    caches, hashes = PrefixCaches(max_blocks=100), blocks_of_prompt()
+    caches.begin("e", SIZE, has_states=True)
+    caches.settle("e", {KvMedium.DEVICE: b"".join(hashes), KvMedium.STATE: b"".join(hashes)})
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": len(hashes) * SIZE}
+    caches.apply("e", [AllBlocksCleared(), kept(KvMedium.DEVICE, hashes)])
+    assert caches.cached_tokens(asked(PROMPT)) == {}
+
+
+def test_states_of_an_engine_without_recurrent_layers_are_ignored() -> None:
+    caches, hashes = PrefixCaches(max_blocks=100), blocks_of_prompt()
+    caches.begin("e", SIZE)
+    caches.settle("e", {KvMedium.DEVICE: b"".join(hashes)})
+    caches.apply("e", [BlockRemoved(block_hashes=hashes, medium=KvMedium.STATE), state(hashes)])
+    assert caches.cached_tokens(asked(PROMPT)) == {"e": len(hashes) * SIZE}
+
+
+def blocks_of_prompt() -> list[bytes]:
+    """Return the hashes of the whole blocks of ``PROMPT``."""
+    engine = Engine()
+    request = engine.request(asked(PROMPT))
+    engine.manager.hash_prompt(request)
+    return request.block_hashes
+
+
 def test_a_reset_clears_one_engine_alone() -> None:
     engine, caches = Engine(), following("e", "f")
     events = engine.compute(asked(PROMPT))
