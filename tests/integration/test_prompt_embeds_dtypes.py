@@ -78,5 +78,5 @@ def test_the_vectors_of_tokens_give_the_tokens_output(
 def test_vectors_that_are_infinite_in_the_models_type_are_refused(engine: EngineCore) -> None:
     rows = torch.zeros(3, HIDDEN)
     rows[1, 2] = torch.finfo(torch.float32).max
-    with pytest.raises(InvalidArgument, match="infinite or NaN as bfloat16"):
+    with pytest.raises(InvalidArgument, match="infinite or NaN in bfloat16"):
         engine.preprocess(CLIENT, request("r", rows))

@@ -1,8 +1,8 @@
 """The main loop of an engine process.
 
 One thread runs ``BusyLoop.run``. Each iteration handles the input queue, advances the shutdown, and runs a step. The
-loop blocks while there is nothing to do. Other threads use the methods under "From any thread". Results leave through
-an ``OutputSink``.
+loop blocks while there is nothing to do. Other threads use the methods under "From any thread". The loop sends results
+through an ``OutputSink``.
 """
 
 import gc
@@ -66,7 +66,9 @@ class UtilityAnswers:
         self._send = send
 
     def answer(self, call: UtilityCall) -> None:
-        """Call the method and send its result. If the result is a Future, it is sent once it is done."""
+        """Call the method and send its result. If the method returns a Future, send the outcome once the Future is
+        done.
+        """
         try:
             result = self._utilities.call(call.method, call.arguments)
         except EngineDeadError:  # The method processed the results of a failed step.
@@ -103,14 +105,14 @@ class UtilityAnswers:
 
 
 class BusyLoop:
-    """Runs an ``EngineCore``, and its ``control`` between steps.
+    """Runs the steps of an ``EngineCore``. Calls its ``control`` between steps.
 
-    Health is measured by progress. While ``has_work`` is true, ``last_step_time`` must advance; otherwise the engine is
-    wedged after ``wedged_after`` seconds. ``last_step_time`` is in monotonic seconds, and is also set when work arrives
-    at an idle engine.
+    Health is measured by progress. While ``has_work`` is true, steps must keep advancing ``last_step_time``. If it does
+    not advance for ``wedged_after`` seconds, the engine is wedged. ``last_step_time`` is in monotonic seconds. The loop
+    also sets it when work arrives at an idle engine.
 
-    ``group`` is set for an engine in a data-parallel group. All ranks agree on each step, and a rank that waits for
-    others counts as idle.
+    ``group`` is set for an engine in a data-parallel group. All ranks agree on each step. A rank that waits for other
+    ranks counts as idle.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class BusyLoop:
         self._idle = True
         self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
-        """Whether leases have ended since frontends were sent the load."""
+        """Whether leases have ended since the loop last sent the engine's load to frontends."""
         self.last_step_time = clock()
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         self._group = group
@@ -156,7 +158,7 @@ class BusyLoop:
         self._queues.group_changed(event)
 
     def abort(self, client_id: str, request_ids: list[str], reason: str = "") -> None:
-        """End requests of a client as soon as possible. Unknown ids are ignored. ``reason`` is for the log."""
+        """End requests of a client as soon as possible. Unknown ids are ignored. The log shows ``reason``."""
         self._queues.put_abort(AbortRequests(client_id, list(request_ids), reason))
 
     def hand_over(self, client_id: str, request_ids: list[str]) -> None:
@@ -168,11 +170,13 @@ class BusyLoop:
         self._queues.put(UtilityCall(client_id, call_id, method, arguments))
 
     def follow_cache(self, client_id: str) -> None:
-        """Send a client every change of the prefix cache from now on. ``cached_blocks`` returns the earlier content."""
+        """Send every later change of the prefix cache to a client. ``cached_blocks`` returns the blocks that are cached
+        now.
+        """
         self._queues.put(FollowCache(client_id))
 
     def client_gone(self, client_id: str) -> None:
-        """Note that a session has ended, so that its requests end."""
+        """Record that a client's session has ended. The loop then ends the client's requests."""
         self._queues.put(ClientGone(client_id))
 
     def request_shutdown(self, timeout: float | None = None) -> None:
@@ -185,7 +189,7 @@ class BusyLoop:
         return self._engine.has_work
 
     def seconds_since_last_step(self) -> float:
-        """Return the seconds since the last step, or 0 when idle. The number keeps growing while the engine is wedged."""
+        """Return the seconds since the last step, or 0 when idle. The result keeps growing while the engine is wedged."""
         return 0.0 if self._idle else self._clock() - self.last_step_time
 
     @property
@@ -209,9 +213,10 @@ class BusyLoop:
     # Methods of the loop's own thread.
 
     def run(self) -> None:
-        """Serve until a shutdown has been requested and carried out.
+        """Handle messages and run steps until a requested shutdown is complete.
 
-        An error outside of a single request is fatal: the loop tells every client, and raises the exception.
+        An error that affects more than one request is fatal. The loop then reports the error to every client and raises
+        it.
         """
         gc.collect()
         gc.freeze()  # Objects from start-up live as long as the process, so exclude them from garbage collection.
@@ -230,7 +235,7 @@ class BusyLoop:
         idle = not self._may_step
         block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
-        if block and self._leases_ended:  # Leases can end while no step runs, so send the load here.
+        if block and self._leases_ended:  # Leases can end while no step runs, so send the engine's load here.
             self._leases_ended = False
             self._sink.broadcast(EngineCoreOutputs(scheduler_stats=self.stats(), timestamp=self._clock()))
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
@@ -255,8 +260,8 @@ class BusyLoop:
         return self._engine.has_work and not self._engine.stalled
 
     def _time_to_next_event(self) -> float | None:
-        """Return the seconds until the nearest deadline of a request, a log line or the shutdown. None if there is
-        none.
+        """Return the seconds until the next deadline of a request, a log line or the shutdown. None if nothing has a
+        deadline.
         """
         times = [self._engine.time_to_next_deadline(), self._engine.seconds_to_log_line]
         if self._group is not None:
@@ -325,7 +330,7 @@ class BusyLoop:
             self._sink.broadcast(EngineCoreOutputs(kv_events=events, timestamp=self._clock()), to)
 
     def _tell_of_cache(self, followers: frozenset[str]) -> None:
-        """Set the clients that get changes of the prefix cache."""
+        """Set the clients to which the loop sends changes of the prefix cache."""
         if bool(followers) != bool(self._cache_followers):
             self._engine.scheduler.kv_cache.record_events(bool(followers))
         self._cache_followers = followers
@@ -377,7 +382,7 @@ class BusyLoop:
         self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:
-        """Handle messages that arrived after the last request had ended."""
+        """Handle the messages that arrived after the last request had ended. Refuse their requests."""
         while (message := self._queues.get(block=False, timeout=None)) is not None:
             self._handle(message)
 

@@ -4,10 +4,10 @@ from penstock_common.errors import PenstockError
 
 
 class CollectiveBroken(PenstockError):  # noqa: N818 - it says what happened
-    """A collective ended without a result: a peer was lost, or the group was given up. The group's later collectives
-    fail as well.
+    """A collective failed, because a peer was lost or this rank left the group. Later collectives of the group fail as
+    well.
     """
 
 
 class UnpreparedError(PenstockError):
-    """This rank cannot join the group. The message gives the reason. The other ranks may continue without it."""
+    """This rank cannot join the group. The message gives the reason. The other ranks may continue without this rank."""

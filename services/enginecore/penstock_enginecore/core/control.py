@@ -25,7 +25,7 @@ Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
-"""Timing fields of workers that are only in the metrics."""
+"""Timing fields of worker statistics that appear only in the metrics, not in ``engine_info``."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +33,9 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sleep_level: 0 if the engine is awake.
-        num_nan_logits: Number of NaN logits since the start.
-        drafter_failure: The reason why the drafter was switched off. Empty while it works, None without speculative
-            decoding.
+        num_nan_logits: Number of NaN logits since the engine started.
+        drafter_failure: The reason why the drafter was switched off. Empty while the drafter works, None without
+            speculative decoding.
     """
 
     paused: bool
@@ -48,8 +48,8 @@ class EngineControl:
     """The engine's utility methods. The busy loop's thread calls them between steps, and calls ``after_step`` after
     each step.
 
-    A sleeping engine is also paused. It schedules again once all sleeping parts are awake. If an operator also paused
-    it, it waits for ``resume`` as well.
+    A sleeping engine is also paused. Scheduling resumes once the weights and the KV cache are awake. If an operator
+    also paused the engine, scheduling additionally waits for ``resume``.
     """
 
     def __init__(self, engine: EngineCore, group: GroupDriver | None = None) -> None:
@@ -71,11 +71,11 @@ class EngineControl:
 
     @utility
     def drain(self, timeout: float) -> int:
-        """Refuse new requests, and end the remaining ones after ``timeout`` seconds so that their frontends retry them
-        elsewhere.
+        """Refuse new requests. After ``timeout`` seconds, end the remaining requests, so that frontends retry them on
+        other engines. Return the number of remaining requests.
 
-        The process keeps running until it is told to exit. A second call only returns the number. Return the number of
-        remaining requests.
+        The process keeps running until it receives a shutdown request. A second call changes nothing and only returns
+        the number.
         """
         if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
             raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
@@ -87,10 +87,11 @@ class EngineControl:
 
     @utility
     def pause(self, mode: Mode = "abort", clear_cache: bool = False) -> Future[None]:
-        """Stop scheduling. Queued and running requests are aborted (abort), finished first (wait), or frozen (keep).
+        """Stop scheduling. ``mode`` decides whether queued and running requests are aborted (abort), finished first
+        (wait), or frozen (keep).
 
-        The Future is done once nothing runs. A sleeping engine need not wait. New requests wait for ``resume``.
-        ``clear_cache`` forgets the cached prefixes; frozen requests then lose their blocks and are computed again.
+        The Future is done once no request runs; for a sleeping engine, it is done immediately. New requests wait for
+        ``resume``. ``clear_cache`` clears the prefix cache. Frozen requests then lose their blocks and are recomputed.
         """
         self._pause_asked_for = True
         return (
@@ -144,7 +145,7 @@ class EngineControl:
         return self._engine.paused
 
     def after_step(self) -> None:
-        """Complete a pending pause if the engine has drained."""
+        """Complete a pending pause if no request runs any more."""
         scheduler = self._engine.scheduler
         if not self._waiting or not scheduler.drained:
             return
@@ -172,8 +173,8 @@ class EngineControl:
     def sleep(self, level: Literal[0, 1, 2] = 1, mode: Mode = "abort") -> Future[None]:
         """Pause with the given ``mode``, then free device memory.
 
-        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops both, and
-        ``wake_up`` reads the weights again.
+        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops the
+        weights and the KV cache, and ``wake_up`` reads the weights from the checkpoint again.
         """
         if self._group is not None:
             raise Unimplemented("sleep is not supported for ranks of a data-parallel group", field="sleep")
@@ -186,7 +187,7 @@ class EngineControl:
                 return
             try:
                 self._fall_asleep(level)
-            except Exception as e:  # The error goes to the caller of the utility.
+            except Exception as e:  # The caller of the utility method gets the error.
                 asleep.set_exception(e)
                 return
             asleep.set_result(None)
@@ -207,10 +208,10 @@ class EngineControl:
 
     @utility
     def wake_up(self, tags: list[Tag] | None = None) -> None:
-        """Restore device memory: weights, kv_cache, or both if no tag is given.
+        """Restore device memory. ``tags`` selects weights or kv_cache; without tags, both are restored.
 
-        Once both are restored, the engine schedules again. The exception is an engine that was paused with ``pause``,
-        before or during the sleep, and not resumed.
+        Once both are restored, scheduling resumes. If ``pause`` was called before or during the sleep, scheduling waits
+        for ``resume``.
         """
         slept = bool(self._asleep)
         wanted = set(tags or _TAGS) & self._asleep
@@ -232,9 +233,9 @@ class EngineControl:
 
     @utility
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. Return False, and do nothing, while a request is running.
+        """Clear the prefix cache. While a request is running, change nothing and return False.
 
-        With ``preempt_running``, running requests lose their blocks first and are computed again.
+        With ``preempt_running``, running requests are preempted first, and are recomputed later.
         """
         self._engine.finish_steps()
         if preempt_running:
@@ -244,9 +245,9 @@ class EngineControl:
 
     @utility
     def cached_blocks(self, part: int = 0, num_parts: int = 1, medium: KvMedium = KvMedium.DEVICE) -> bytes:
-        """Return the concatenated digests of the findable blocks of a medium.
+        """Return the concatenated digests of the blocks that prompts can reuse from a medium.
 
-        The digests are split into ``num_parts`` parts, numbered from 0, because the answer must fit into a message.
+        The digests are split into ``num_parts`` parts, numbered from 0, because each result must fit into a message.
         Raises InvalidArgument for an invalid part.
         """
         if not 1 <= num_parts <= MAX_PARTS:
@@ -257,15 +258,15 @@ class EngineControl:
 
     @utility
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """Return the number of findable blocks of a medium."""
+        """Return the number of blocks that prompts can reuse from a medium."""
         return self._engine.scheduler.kv_cache.num_cached_blocks(medium)
 
     # Inspection.
 
     @utility
     def start_profile(self) -> None:
-        """Start the workers' torch profilers. Raises InvalidArgument without ``profiler.directory``, or if one is
-        running.
+        """Start the workers' torch profilers. Raises InvalidArgument if ``profiler.directory`` is not set, or if a
+        profiler is already running.
         """
         self._engine.executor.collective_rpc("start_profile")
 
@@ -277,14 +278,15 @@ class EngineControl:
 
     @utility
     def collective_rpc(self, method: str, arguments: list[Any] | None = None) -> list[Any]:
-        """Call a registered method of every worker. Return the results by worker."""
+        """Call a registered method of every worker. Return one result per worker, in rank order."""
         return self._engine.executor.collective_rpc(method, arguments or [])
 
     @utility
     def engine_info(self) -> dict[str, Any]:
         """Return the engine's limits and state, and its workers' latest device statistics.
 
-        Lengths are in tokens, device memory is in bytes. The KV pool is in blocks, including the reserved block.
+        Lengths are in tokens, and device memory is in bytes. The size of the block pool is in blocks, including the
+        null block.
         """
         engine, config = self._engine, self._engine.config
         stats, state = engine.scheduler.stats(), self.state()

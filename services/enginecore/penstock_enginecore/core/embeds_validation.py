@@ -10,12 +10,13 @@ from penstock_common.types.prompt_embeds import EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 
 _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
-"""Smallest float32 that rounds to infinity in the model's dtype, by dtype."""
+"""Smallest float32 number that becomes infinite when rounded to the model's dtype, by dtype."""
 _TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
-"""The same limit for bfloat16 data, as bits without the sign. The bits of NaN are larger."""
+"""Smallest bfloat16 number that becomes infinite in the model's dtype, as bits without the sign. NaN has larger bits.
+"""
 
 _FINITE = "finite"
-"""Prefix of the key in ``embeds.memo`` that says whether all numbers are finite."""
+"""Prefix of the key in ``embeds.memo`` under which the result of ``are_finite`` is cached."""
 
 
 def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden_size: int, dtype: str) -> None:
@@ -24,7 +25,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
     Args:
         request: The request.
         embeds: Its prompt embeddings.
-        hidden_size: Length of the model's embeddings. 0 if the engine accepts none.
+        hidden_size: Length of the model's embeddings. 0 if the engine accepts no prompt embeddings.
         dtype: The model's dtype. The embeddings are converted to it.
 
     Raises:
@@ -36,7 +37,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
     length = len(request.prompt_token_ids)
     if embeds.num_tokens != length:
         raise InvalidArgument(
-            f"prompt_embeds has {embeds.num_tokens} positions and prompt_token_ids {length}; both must have the same length",
+            f"prompt_embeds has {embeds.num_tokens} positions, but prompt_token_ids has {length}; the lengths must be equal",
             field="prompt_embeds",
         )
     if embeds.hidden_size != hidden_size:
@@ -46,7 +47,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         )
     if request.sampling_params.prompt_logprobs is not None:
         raise Unimplemented(
-            "sampling_params.prompt_logprobs is not supported with prompt_embeds: embeddings have no probability",
+            "sampling_params.prompt_logprobs is not supported with prompt_embeds: only tokens have a probability",
             field="sampling_params.prompt_logprobs",
         )
     name = f"{_FINITE} as {dtype}"
@@ -54,7 +55,7 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         finite = embeds.memo[name] = are_finite(embeds.data, embeds.dtype, dtype)
     if not finite:
         raise InvalidArgument(
-            f"prompt_embeds holds numbers that are infinite or NaN as {dtype}, which the model computes in",
+            f"prompt_embeds has numbers that are infinite or NaN in {dtype}, the model's dtype",
             field="prompt_embeds",
         )
 

@@ -1,4 +1,4 @@
-"""The engine core: one scheduler, one executor, steps in order."""
+"""The engine core: runs the steps of one scheduler on one executor, in order."""
 
 import logging
 import math
@@ -62,37 +62,37 @@ def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
 
 
 def max_steps_of(config: EngineCoreConfig) -> int:
-    """Return the maximum number of steps in flight. There is one step per pipeline stage. With asynchronous scheduling
-    there is one more, so that the first stage need not wait.
+    """Return the maximum number of steps in flight: one step per pipeline stage. With asynchronous scheduling, one more
+    step is allowed, so that the first stage need not wait for the last.
     """
     steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
     return max(config.executor.max_concurrent_batches, steps)
 
 
 def check_model(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raise ConfigError for settings that the model does not support."""
+    """Raise ConfigError if the model does not support a setting."""
     _check_pooling(config, model)
     _check_speculative(config, model)
     check_states(config, model)
 
 
 def _check_pooling(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raise ConfigError for a pooling model in a data-parallel group."""
+    """Raise ConfigError if a pooling model is in a data-parallel group."""
     if config.data_parallel.grouped and model.pooling is not None:
         raise ConfigError(
-            f"data_parallel.size is {config.data_parallel.size}, but this is a pooling model; data-parallel "
+            f"data_parallel.size is {config.data_parallel.size}, but the model is a pooling model; data-parallel "
             "groups need a generating model"
         )
 
 
 def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
-    """Raise ConfigError for settings that do not work with speculative decoding."""
+    """Raise ConfigError if speculative decoding does not support the model or a setting."""
     method, stages = config.speculative.method, config.executor.pipeline_parallel_size
     if not method:
         return
     if model.pooling is not None:
         raise ConfigError(
-            f"speculative.method is {method}, but this is a pooling model; only generating models support speculative "
+            f"speculative.method is {method}, but the model is a pooling model; only generating models support speculative "
             "decoding"
         )
     if stages > 1:
@@ -107,7 +107,8 @@ def size_engine(
 ) -> KVCacheConfig:
     """Return the KV cache configuration for a loaded model, with up to ``max_steps`` steps in flight.
 
-    Prepares the kernels and runs the model once. Raises ConfigError with the numbers if the settings do not fit.
+    Prepares the kernels and runs the model once. Raises ConfigError if the settings need more memory than is available.
+    The message gives both sizes.
     """
     progress("preparing kernels and running a forward pass of one token")
     specs = executor.kv_cache_specs()
@@ -171,7 +172,7 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
 logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Step sizes in tokens that are timed at start-up if speculative decoding is enabled."""
+"""Step sizes in tokens. If speculative decoding is enabled, the engine times them at start-up."""
 
 
 def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
@@ -179,20 +180,20 @@ def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: Scheduler
 
 
 class EngineCore:
-    """Turns requests into tokens, one step at a time.
+    """Computes the output tokens of requests, one step at a time.
 
     Creating an instance loads the model, which may take minutes. Raises ModelLoadError or ConfigError if the engine
-    cannot start. All methods except ``preprocess`` belong to the busy loop's thread.
+    cannot start. Only the busy loop's thread may call the methods, except for ``preprocess``.
 
-    ``queues`` gets a Wakeup, on any thread, when a waiting request can continue. A caller that waits for work must then
-    call ``step``.
+    When a waiting request can continue, some thread puts a Wakeup into ``queues``. The busy loop must then call
+    ``step``.
 
     Args:
         config: The engine's settings.
         executor: Runs the model.
-        make_grammars: Creates the grammar compiler for structured output. Without it, constraints are refused.
+        make_grammars: Creates the grammar compiler for structured output. If it is None, constraints are refused.
         keep_failed_step: Saves a failed step for debugging.
-        open_store: Opens the disk for KV blocks, if one is configured.
+        open_store: Opens the disk tier for KV blocks, if a disk tier is configured.
         media_inputs: Cache of media inputs for frontends.
         progress: Called with progress messages.
         monotonic_clock: Clock for timeouts and event timestamps.
@@ -241,7 +242,7 @@ class EngineCore:
             drafts=config.speculative.enabled,
         )
         self.controls = (self.loras, MediaControl(self.scheduler, self.media_inputs))
-        """Objects with more utility methods, in addition to ``EngineControl``."""
+        """Objects whose methods are utility methods, in addition to those of ``EngineControl``."""
         executor.initialize_kv_cache(self.kv_cache_config)
         if self.connector is not None:
             begin_connector(self.connector, config, executor, model, self.kv_cache_config, open_store)
@@ -269,7 +270,7 @@ class EngineCore:
         return SchedulerContext(
             config=config.scheduler,
             kv_cache=self.kv_cache_config,
-            # Pooling needs every token's hidden state, which the cache does not hold.
+            # Pooling needs the hidden state of every token, and the prefix cache stores no hidden states.
             enable_prefix_caching=config.cache.enable_prefix_caching and model.pooling is None,
             enable_kv_events=config.cache.enable_kv_events,
             supports_chunked_prefill=model.supports_chunked_prefill,
@@ -296,7 +297,9 @@ class EngineCore:
         return self.kv_cache_config.max_model_len
 
     def warm_up(self) -> None:
-        """Wait until the first request of every kind is as fast as later ones."""
+        """Prepare everything that would make the first request of a kind slower than later requests. Wait until it is
+        done.
+        """
         self._grammars.warm_up(needed=self.model.pooling is None)
 
     # Requests.
@@ -315,7 +318,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             kv_params=read_params(request.context.kv.params, self.connector),
         )
-        # With an unknown digest, the prompt is hashed once the adapter has been read.
+        # If the adapter's digest is unknown, the prompt is hashed after the adapter has been read.
         if prepared.lora is None or prepared.lora.digest:
             self.scheduler.kv_cache.hash_prompt(prepared)
         return prepared
@@ -344,8 +347,8 @@ class EngineCore:
         return bool(self._steps) or self.scheduler.has_work or self.loras.has_news
 
     def time_to_next_deadline(self) -> float | None:
-        """Return the seconds until the next request or lease expires, negative if it has expired. None if nothing has a
-        deadline.
+        """Return the seconds until the next request or lease expires. The result is negative if the deadline has
+        passed, and None if nothing has a deadline.
         """
         deadline = self.scheduler.next_deadline()
         left = self.leases.seconds_to_expiry()
@@ -355,12 +358,13 @@ class EngineCore:
     # A step.
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
-        """Start steps while the executor has room, then process the oldest step's results. Return the outputs by client
-        id.
+        """Start steps until the maximum number is in flight, then process the results of the oldest step. Return the
+        outputs by client id.
 
-        If the executor has room and there is work, a step is started before waiting for results. ``drain_aborts`` is
-        called between sampling and update, to end requests that were cancelled meanwhile. Afterwards ``stalled`` is
-        true if there was nothing to do; another step then only helps after a change.
+        If another step may be in flight and there is work, the engine starts a step before it waits for results. The
+        engine calls ``drain_aborts`` between sampling and update, to end requests that were cancelled meanwhile. After
+        the call, ``stalled`` is true if there was nothing to do. Another step is then useless until a message or an
+        event changes the state.
 
         Raises EngineDeadError.
         """
@@ -381,8 +385,8 @@ class EngineCore:
     def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
         """Run one forward pass together with all ranks of the group, even if there is nothing to compute.
 
-        ``begin`` says whether waiting requests may start in it. Raises EngineDeadError, and CollectiveBroken if other
-        ranks are lost or this rank failed the step.
+        ``begin`` says whether waiting requests may start in this pass. Raises EngineDeadError. Raises CollectiveBroken
+        if other ranks are lost or the step failed on this rank.
         """
         self._log.begin()
         self._steps.take_drafts(wait=True)
@@ -411,7 +415,8 @@ class EngineCore:
         return True
 
     def finish_steps(self, drain_aborts: DrainAborts = lambda: None) -> bool:
-        """Process the results of all steps in flight. Return False if one failed; the later ones are lost then.
+        """Process the results of all steps in flight. If a step failed, drop the results of later steps and return
+        False.
 
         Raises EngineDeadError.
         """
@@ -423,7 +428,7 @@ class EngineCore:
 
     @property
     def seconds_to_log_line(self) -> float | None:
-        """Seconds until the next log line about steps is due, or None if every step has been logged."""
+        """Seconds until the next log line about steps is due, or None if no step is left to log."""
         return self._log.seconds_to_line
 
     def log_steps(self) -> None:

@@ -13,16 +13,16 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 Progress = Callable[[str], None]
-"""Called with a progress message for the operator during slow operations."""
+"""Callback that gets progress messages for the operator during slow operations."""
 
 
 class Executor(Protocol):
     """Runs the model on its device or devices. All methods are called from the busy loop's thread.
 
     Call order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
-    A step is ``execute_model``, which starts the forward pass and may return before it is done, followed by
-    ``sample_tokens``, whose future completes with the step's tokens. The caller may do host work in between, such as
-    grammar bitmasks. The next step may be started before this future is done, because steps run in order.
+    A step has two calls. ``execute_model`` starts the forward pass and may return before the pass is done.
+    ``sample_tokens`` returns a future with the step's tokens. Between the two calls, the caller may do host work, such
+    as grammar bitmasks. The caller may start the next step before the future is done, because steps run in order.
     """
 
     @property
@@ -30,20 +30,20 @@ class Executor(Protocol):
         """Experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Register a callback for a fatal failure of the executor, also while no step runs. The executor calls it on
-        any thread. Pending calls raise the same error.
+        """Register a callback for a fatal failure of the executor. The failure may happen while no step runs. The
+        executor calls ``failed`` on any thread. Pending calls raise the same error.
         """
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the needs of every attention layer, by layer name in execution order. Empty for encoders, which have
-        no KV cache.
+        """Return the KV cache needs of every attention layer, by layer name, in execution order. Empty for encoders,
+        because encoders have no KV cache.
         """
 
     def available_kv_cache_memory(self) -> int:
-        """Return the bytes that may become KV cache. This runs a profiling step with the largest shapes."""
+        """Run a profiling step with the largest shapes. Return the number of bytes that are left for the KV cache."""
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache."""
@@ -52,63 +52,68 @@ class Executor(Protocol):
         """Start the forward pass of a step."""
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Sample tokens for the step that ``execute_model`` started. ``grammar`` has the tokens allowed for constrained
+        """Sample tokens for the step that ``execute_model`` started. ``grammar`` has the allowed tokens of constrained
         requests.
 
-        The future raises errors from either half of the step. After an error, no step runs before ``recover``: later
-        steps that were already started raise as well.
+        The future raises errors of the forward pass and of sampling. After an error, no step runs until ``recover`` is
+        called. Later steps that were already started raise an error as well.
         """
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Draft tokens after the last sampled step, as the step requested. An error switches the drafter off, and fails
-        no step.
+        """Return the draft tokens that the last sampled step requested. If drafting fails, the drafter is switched off,
+        but no step fails.
         """
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Time forward passes of one request with ``num_tokens`` tokens, ``passes`` times on every worker. Return the
-        seconds of the fastest pass.
+        """Run ``passes`` forward passes of one request with ``num_tokens`` tokens on every worker. Return the duration
+        of the fastest pass in seconds.
         """
 
     def execute_dummy_batch(self) -> None:
         """Run a forward pass of one dummy token after the steps in flight, and wait for it.
 
-        Other ranks of the data-parallel group compute their steps at the same time. If the ranks share experts, this
-        rank computes only the experts for the other ranks' tokens. Errors of the pass are raised.
+        Other ranks of the data-parallel group compute their steps at the same time. If experts are distributed over the
+        ranks, this rank only applies its experts to the other ranks' tokens. Raises errors of the forward pass.
         """
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier for KV cache blocks, which must be allocated. Its methods wait for the copies."""
+        """Return a copier for KV cache blocks. The KV cache must be allocated. The copier's methods return after the
+        copies are done.
+        """
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Load an adapter in every worker while steps run, and activate it between two steps. A loaded adapter is read
-        again and stays.
+        """Load an adapter in every worker while steps run, and activate the adapter between two steps. If the adapter
+        is already loaded, it stays loaded, and the workers read its files again.
 
-        ``make_room`` is called first: workers need the memory of evicted adapters.
+        The executor calls ``make_room`` first, because workers need the memory of evicted adapters.
 
         The future raises:
             Unavailable: The adapter cannot be read.
-            FailedPrecondition: The adapter does not match ``lora``, or is not supported.
-            PartlyLoadedError: Some workers have loaded the adapter, and others failed with one of these errors.
+            FailedPrecondition: The adapter's files do not match ``lora``, or the adapter is not supported.
+            PartlyLoadedError: Some workers have loaded the adapter, and other workers failed with one of these errors.
         """
 
     def unload_lora(self, digest: bytes) -> None:
         """Unload an adapter from the workers, after the steps in flight. An adapter that is not loaded is ignored."""
 
     def roll_back(self) -> None:
-        """Undo a step that lost its peers. Its changes to requests and blocks stay, but its results are dropped."""
+        """Undo a step during which the other ranks were lost. The step's changes to requests and blocks stay, but its
+        results are dropped.
+        """
 
     def recover(self) -> None:
-        """Drop all requests after a failed step and the steps in flight, and compute one token as a check.
+        """Drop the failed step, the steps in flight and all requests. Then compute one token as a check.
 
-        All requests in the next step must be new. An error means that the executor no longer works.
+        All requests in the next step must be new. If this method raises an error, the executor no longer works.
         """
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-        """Call a registered method of every worker, after the steps in flight. Return the results by worker.
+        """Call a registered method of every worker, after the steps in flight. Return one result per worker, in rank
+        order.
 
         Raises:
             Unimplemented: The name is not registered.
-            InvalidArgument: The arguments are wrong.
+            InvalidArgument: The method does not accept the arguments.
         """
 
     def worker_stats(self) -> list[WorkerStats]:

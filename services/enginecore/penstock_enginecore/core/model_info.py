@@ -1,4 +1,4 @@
-"""Facts about the loaded model that the engine core needs."""
+"""Properties of the loaded model that the engine core needs."""
 
 import msgspec
 
@@ -13,42 +13,44 @@ class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     modality: Modality
     num_blocks: int
-    """Number of layers of the encoder. Computing an item costs its embeddings times this number."""
+    """Number of layers of the encoder. The cost of encoding an item is its number of embeddings times this number."""
     max_embeds: int
     """Number of embeddings of the largest item."""
     max_tokens: int
-    """Number of positions of the largest item, including tokens between its embeddings."""
+    """Number of prompt positions of the largest item, including tokens between its embeddings."""
     attends_both_ways: bool = False
-    """Whether all embeddings of an item attend to each other. If so, they are always computed in one step."""
+    """Whether all embeddings of an item attend to each other. If true, one step must compute all of them."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Constant facts about the model, independent of later changes to its weights. ``Executor.load_model`` returns
-    them.
+    """Properties of the model that never change, not even if its weights change. ``Executor.load_model`` returns this
+    object.
     """
 
     max_len: int
-    """Longest sequence that the model allows, in tokens, before it is limited by memory."""
+    """Longest sequence that the model supports, in tokens. Device memory may limit sequences further."""
     vocab_size: int
     """Number of rows of the model's output. Token ids are less than this."""
     eos_token_ids: frozenset[int] = frozenset()
-    """Token ids that end a sequence unless ``ignore_eos``."""
+    """Token ids that end a sequence if ``ignore_eos`` is false."""
     hidden_size: int = 0
-    """Length of prompt embeddings, or 0 if the model accepts none."""
+    """Length of prompt embeddings, or 0 if the model accepts no prompt embeddings."""
     dtype: str = "float32"
     """Data type of the model's numbers: float32, bfloat16 or float16."""
     pooling: PoolingLimits | None = None
     """Pooling limits, or None if the model generates."""
     runs_ahead: bool = False
-    """Default of ``scheduler.async_scheduling``: whether steps are prepared while others run."""
+    """Default of ``scheduler.async_scheduling``: whether the engine prepares a step while earlier steps run."""
     step_tokens: int = STEP_TOKENS
-    """Default of ``scheduler.max_num_batched_tokens`` if prompts may be split: tokens of a step."""
+    """Default of ``scheduler.max_num_batched_tokens``, the tokens of a step, if prompts may be split."""
     prompt_batch_tokens: int = 0
-    """Default of ``scheduler.max_prompt_batch_tokens``: tokens of prompts that begin in the same step. 0: unlimited."""
+    """Default of ``scheduler.max_prompt_batch_tokens``: total tokens of prompts that start in the same step. 0 is
+    unlimited.
+    """
     supports_chunked_prefill: bool = True
     """Whether a prompt may be computed in several steps. False for encoders, whose tokens attend to later ones."""
     media: tuple[MediaInfo, ...] = ()
-    """Modalities that the model accepts. Empty for text-only models."""
+    """Media modalities that the model accepts. Empty for text-only models."""
     embed_bytes: int = 0
     """Bytes of one row of the encoder cache, which may be wider than the model."""
     states: StateNeeds | None = None

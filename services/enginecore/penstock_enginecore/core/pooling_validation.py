@@ -9,11 +9,11 @@ _EMBEDS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
 
 
 class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks of a pooling engine.
+    """Tasks and limits of a pooling engine.
 
     Attributes:
         tasks: Pooling tasks that the model supports.
-        embedding_size: Dimensions of its embeddings, or 0 if it makes none.
+        embedding_size: Number of dimensions of the model's embeddings, or 0 if the model makes no embeddings.
     """
 
     tasks: frozenset[PoolingTask]
@@ -26,7 +26,7 @@ class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, max_model_len: int) -> None:
-    """Raise InvalidArgument, naming the field, unless the engine can serve this pooling request.
+    """Raise InvalidArgument, with the name of the field, if the engine cannot serve this pooling request.
 
     ``served`` is None for an engine that generates. The request has ``pooling_params``.
     """
@@ -38,7 +38,8 @@ def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, m
     length = len(request.prompt_token_ids)
     if length > max_model_len:
         raise InvalidArgument(
-            f"prompt_token_ids has {length} tokens; max_model_len is {max_model_len}", field="prompt_token_ids"
+            f"prompt_token_ids has {length} tokens; max_model_len is {max_model_len}",
+            field="prompt_token_ids",
         )
     if request.prior_output_token_ids:
         raise InvalidArgument(

@@ -8,12 +8,13 @@ import msgspec
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 NULL_BLOCK_ID = 0
-"""Id of the null block, which is never allocated. It pads block tables and replaces blocks that have left the window.
+"""Id of the null block. The null block is never allocated. It pads block tables, and replaces blocks that are outside a
+layer's attention window.
 """
 
 
 class KVCacheBlock:
-    """One block of the pool. A free block that still has a hash can be found and reused.
+    """One block of the pool. A free block that still has a hash can be found and shared by a new request.
 
     Attributes:
         group: The KV cache group that the block's content belongs to, if it has a hash.
@@ -39,7 +40,7 @@ class FreeBlockQueue:
     """A doubly linked list of free blocks. The head is reused first. Any block can be removed in O(1)."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
-        # Sentinels: the block after _head is reused first.
+        # Sentinels at both ends of the list. The block after _head is reused first.
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.prev = self._tail, self._head
@@ -51,11 +52,11 @@ class FreeBlockQueue:
         return self._size
 
     def append(self, block: KVCacheBlock) -> None:
-        """Add a block to be reused last."""
+        """Add a block at the end of the list, so that it is reused last."""
         self._link(self._tail.prev, block, self._tail)
 
     def prepend(self, block: KVCacheBlock) -> None:
-        """Add a block to be reused first."""
+        """Add a block at the head of the list, so that it is reused first."""
         self._link(self._head, block, self._head.next)
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -84,7 +85,8 @@ class FreeBlockQueue:
 
 
 class BlockLog:
-    """Changes of findable blocks since the last ``take``.
+    """Changes to the set of findable blocks since the last ``take``. A block is findable if prompts can look it up by
+    hash.
 
     Attributes:
         cached: Blocks that became findable.
@@ -127,7 +129,7 @@ class BlockPool:
     blocks have the same content, only the first one is findable.
 
     Attributes:
-        null_block: Fills places of block tables that hold nothing.
+        null_block: Fills entries of block tables that need no block.
         log: Records changes of findable blocks, or None if they are not needed.
     """
 
@@ -161,7 +163,7 @@ class BlockPool:
         return self._by_hash[group].get(block_hash)
 
     def get_run(self, block_hashes: Iterable[bytes], group: int = 0) -> list[KVCacheBlock]:
-        """Return the blocks with these contents, up to the first one that is missing."""
+        """Return the blocks with these hashes, up to the first hash without a block."""
         by_hash = self._by_hash[group]
         blocks = []
         for block_hash in block_hashes:
@@ -178,7 +180,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Allocate ``count`` blocks, least recently used first. Their cached content is evicted."""
         if count > len(self._free):
-            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
+            raise RuntimeError(f"cannot allocate {count} blocks: only {len(self._free)} are free")
         taken, evicted = [], []
         for _ in range(count):
             block = self._free.popleft()
@@ -195,7 +197,7 @@ class BlockPool:
         return taken
 
     def num_free_among(self, tables: Iterable[Iterable[KVCacheBlock]]) -> int:
-        """Return how many blocks would leave the free list if they were touched. The null block does not count."""
+        """Return the number of blocks that ``touch`` would remove from the free list. The null block does not count."""
         null = self.null_block
         return sum(block.ref_count == 0 and block is not null for blocks in tables for block in blocks)
 
@@ -212,15 +214,15 @@ class BlockPool:
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop one reference to each block of a sequence, given in sequence order. Null blocks are skipped.
 
-        The end of a sequence is reused before its beginning, because more prompts share the beginning. Blocks without a
-        hash are reused before all others.
+        The last blocks of a sequence are reused before its first blocks, because more prompts share the first blocks.
+        Blocks without a hash are reused before all other blocks.
         """
         null = self.null_block
         for block in reversed(blocks):
             if block is null:
                 continue
             if block.ref_count < 1:
-                raise RuntimeError(f"{block!r} is freed more often than it was allocated")
+                raise RuntimeError(f"{block!r} was freed, but it has no references left")
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.block_hash is None:
@@ -231,8 +233,8 @@ class BlockPool:
                         self.log.freed.append(block)
 
     def cache(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
-        """Make a full, computed block findable. Return False, and do nothing, if a block with the same content is
-        findable.
+        """Make a full, computed block findable. If another block with the same content is findable, change nothing and
+        return False.
         """
         if block.block_hash is not None:
             raise RuntimeError(f"{block!r} is cached already")
@@ -247,7 +249,9 @@ class BlockPool:
         return True
 
     def forget(self) -> bool:
-        """Forget all cached content. Return False, and do nothing, while a block is in use."""
+        """Remove the hashes of all blocks, so that no block is findable. While a block is in use, change nothing and
+        return False.
+        """
         if len(self._free) != self.num_usable_blocks:
             return False
         for by_hash in self._by_hash:
@@ -259,11 +263,11 @@ class BlockPool:
         return True
 
 
-# Search for the longest prefix that every KV cache group can start from.
+# Search for the longest prefix whose blocks are cached in every KV cache group.
 
 
 class ComputedBlocks(msgspec.Struct, frozen=True):
-    """Cached blocks that a request can start from, and the number of tokens that it need not compute.
+    """Cached blocks of a request's prefix, and the number of tokens that the request need not compute.
 
     There is one list per group, and all lists have the same length. A place that later queries of a group do not see
     holds the null block.
@@ -285,11 +289,12 @@ class ComputedBlocks(msgspec.Struct, frozen=True):
 def find_computed_blocks(
     pool: BlockPool, groups: Sequence[KVCacheGroup], hashes: Sequence[bytes], block_size: int, num_tokens: int
 ) -> ComputedBlocks:
-    """Find the longest common prefix in whole blocks that leaves at least the last of ``num_tokens`` tokens to compute.
+    """Find the longest prefix, in whole blocks, that is cached in every group. The last of ``num_tokens`` tokens is
+    always left to compute.
 
-    A group without a window needs every block of the prefix. A group with a window needs the blocks that the first
-    query after the prefix sees. A missing block in one group shortens the prefix for all groups, and a shorter prefix
-    needs other blocks. The search therefore repeats until the length stays the same.
+    A group without a window needs every block of the prefix. A group with a window needs the blocks to which the first
+    query after the prefix attends. A missing block in one group shortens the prefix of all groups. A shorter prefix
+    needs other blocks in groups with a window, so the search repeats until the length no longer changes.
     """
     from_start: dict[int, list[KVCacheBlock]] = {}
     for number, group in enumerate(groups):
@@ -313,10 +318,10 @@ def find_computed_blocks(
 
 
 def first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:
-    """Return the index of the first block that the first query after ``length`` cached blocks sees.
+    """Return the index of the first block to which the first query after ``length`` cached blocks attends.
 
-    If everything is cached, that query is the last token, which is computed again. The token's keys and values are
-    written to the last block again, so that block is always needed.
+    If all tokens are cached, that query is the last token, because the last token is recomputed. The step writes the
+    token's keys and values to the last block again, so the last block is always needed.
     """
     return group.first_key(min(length * block_size, num_tokens - 1)) // block_size
 
@@ -330,8 +335,8 @@ def _cached_at_end(
     block_size: int,
     num_tokens: int,
 ) -> int:
-    """Return the longest prefix, of at most ``length`` blocks, whose last blocks are cached as far back as the group
-    needs.
+    """Return the longest prefix, in blocks and at most ``length``, whose last blocks are cached. The group's window
+    decides how many of the last blocks must be cached.
     """
     index = length - 1
     while index >= first_block(group, length, block_size, num_tokens):

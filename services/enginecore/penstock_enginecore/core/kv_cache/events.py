@@ -1,4 +1,4 @@
-"""Events of the prefix cache: blocks that became findable or were lost, in order, for routers."""
+"""Events of the prefix cache for routers: blocks that became findable or were lost, in order."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,15 +18,16 @@ _NOTHING: _Open = (None, KvMedium.DEVICE, [])
 
 
 class KvEventLog:
-    """Events since the last ``take``. Applied in order, they give the findable blocks of one group in each medium.
+    """Events since the last ``take``. A reader that applies all events in order knows the findable blocks of one group
+    in each medium.
 
-    One group represents all groups. The hashes of its blocks are plain prefix hashes, so a router that knows nothing
-    about groups can look up prompts. While ``recording`` is false, no events are recorded.
+    One group represents all groups. The hashes of that group's blocks are plain prefix hashes, so a router can look up
+    prompts without information about groups. While ``recording`` is false, no events are recorded.
     """
 
     def __init__(self, block_size: int, group: int, *, in_full: bool) -> None:
-        """Create an empty log. With ``in_full``, events also have tokens, adapters and media, and recording is always
-        on.
+        """Create an empty log. With ``in_full``, events also have tokens, adapters and media, and the log always
+        records.
         """
         self.group = group
         self.recording = in_full
@@ -38,8 +39,8 @@ class KvEventLog:
         self._kept: dict[KvMedium, dict[bytes, None]] = {}
 
     def stored(self, request: Request, indices: Sequence[int]) -> None:
-        """Record that blocks of a request became findable. ``indices`` are ascending. In full, each run of adjacent
-        blocks is one event.
+        """Record that blocks of a request became findable. ``indices`` are ascending. If the log is ``in_full``, each
+        run of adjacent blocks is one event.
         """
         if not self.recording:
             return
@@ -68,7 +69,7 @@ class KvEventLog:
         )
 
     def _media(self, request: Request, first: int, last: int) -> list[list[BlockMedia]]:
-        """Return the media items in each of the blocks."""
+        """Return the media items of each block from ``first`` to ``last``."""
         size = self._block_size
         return [
             [
@@ -79,7 +80,7 @@ class KvEventLog:
         ]
 
     def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
-        """Record that blocks were evicted. Each is given as group, hash and id."""
+        """Record that blocks were evicted. Each block is given as group, hash and id."""
         if self.recording and (hashes := [block_hash for group, block_hash, _ in blocks if group == self.group]):
             self._add(BlockRemoved, KvMedium.DEVICE, hashes)
 
@@ -105,8 +106,8 @@ class KvEventLog:
         return self._kept.get(medium, {}).keys()
 
     def cleared(self) -> None:
-        """Record that nothing in the pool is findable, and drop pending events. The event clears all media, so blocks
-        in other media are recorded again.
+        """Record that no block in the pool is findable, and drop pending events. The event clears all media, so the log
+        records the blocks in other media again.
         """
         if not self.recording:
             return
@@ -117,7 +118,7 @@ class KvEventLog:
                 self._add(BlockStored, medium, hashes)
 
     def record(self, on: bool) -> None:
-        """Start or stop recording. Stopping drops pending events. A log in full always records."""
+        """Start or stop recording. Stopping drops pending events. A log that is ``in_full`` always records."""
         self.recording = on or self._in_full
         if not self.recording:
             self.take()

@@ -1,7 +1,6 @@
 """Mapping of requests to KV cache blocks, and reuse of cached prefixes.
 
-The prefix cache follows vLLM's automatic prefix caching: a block is identified by the hash of the prefix that ends with
-it.
+The design is vLLM's automatic prefix caching: the hash of a prefix identifies the last block of that prefix.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -21,7 +20,7 @@ from penstock_enginecore.states.core.slots import StateSlots
 
 
 class PrefixCacheStats(msgspec.Struct):
-    """Number of tokens looked up, and tokens found, since the start."""
+    """Number of tokens that were looked up, and number of tokens that were found, since the engine started."""
 
     queries: int = 0
     hits: int = 0
@@ -30,16 +29,18 @@ class PrefixCacheStats(msgspec.Struct):
 class KVCacheManager:
     """Allocates blocks to requests.
 
-    A request has one block table per KV cache group. All its tables have the same length: block i of each table holds
-    the same tokens. In groups with a window, ``free_out_of_window`` frees the first blocks, which no later query sees,
-    and replaces them with the null block. ``has_windows`` says whether there are such groups.
+    A request has one block table per KV cache group. All tables of a request have the same length: block i of each
+    table is for the same tokens. In groups with a window, no later query attends to the first blocks.
+    ``free_out_of_window`` frees these blocks and replaces them with the null block. ``has_windows`` says whether there
+    are such groups.
 
     Only full blocks with final, computed tokens become findable. Therefore call ``cache_blocks`` after a step, and
     ``free_out_of_window`` after that.
 
-    If every token of a request is cached, the last token is computed again, because its logits are needed. Its keys and
-    values are written to the last block, which may be shared. All readers of that slot have the same prefix, so the
-    values are equal up to floating-point rounding. This costs one token instead of one block.
+    If every token of a request is cached, the last token is recomputed, because its logits are needed. The step writes
+    the token's keys and values to the last block, which other requests may share. All requests that share the block
+    have the same prefix, so the values are equal up to floating-point rounding. Recomputing one token is cheaper than
+    recomputing a block.
     """
 
     def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, enable_kv_events: bool = False) -> None:
@@ -52,7 +53,9 @@ class KVCacheManager:
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self.external_stats = PrefixCacheStats()
-        """Statistics of tokens that were not in the pool, if a KV connector is configured."""
+        """Statistics of tokens that were not in the pool and were looked up with the KV connector, if one is
+        configured.
+        """
         self.reuses = enable_prefix_caching
         """Whether prefix caching is enabled."""
         self.states = (
@@ -66,7 +69,7 @@ class KVCacheManager:
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._num_cached: dict[str, int] = {}
         self._num_left: dict[str, list[int]] = {}
-        """Number of blocks of each windowed group that have left the window, by request."""
+        """Number of blocks outside the window, for each group with a window, by request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
@@ -111,8 +114,8 @@ class KVCacheManager:
         """Allocate blocks for the next ``num_new_tokens`` tokens of a running request.
 
         Returns:
-            The ids of the new blocks, one list per group. An empty tuple if none was needed, which is common. None if
-            there are too few blocks, or if fewer than ``reserve`` blocks per group would stay free.
+            The ids of the new blocks, one list per group. An empty tuple if no new block was needed, as in most steps.
+            None if there are too few free blocks, or if fewer than ``reserve`` blocks per group would stay free.
         """
         tables = self._blocks[request.key]
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
@@ -123,7 +126,7 @@ class KVCacheManager:
         return tuple([self._extend(table, missing) for table in tables])
 
     def num_allocated_tokens(self, request: Request) -> int:
-        """Return the number of tokens that the blocks of a running request can hold."""
+        """Return the number of tokens for which a running request has blocks."""
         return len(self._blocks[request.key][0]) * self.block_size
 
     def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
@@ -132,8 +135,8 @@ class KVCacheManager:
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
-        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. The blocks that it
-        held before are freed.
+        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. Blocks that
+        the request held before are freed.
 
         Return False, and do nothing, unless ``reserve`` blocks stay free and the request gets its slots for states.
         """
@@ -155,7 +158,7 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
-        """Hold cached blocks for a request that has not started. The blocks that it held before are freed."""
+        """Reserve cached blocks for a request that has not started. Blocks that the request held before are freed."""
         for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):
@@ -163,8 +166,8 @@ class KVCacheManager:
         self._blocks[request.key] = tables
 
     def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
-        """Return which blocks of the request's prefix to load, see ``plan_load``. The plan never ends inside a span of
-        tokens that must be computed together.
+        """Return the blocks of the request's prefix to load, as ``kv_transfer.core.plan.plan_load`` chooses them. The
+        plan never ends inside a span of tokens that must be computed together.
         """
         hashes, size = request.block_hashes, self.block_size
         plan = plan_load(self.pool, self.groups, hashes, size, request.num_tokens, lookup)
@@ -174,7 +177,7 @@ class KVCacheManager:
         return plan
 
     def arrived(self, request: Request, places: Iterable[Place]) -> None:
-        """Make blocks findable that were loaded for the request."""
+        """Make the blocks that were loaded for the request findable."""
         index = {block_hash: i for i, block_hash in enumerate(request.block_hashes)}
         stored = [
             index[name.hash]
@@ -214,12 +217,12 @@ class KVCacheManager:
             self.states.settle(request, request.num_processed_tokens)
 
     def free_out_of_window(self, request: Request, num_processed_tokens: int) -> None:
-        """Free the blocks that queries from position ``num_processed_tokens`` on do not see.
+        """Free the blocks to which no query at position ``num_processed_tokens`` or later attends.
 
         This is safe once every step that computes an earlier position has been launched. A device runs its steps in
-        order, so those steps read the blocks before another request's step overwrites them. The caller passes the token
-        count of processed steps, which is safer still: computed blocks are findable by then, and rejected drafts do not
-        count. Workers keep the old ids in their tables, but attention never reads outside a window.
+        order, so those steps read the blocks before a later step overwrites them. The caller passes the number of
+        tokens in processed steps, not in launched steps. Computed blocks are then already findable, and rejected drafts
+        do not count. Workers keep the old block ids in their tables, but attention never reads outside a window.
         """
         left = self._num_left[request.key]
         tables = self._blocks[request.key]

@@ -64,8 +64,8 @@ def size_kv_cache(
     blocks without memory, which only carry the hashes of prefixes.
 
     Args:
-        specs: Needs of each attention layer, by name.
-        available_bytes: Memory that may become KV cache.
+        specs: KV cache needs of each attention layer, by name.
+        available_bytes: Device memory that is available for the KV cache.
         cache: Settings of the KV cache.
         requested_max_model_len: Configured sequence length in tokens, or None.
         model_max_len: The model's own sequence length in tokens.
@@ -74,7 +74,8 @@ def size_kv_cache(
         states: Memory needs of recurrent layers, or None for a model without them.
 
     Raises:
-        ConfigError: The requested length, or a minimal sequence, does not fit. The message has the numbers.
+        ConfigError: A sequence of the requested length, or of the minimum length, does not fit. The message gives the
+            sizes.
     """
     pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight, cache.block_size)
     available_bytes = cache.kv_cache_memory or available_bytes
@@ -85,7 +86,7 @@ def size_kv_cache(
     fits = pool.longest(num_blocks)
     if fits < MIN_MODEL_LEN:
         raise ConfigError(
-            f"the KV cache holds {num_blocks} blocks of {pool.block_bytes} bytes, one of them reserved; set "
+            f"the KV cache has only {num_blocks} blocks of {pool.block_bytes} bytes, and one block is reserved; set "
             f"cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
         )
     return KVCacheConfig(
@@ -103,7 +104,7 @@ def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
 
 
 class _Pool:
-    """A pool whose number of blocks is not decided yet."""
+    """Sizes of a block pool before its number of blocks is known."""
 
     def __init__(
         self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int, block_size: int
@@ -131,8 +132,8 @@ class _Pool:
         return 1 + max(min(num_requests * self._most, _MAX_BARE_BLOCKS), self._most)
 
     def longest(self, num_blocks: int) -> int:
-        """Return the length in tokens of the longest sequence that fits, in whole blocks, up to the requested length.
-        One block is the null block.
+        """Return the length in tokens of the longest sequence that fits into ``num_blocks`` blocks, up to the requested
+        length. One of the blocks is the null block.
         """
         lengths = range(self._most + 1)
         count = bisect.bisect_right(lengths, num_blocks - 1, key=lambda n: num_blocks_for(self.groups, n))
@@ -147,7 +148,9 @@ class _Pool:
 def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
     sizes = {spec.block_size for spec in specs.values()}
     if len(sizes) > 1:
-        raise ConfigError(f"layers need different block sizes: {sorted(sizes)}; only one block size is supported")
+        raise ConfigError(
+            f"attention layers have block sizes {sorted(sizes)}, but all layers must have the same block size"
+        )
     return sizes.pop()
 
 
@@ -168,27 +171,28 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
         raise ConfigError(f"model.max_model_len is {requested}; it must be at least {MIN_MODEL_LEN}")
     if requested > fits:
         raise ConfigError(
-            f"model.max_model_len is {requested}, but the KV cache holds {fits} tokens; lower model.max_model_len to "
+            f"model.max_model_len is {requested}, but the KV cache has space for {fits} tokens; lower model.max_model_len to "
             f"{fits} or set cache.kv_cache_memory to at least {pool.size_for(requested)}"
         )
     return requested
 
 
 def _size(num_bytes: int) -> str:
-    """Return a size that ``penstock_common.config.parse_bytes`` reads, rounded up."""
+    """Return the size, rounded up, as text that ``penstock_common.config.parse_bytes`` accepts."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
 
 
-# Models without a KV cache: encoders, which see a whole prompt at once.
+# Models without a KV cache: encoders, which compute a complete prompt in one step.
 
 
 def size_without_kv_cache(
     scheduler: SchedulerConfig, *, requested_max_model_len: int | None, model_max_len: int
 ) -> KVCacheConfig:
-    """Return a pool that limits nothing: one block holds any request, and there are more blocks than running requests.
+    """Return a pool that never limits requests: any request fits into one block, and there are more blocks than running
+    requests.
 
-    The blocks are only numbers, without memory. A prompt must fit into a step, so ``max_model_len`` is at most
+    The blocks are only ids and use no memory. A prompt must fit into a step, so ``max_model_len`` is at most
     ``scheduler.max_num_batched_tokens``. Raises ConfigError if the requested length is longer.
     """
     budget = scheduler.step_tokens

@@ -1,8 +1,8 @@
 """KV cache layout: the needs of each attention layer, and the layers that share a block table and memory.
 
-Layers share tensors: KV tensor i holds layer i of every group. One group at a time owns a block id, and the other
-groups leave that block's part of the tensor alone. A block therefore takes part of as many tensors as the largest group
-has layers, and groups of equal size waste nothing. The idea is vLLM's hybrid KV cache manager.
+Layers share tensors: KV tensor i stores layer i of every group. A block id belongs to one group at a time, and the
+layers of other groups do not use that block of the tensor. The number of tensors is therefore the number of layers in
+the largest group, and groups of equal size waste no memory. The idea is vLLM's hybrid KV cache manager.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ DRAFT_PREFIX = "draft."
 
 
 def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
-    """Return the first position that a query at ``position`` sees. The result never decreases as ``position``
+    """Return the first position to which a query at ``position`` attends. The result never decreases as ``position``
     increases.
     """
     first = 0
@@ -33,9 +33,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dtype_size: Bytes per number.
-        sliding_window: Number of keys that a query sees, including its own, or None for full attention.
-        attention_chunk: A query at position p sees keys from ``p // attention_chunk * attention_chunk``, in tokens.
-            None for full attention.
+        sliding_window: Number of keys to which a query attends, including its own key. None for full attention.
+        attention_chunk: Size of an attention chunk in tokens. A query at position p attends to keys from position ``p
+            // attention_chunk * attention_chunk``. None for full attention.
     """
 
     block_size: int
@@ -48,26 +48,26 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of this layer, keys and values."""
+        """Bytes of one block of this layer, including keys and values."""
         return self.block_size * (self.key_width + self.value_width) * self.dtype_size
 
     @property
     def key_width(self) -> int:
-        """Number of key values per token."""
+        """Number of elements per token in the layer's keys."""
         return self.num_kv_heads * self.head_size
 
     @property
     def value_width(self) -> int:
-        """Number of value values per token."""
+        """Number of elements per token in the layer's values."""
         return self.num_kv_heads * self.head_size_v
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table: a block id means the same tokens in each of them.
+    """Layers that share one block table: a block id means the same tokens in each layer.
 
     Attributes:
-        max_blocks: Maximum number of blocks that one request holds here at once, or None for as many as its tokens
-            fill.
+        max_blocks: Maximum number of blocks that one request uses in this group at the same time. None if only the
+            number of tokens limits it.
     """
 
     layer_names: tuple[str, ...]
@@ -77,15 +77,17 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_windowed(self) -> bool:
-        """Whether later queries no longer see the beginning of a sequence."""
+        """Whether later queries no longer attend to the beginning of a sequence."""
         return self.sliding_window is not None or self.attention_chunk is not None
 
     def first_key(self, position: int) -> int:
-        """Return the first position that a query at ``position`` sees in these layers."""
+        """Return the first position to which a query at ``position`` attends in these layers."""
         return first_key(position, self.sliding_window, self.attention_chunk)
 
     def num_blocks_for(self, num_blocks: int) -> int:
-        """Return the maximum number of blocks that a sequence of ``num_blocks`` blocks holds here at once."""
+        """Return the maximum number of blocks that a sequence of ``num_blocks`` blocks uses in this group at the same
+        time.
+        """
         return num_blocks if self.max_blocks is None else min(num_blocks, self.max_blocks)
 
 
@@ -112,15 +114,15 @@ MAX_GROUPS = 8
 
 
 class KVTensorWidth(NamedTuple):
-    """Numbers per token in a KV tensor: the maximum over the layers that share the tensor."""
+    """Number of elements per token in a KV tensor: the maximum over the layers that share the tensor."""
 
     key_width: int
     value_width: int
 
 
 def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> list[KVTensorWidth]:
-    """Return the width of each KV tensor. Layers with different heads may share a tensor; narrower layers leave the
-    rest unused.
+    """Return the width of each KV tensor. Layers with different numbers or sizes of heads may share a tensor. Narrower
+    layers leave part of the tensor unused.
     """
     count = max(len(group.layer_names) for group in groups)
     widths = []
@@ -153,13 +155,13 @@ def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], 
 def group_layers(
     specs: Mapping[str, KVCacheSpec], *, max_len: int, max_tokens_in_flight: int
 ) -> tuple[KVCacheGroup, ...]:
-    """Choose the groups that need the least memory for a decoding sequence of ``max_len`` tokens, or of equal choices
-    the fewest groups.
+    """Choose the groups that need the least memory for a decoding sequence of ``max_len`` tokens. Among equal choices,
+    choose the fewest groups.
 
-    Layers are grouped by kind, which is their window. A kind with many more layers than another is split into groups of
-    similar size: four full layers and twenty windowed layers become one group and five. A single group without a window
-    is the fallback. The fallback is chosen where windows save nothing, or where layer sizes differ so much that sharing
-    tensors costs more than windows save.
+    Layers with the same window are grouped together. If one window has many more layers than another, its layers are
+    split into groups of similar size. For example, four layers with full attention become one group, and twenty
+    windowed layers become five groups. The fallback is a single group without a window. It is chosen if windows save no
+    memory, or if layer sizes differ so much that sharing tensors costs more than windows save.
     """
     block_size = max(spec.block_size for spec in specs.values())
     kinds: dict[tuple[int | None, int | None], list[str]] = {}
@@ -185,12 +187,12 @@ def group_layers(
 
 
 def _below(span: int | None, max_len: int) -> int | None:
-    """Return the window, or None if no sequence is long enough to leave it."""
+    """Return the window, or None if no sequence is longer than the window."""
     return None if span is None or span >= max_len else span
 
 
 def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_len: int, block_size: int) -> int:
-    """Return the bytes that a sequence of ``max_len`` tokens holds while it decodes one token per step."""
+    """Return the bytes of KV cache that a sequence of ``max_len`` tokens uses while it decodes one token per step."""
     full = -(-max_len // block_size)
     blocks = 0
     for group in groups:
@@ -200,6 +202,6 @@ def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_
 
 
 def _max_blocks(window: int | None, chunk: int | None, max_tokens_in_flight: int, block_size: int) -> int | None:
-    """Return the number of blocks for the keys that ``max_tokens_in_flight`` consecutive queries see, at any position."""
+    """Return the maximum number of blocks with keys to which ``max_tokens_in_flight`` consecutive queries attend."""
     spans = [span for span in (window, chunk) if span is not None]
     return -(-(min(spans) - 1 + max_tokens_in_flight) // block_size) + 1 if spans else None

@@ -83,7 +83,7 @@ def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> No
         raise InvalidArgument(f"{field}.shape is {list(tensor.shape)}; it must be {rows}", field=f"{field}.shape")
     if not are_finite(tensor.data, dtype, model.dtype):
         raise InvalidArgument(
-            f"{field} holds numbers that are infinite or NaN as {model.dtype}, which the model computes in", field=field
+            f"{field} has numbers that are infinite or NaN in {model.dtype}, the model's dtype", field=field
         )
 
 

@@ -118,7 +118,7 @@ def test_embeddings_that_come_with_a_request_are_rows_of_the_models():
         ),
         (given(ROWS[:3]), ".data.embeds.shape", "is [3, 4]; it must be [4, 4]"),
         (given(ROWS[:, :3]), ".data.embeds.shape", "is [4, 3]; it must be [4, 4]"),
-        (given(np.where(ROWS == 3, np.nan, ROWS).astype("<f4")), ".data.embeds", "infinite or NaN as float32"),
+        (given(np.where(ROWS == 3, np.nan, ROWS).astype("<f4")), ".data.embeds", "infinite or NaN in float32"),
         (given(np.where(ROWS == 3, np.inf, ROWS).astype("<f2"), "float16"), ".data.embeds", "infinite or NaN"),
     ):
         error = refused(feature)
