@@ -1,7 +1,8 @@
 """Queues between the I/O thread and the busy loop.
 
-The input queue is in order. The loop drains the aborts queue also between forward pass and update, so that an abort
-takes effect within the running step. Outputs leave through an ``OutputSink`` of the I/O side.
+The input queue keeps messages in order. The busy loop also drains the aborts queue between the forward pass and the
+update of a step, so that an abort takes effect within that step. The busy loop passes outputs to an ``OutputSink``,
+which the I/O thread implements.
 """
 
 import queue
@@ -26,8 +27,8 @@ class AbortRequests(msgspec.Struct):
     """Ends requests of a client.
 
     The message is put into both queues. The aborts queue ends running requests early. The ordered queue also ends
-    requests that were queued just before. The ordered handler then empties ``request_ids``, so that a later read from
-    the aborts queue cannot end a newer request with the same id. ``reason`` is for the log.
+    requests that were queued just before. The handler of the ordered queue then empties ``request_ids``, so that a
+    later read from the aborts queue cannot end a newer request with the same id. The log shows ``reason``.
     """
 
     client_id: str
@@ -43,7 +44,7 @@ class HandOver(msgspec.Struct, frozen=True):
 
 
 class UtilityCall(msgspec.Struct, frozen=True):
-    """Calls a registered method. The answer is sent to the client with ``call_id``. ``arguments`` is a msgpack array."""
+    """Calls a registered method. The client gets the result with ``call_id``. ``arguments`` is a msgpack array."""
 
     client_id: str
     call_id: int
@@ -65,7 +66,7 @@ class FollowCache(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """Reports that a session has ended. Its requests end as well."""
+    """Reports that a client's session has ended. The client's requests end as well."""
 
     client_id: str
 
@@ -83,7 +84,7 @@ class GroupChanged(msgspec.Struct, frozen=True):
 
 
 class Wakeup(msgspec.Struct, frozen=True):
-    """Makes the loop check the shutdown state and the compiled constraints."""
+    """Wakes the loop, which then checks the shutdown state and the compiled constraints."""
 
 
 InputMessage = (
@@ -101,34 +102,33 @@ InputMessage = (
 
 
 class OutputSink(Protocol):
-    """Destination of the busy loop's messages. Implementations pass them to the I/O thread and return at once.
-
-    The busy loop's thread calls all methods. Threads that add a request call ``emit`` as well.
+    """Destination of the busy loop's messages. Implementations pass messages to the I/O thread and return without
+    waiting. The busy loop's thread calls all methods. Threads that add requests also call ``emit``.
     """
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Send to one frontend. The message is dropped if the frontend is disconnected."""
+        """Send outputs to one frontend. If the frontend is disconnected, the outputs are dropped."""
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send to every connected frontend, or to those with the given ids."""
+        """Send outputs to every connected frontend, or only to the frontends with the ids in ``to``."""
 
     def draining(self, timeout: float) -> None:
-        """Tell every frontend that new requests are refused, and that running requests have ``timeout`` seconds."""
+        """Tell every frontend that new requests are refused, and that running requests end after ``timeout`` seconds."""
 
     def engine_dead(self, reason: str) -> None:
         """Tell every frontend that the engine is dead."""
 
 
 class InputQueues:
-    """The two input queues of the busy loop. Any thread and any signal handler may put."""
+    """The two input queues of the busy loop. Any thread and any signal handler may add messages."""
 
     def __init__(self) -> None:
-        # SimpleQueue is reentrant: a signal handler may put while the main thread is in get.
+        # SimpleQueue is reentrant: a signal handler may call put while the main thread is inside get.
         self._input: queue.SimpleQueue[InputMessage] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[AbortRequests] = queue.SimpleQueue()
 
     def put(self, message: InputMessage) -> None:
-        """Append to the ordered queue."""
+        """Append a message to the ordered queue."""
         self._input.put(message)
 
     def wake(self) -> None:
@@ -140,12 +140,14 @@ class InputQueues:
         self._input.put(GroupChanged(event))
 
     def put_abort(self, abort: AbortRequests) -> None:
-        """Append to both queues."""
+        """Append an abort to both queues."""
         self._aborts.put(abort)
         self._input.put(abort)
 
     def get(self, *, block: bool, timeout: float | None) -> InputMessage | None:
-        """Return the next message, or None. If ``block``, wait up to ``timeout`` seconds, or forever if it is None."""
+        """Return the next message, or None. If ``block``, wait up to ``timeout`` seconds, or forever if ``timeout`` is
+        None.
+        """
         try:
             return self._input.get(block, timeout)
         except queue.Empty:

@@ -22,13 +22,13 @@ from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 # Positions of media embeddings in a prompt.
 
 Span = tuple[int, int]
-"""First position, and the position after the last."""
+"""First position of a span, and the position after its last position."""
 
 _END = attrgetter("end")
 
 
 def first_embed(feature: MultiModalFeature, start: int) -> int | None:
-    """Return the first position from ``start`` on that has an embedding of the feature, or None."""
+    """Return the first position at or after ``start`` that has an embedding of the feature, or None."""
     for run in feature.embed_runs:
         if feature.offset + run.start + run.count > start:
             return max(feature.offset + run.start, start)
@@ -36,7 +36,7 @@ def first_embed(feature: MultiModalFeature, start: int) -> int | None:
 
 
 def embeds_span(feature: MultiModalFeature) -> Span:
-    """Return the span from the feature's first embedding to its last one, including tokens in between."""
+    """Return the span from the feature's first to its last embedding, including tokens in between."""
     runs = feature.embed_runs
     if not runs:
         return feature.offset, feature.end
@@ -44,8 +44,8 @@ def embeds_span(feature: MultiModalFeature) -> Span:
 
 
 def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[tuple[int, int]]:
-    """Yield the index of each feature with embeddings from position ``start`` on, with the first such position, in
-    order.
+    """Yield the index of each feature that has embeddings at or after position ``start``, and the first such position.
+    Features are in prompt order.
     """
     for index in range(bisect_right(features, start, key=_END), len(features)):
         if (position := first_embed(features[index], start)) is not None:
@@ -53,7 +53,7 @@ def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[t
 
 
 def span_around(spans: Sequence[Span], position: int) -> Span | None:
-    """Return the span that a cut before ``position`` would split, or None. The spans must be in order."""
+    """Return the span that would be split if a step ended before ``position``, or None. The spans must be in order."""
     index = bisect_right(spans, position, key=lambda span: span[1])
     if index < len(spans) and spans[index][0] < position:
         return spans[index]
@@ -63,8 +63,9 @@ def span_around(spans: Sequence[Span], position: int) -> Span | None:
 class Hold(enum.Flag):
     """Reasons why a waiting request cannot start. A held request does not block the requests after it.
 
-    To add a reason, add a name here, set it with ``Scheduler.add_request`` or ``hold_back``, and call ``release`` when
-    the wait is over. The scheduler itself sets and clears only ``PAUSE``, ``TRIAL``, ``MEDIA`` and ``KV_TRANSFER``.
+    To add a reason, add a member to this enumeration. Set the hold with ``Scheduler.add_request`` or ``hold_back``, and
+    call ``release`` when the wait is over. The scheduler itself sets and clears only ``PAUSE``, ``TRIAL``, ``MEDIA``
+    and ``KV_TRANSFER``.
     """
 
     NONE = 0
@@ -73,13 +74,13 @@ class Hold(enum.Flag):
     PAUSE = enum.auto()
     """The request arrived while the engine was pausing."""
     TRIAL = enum.auto()
-    """A step with the request failed. ``StepTrial`` tries it again in smaller subsets."""
+    """A step with the request failed. ``StepTrial`` retries the step's requests in smaller subsets."""
     LORA = enum.auto()
     """The request's adapter is being loaded, or all adapter slots are in use."""
     MEDIA = enum.auto()
-    """Embeddings of the request's next media item are not computed yet, or the encoder cache is full."""
+    """The embeddings of the request's next media item are not computed yet, or the encoder cache is full."""
     KV_TRANSFER = enum.auto()
-    """Blocks of the request's tokens are being loaded, by its own load or by that of another request."""
+    """KV blocks that the request needs are being loaded, for this request or for another request."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -122,39 +123,41 @@ _serial = itertools.count(1)
 class Request:
     """The scheduler's state of one sequence.
 
-    There is no prefill or decode phase. ``num_computed_tokens`` catches up with ``num_tokens`` plus
+    There is no prefill or decode phase. Steps increase ``num_computed_tokens`` until it equals ``num_tokens`` plus
     ``num_placeholders``.
 
     Attributes:
-        key: Unique name in this process, and the only one that workers know. Request ids can repeat between clients,
-            and over time.
+        key: Name of the request that is unique in this process. Workers know a request only by its key, because
+            different clients can use the same request id, and a client can reuse an id.
         client_id: The session that sent the request and gets its outputs.
-        number: The request's number in token columns, or 0 if its client does not number requests.
-        arrival: Sequence number, in the order in which the scheduler got the requests.
-        outlives: Whether the request was admitted by another engine before.
+        number: The request's number in token columns, or 0 if the client does not number its requests.
+        arrival: Number of the request in the order in which the scheduler got requests.
+        outlives: Whether another engine admitted the request before.
         all_token_ids: Prompt and output tokens. Tokens of earlier attempts count as output, so limits, stops and seeds
             count from the true beginning of the output.
-        num_computed_tokens: Number of scheduled tokens.
-        num_processed_tokens: Number of tokens whose step is over.
-        num_placeholders: Number of output tokens that steps in flight will bring.
-        valid_from_step: Results of earlier steps are ignored, because the request was preempted after them.
-        sampled_step: The last step that samples an output token for it.
-        num_charged_tokens: Number of tokens already charged to the tenant's share.
-        num_uncharged_embeds: Number of computed embeddings not yet charged to the tenant's share.
+        num_computed_tokens: Number of tokens in the KV cache, including tokens of steps that are scheduled but not
+            finished.
+        num_processed_tokens: Number of tokens whose step's results are processed.
+        num_placeholders: Number of output tokens that the steps in flight will sample.
+        valid_from_step: First step whose results count. The request was preempted after earlier steps, so their results
+            are ignored.
+        sampled_step: The last step that samples an output token for the request.
+        num_charged_tokens: Number of tokens already charged to the tenant.
+        num_uncharged_embeds: Number of computed embeddings not yet charged to the tenant.
         max_drafts: Maximum number of tokens to draft.
         spec_token_ids: Drafts that follow the known tokens.
-        unsettled: Whether a step in flight verifies drafts, or tokens are being drafted after it. The number of next
-            tokens is unknown until then.
-        draft_history: Acceptance of drafts, without tokens that a grammar forces.
+        unsettled: Whether a step in flight verifies drafts, or the drafter is still running after a step. While this is
+            true, the number of tokens for the next step is unknown.
+        draft_history: Acceptance of drafts, excluding tokens that a grammar forces.
         forced_history: Acceptance of drafts that a grammar forces.
         drafts_forced: Whether the drafts being verified are forced ones.
-        spec_stats: Draft statistics, or None if it has had no drafts.
+        spec_stats: Draft statistics, or None if the request has had no drafts.
         media_end: Position after the last media item, or 0 without media.
-        whole_spans: Spans of positions that must be computed in one step, as far as the scheduler knows them.
-        num_asked_media: Number of media items that were requested from the encoder cache, or need not be.
+        whole_spans: Known spans of positions that must be computed in one step.
+        num_asked_media: Number of media items that were requested from the encoder cache or need no request.
         lora: The adapter. The digest is set once it is known.
         hands_over: Whether the request resumes on another engine when it reaches ``max_tokens``.
-        kv_source: The engine that has blocks of the request, as its client knows.
+        kv_source: The engine that has KV blocks of the request, according to the client.
         kv_transfer_params: Parameters for a plugin's connector.
         grammar: The compiled constraint, or None.
     """
@@ -339,14 +342,14 @@ class Request:
         return events
 
 
-# Log lines about failed requests, if ``log.requests`` enables them. They contain no request text, and not the error
-# message either, because it quotes field values.
+# Log lines about failed requests, if ``log.requests`` enables them. The lines contain neither the request's text nor
+# the error message, because the error message quotes field values.
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
 
 def log_refused(request_id: str, external_id: str, error: RequestFailed | RequestError) -> None:
-    """Log that a request was refused. ``external_id`` is the id that its client knows."""
+    """Log that a request was refused. ``external_id`` is the id that the client knows."""
     logger.info("request refused", extra=_fields(request_id, external_id, error))
 
 
@@ -356,7 +359,7 @@ def log_failed(request_id: str, external_id: str, error: RequestFailed | Request
 
 
 def log_aborted(request_ids: Sequence[str], reason: str) -> None:
-    """Log that requests ended at their frontend's demand. The ids and the reason are the frontend's."""
+    """Log that requests ended because their frontend aborted them. The frontend sent the ids and the reason."""
     for request_id in request_ids:
         logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
 

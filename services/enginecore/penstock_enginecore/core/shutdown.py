@@ -2,7 +2,7 @@
 
     RUNNING ──request() or drain()──> REQUESTED ──advance()──> DRAINING ──no requests left, after request()──> EXIT
 
-``request`` only sets flags, so a signal handler may call it. The busy loop calls ``advance`` and carries out the
+``request`` only sets flags, so signal handlers may call it. The busy loop calls ``advance`` and carries out the
 effects.
 """
 
@@ -19,7 +19,7 @@ class ShutdownPhase(enum.IntEnum):
 
 
 class ShutdownEffect(enum.Enum):
-    """Action for the busy loop."""
+    """Action that the busy loop must carry out."""
 
     ANNOUNCE_DRAINING = "tell the frontends that new requests are refused"
     ABORT_REQUESTS = "end the remaining requests and the leases"
@@ -28,8 +28,8 @@ class ShutdownEffect(enum.Enum):
 class ShutdownState:
     """The state machine. Times are monotonic seconds.
 
-    ``drain_timeout`` is the time in seconds that running requests have. After ``drain`` alone, the process keeps
-    running without new requests. After ``request`` it exits.
+    ``drain_timeout`` is the time in seconds after which running requests are ended. After ``drain``, the process
+    refuses new requests but keeps running. After ``request``, the process exits once no request is left.
     """
 
     def __init__(self, drain_timeout: float) -> None:
@@ -51,15 +51,15 @@ class ShutdownState:
         return self._leave_timeout is not None
 
     def request(self, timeout: float | None = None) -> None:
-        """Request the shutdown. Only the first call counts. It can shorten, but not extend, the deadline of an earlier
-        drain.
+        """Request the shutdown. Only the first call counts. The call can shorten, but not extend, the deadline of an
+        earlier ``drain``.
         """
         if self._leave_timeout is None:
             self._leave_timeout = self._drain_timeout if timeout is None else timeout
             self.drain(self._leave_timeout)
 
     def drain(self, timeout: float) -> None:
-        """Refuse new requests, and end the remaining ones after ``timeout`` seconds. Only the first call counts."""
+        """Refuse new requests, and end the remaining requests after ``timeout`` seconds. Only the first call counts."""
         if self.phase is ShutdownPhase.RUNNING:
             self.timeout = timeout
             self.phase = ShutdownPhase.REQUESTED
@@ -67,7 +67,7 @@ class ShutdownState:
     def advance(self, now: float, *, has_requests: bool, has_leases: bool = False) -> list[ShutdownEffect]:
         """Advance the phase and return the actions to carry out, in order.
 
-        Leases count only until the deadline.
+        Before the deadline, leases delay the exit as requests do.
         """
         effects = []
         if self.phase is ShutdownPhase.REQUESTED:

@@ -59,7 +59,8 @@ MAX_UNEXPLAINED_FAILURES = 3
 """Maximum number of consecutive failed steps, when each request succeeds alone, before the engine shuts down."""
 
 KeepFailedStep = Callable[[SchedulerOutput, Exception, SchedulerStats], None]
-"""Saves a failed step for debugging: its scheduler output, the error, and the load at that time."""
+"""Function that saves a failed step for debugging: its scheduler output, the error, and the engine's load at that time.
+"""
 
 
 class EngineDeadError(PenstockError):
@@ -69,7 +70,8 @@ class EngineDeadError(PenstockError):
 class StepRecovery:
     """Recomputes every request after a failed step, and finds the request that caused the failure.
 
-    ``keep`` gets the steps in which a request failed alone, and the step that ended the engine.
+    ``keep`` is called with each step in which a request failed alone, and with the step after which the engine shuts
+    down.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, keep: KeepFailedStep) -> None:
@@ -78,10 +80,10 @@ class StepRecovery:
         self._keep = keep
 
     def recover(self, scheduled: SchedulerOutput, error: Exception) -> None:
-        """Recover from a failed step, which must be the oldest in flight. No later step may be running.
+        """Recover from a failed step, which must be the oldest step in flight. No later step may be running.
 
-        Every request is computed again. The scheduler tries the requests of the failed step in ever smaller groups
-        until one fails alone, and that request ends.
+        Every request is recomputed. The scheduler retries the requests of the failed step in ever smaller groups until
+        a request fails alone. That request ends.
 
         Raises:
             EngineDeadError: The step computed nothing, the executor no longer works, or steps fail repeatedly although
@@ -104,24 +106,27 @@ class StepRecovery:
             raise self._dead(scheduled, error) from error
         else:
             num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
-            logger.warning("a step of %d requests failed (%s); retrying them in smaller groups", num_requests, name)
+            logger.warning(
+                "a step of %d requests failed (%s); retrying the requests in smaller groups", num_requests, name
+            )
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
-        logger.error("the step failed; scheduler output, without its tokens: %s", summarize(scheduled), exc_info=error)
+        logger.error("a step failed; scheduler output without tokens: %s", summarize(scheduled), exc_info=error)
         self._keep(scheduled, error, self._scheduler.stats())
         return EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
 
 
 DrainAborts = Callable[[], None]
-"""Called between a step's sampling and its update, to end requests that were cancelled meanwhile."""
+"""Callback between a step's sampling and its update, which ends requests that were cancelled meanwhile."""
 StepDone = Callable[[SchedulerOutput, ModelRunnerOutput], None]
-"""Called with each successful step once its results are processed."""
+"""Callback that gets each successful step once its results are processed."""
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first, at most ``max_steps``. Results are processed in step order.
+    """The steps in flight, oldest first. At most ``max_steps`` steps are in flight. Results are processed in step
+    order.
 
-    A step may have no requests. The workers still get it in its turn, and its results are empty.
+    A step may have no requests. The workers still get such a step in its turn, and its results are empty.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class StepsInFlight:
 
     @property
     def has_room(self) -> bool:
-        """Whether another step may be started before one finishes."""
+        """Whether another step may be started before a step in flight finishes."""
         return len(self._steps) < self._max_steps
 
     @property
@@ -158,10 +163,10 @@ class StepsInFlight:
         return self._steps[0][1].done()
 
     def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> bool:
-        """Hand a step to the executor. Return False if it, or an earlier step, has failed.
+        """Hand a step to the executor. Return False if this step or an earlier step has failed.
 
-        If the step fails at once, the engine recovers. If it loses its peers, it is rolled back. Raises EngineDeadError
-        and CollectiveBroken.
+        If the executor cannot start the step, the engine recovers. If other ranks are lost during the step, the step is
+        rolled back. Raises EngineDeadError and CollectiveBroken.
         """
         try:
             self._grammars.begin_drafts(scheduled)
@@ -185,9 +190,11 @@ class StepsInFlight:
         return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
-        """Wait for the oldest step and process its results. Return False if it failed; no step is in flight then.
+        """Wait for the oldest step and process its results. Return False if the step failed. No step is in flight in
+        that case.
 
-        Raises EngineDeadError. Raises CollectiveBroken if the step lost its peers; the step is rolled back then.
+        Raises EngineDeadError. Raises CollectiveBroken if other ranks were lost during the step. The step is rolled
+        back in that case.
         """
         scheduled, future = self._steps.popleft()
         try:
@@ -209,7 +216,9 @@ class StepsInFlight:
         return True
 
     def take_drafts(self, *, wait: bool) -> None:
-        """Process the drafts of finished steps: those that are ready, or all of them if ``wait``."""
+        """Process the drafts of finished steps. With ``wait``, wait for all drafts; otherwise process only drafts that
+        are ready.
+        """
         while self._drafting:
             scheduled, future = self._drafting[0]
             if any(step is scheduled for step, _ in self._steps) or not (wait or future.done()):
@@ -218,13 +227,15 @@ class StepsInFlight:
             self._scheduler.update_draft_token_ids(scheduled, future.result())
 
     def _roll_back(self, scheduled: SchedulerOutput) -> None:
-        """Undo a step completely. Requests keep the tokens computed before it. Ranks have only one step in flight."""
+        """Undo a step completely. Requests keep the tokens of earlier steps. The engine must have no other step in
+        flight.
+        """
         self._executor.roll_back()
         self._scheduler.roll_back(scheduled)
         self._drafting.clear()
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
-        """Process the results of all steps. Return False if one failed; the later ones are lost then. Raises
+        """Process the results of all steps. If a step failed, drop the results of later steps and return False. Raises
         EngineDeadError.
         """
         while self._steps:
@@ -258,11 +269,11 @@ class StepCounts:
 
 
 class IterationLog:
-    """Logs step statistics, one line per interval with steps. ``interval`` is in seconds; 0 disables the log.
+    """Logs statistics of steps, one line per interval that had steps. ``interval`` is in seconds; 0 disables the log.
 
-    A line averages from the first step after the previous line to the last step. Preemptions are counted since the
-    previous line. After the last step of a burst, the caller waits ``seconds_to_line`` and then calls ``tick_idle``. So
-    the line appears soon after the burst, and not when the next one begins.
+    The averages in a line cover the time from the first step after the previous line to the last step. Preemptions are
+    counted since the previous line. After the last step before an idle period, the caller waits ``seconds_to_line`` and
+    then calls ``tick_idle``. The line therefore appears soon after that step, and not when the next request arrives.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -294,7 +305,7 @@ class IterationLog:
 
     @property
     def seconds_to_line(self) -> float | None:
-        """Seconds until the next line is due, or None if no step is unlogged."""
+        """Seconds until the next line is due, or None if every step is already in a line."""
         return self._since + self._interval - self._clock() if self._interval and self._steps else None
 
     def _log(self, now_there: SchedulerStats) -> None:

@@ -1,8 +1,8 @@
 """Methods that frontends can call by name.
 
 Only methods marked with ``@utility``, and functions that a plugin registers, can be called. Arguments are a msgpack
-array of positional values. They are converted to the types in the method's signature, so a wrong type is an error that
-names the argument.
+array of positional values. The values are converted to the types in the method's signature. If a value has a wrong
+type, the error names the argument.
 """
 
 import inspect
@@ -21,13 +21,15 @@ _MARK = "__penstock_utility__"
 
 
 def utility(method: F) -> F:
-    """Let frontends call this method by its name. If it returns a Future, the answer is sent once that is done."""
+    """Let frontends call this method by its name. If the method returns a Future, the result is sent once the Future is
+    done.
+    """
     setattr(method, _MARK, True)
     return method
 
 
 class UtilityRegistry:
-    """The ``@utility`` methods of an object, and functions that take the object as their first argument."""
+    """The ``@utility`` methods of an object, and registered functions whose first argument is the object."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -35,7 +37,7 @@ class UtilityRegistry:
         self.include(owner)
 
     def include(self, owner: object) -> None:
-        """Add the ``@utility`` methods of another object. Raises like ``register``."""
+        """Add the ``@utility`` methods of another object. Raises the same errors as ``register``."""
         for name, function in inspect.getmembers(type(owner), inspect.isfunction):
             if getattr(function, _MARK, False):
                 self.register(name, function, owner)
@@ -61,8 +63,8 @@ class UtilityRegistry:
         return tuple(sorted(self._methods))
 
     def call(self, name: str, arguments: bytes) -> Any:
-        """Call a method with a msgpack array of arguments (empty bytes: no arguments). Return its result, which may be
-        a Future.
+        """Call a method with a msgpack array of arguments. Empty bytes mean no arguments. Return the method's result,
+        which may be a Future.
 
         Raises Unimplemented for an unknown name, InvalidArgument for wrong arguments, and the method's own errors.
         """
@@ -76,7 +78,7 @@ class UtilityRegistry:
         return self.invoke(name, values)
 
     def invoke(self, name: str, values: Sequence[Any]) -> Any:
-        """Call a method with plain values. Raises like ``call``."""
+        """Call a method with Python values. Raises the same errors as ``call``."""
         self._check(name)
         if nests_deeper(list(values), MAX_ARGUMENT_DEPTH):
             raise _too_deep(name)
@@ -93,7 +95,9 @@ class UtilityRegistry:
 
 
 def _too_deep(name: str) -> InvalidArgument:
-    return InvalidArgument(f"{name}: arguments nest more than {MAX_ARGUMENT_DEPTH} deep", field="arguments")
+    return InvalidArgument(
+        f"{name}: arguments are nested more than {MAX_ARGUMENT_DEPTH} levels deep", field="arguments"
+    )
 
 
 def _convert(name: str, parameters: list[tuple[inspect.Parameter, Any]], values: Sequence[Any]) -> list[Any]:
@@ -118,11 +122,11 @@ _ADDED: dict[Where, dict[str, Callable[..., Any]]] = {"engine": {}, "worker": {}
 
 
 def register_utility(name: str, function: Callable[..., Any], *, where: Where = "engine") -> None:
-    """Make ``function(owner, ...)`` callable as ``name`` in engines that are created later.
+    """Make ``function(owner, ...)`` callable as ``name`` in engines that are created after this call.
 
-    ``owner`` is the EngineControl or the Worker. Every parameter but the first must have a type, to which the argument
-    is converted. The result must be encodable as msgpack. Raises ValueError if a plugin has already registered the
-    name.
+    ``owner`` is the EngineControl or the Worker. Every parameter except the first must have a type annotation, and
+    arguments are converted to these types. The result must be encodable as msgpack. Raises ValueError if a plugin has
+    already registered the name.
     """
     if name in _ADDED[where]:
         raise ValueError(f"{where} utility {name!r} is already registered")
@@ -130,7 +134,7 @@ def register_utility(name: str, function: Callable[..., Any], *, where: Where = 
 
 
 def extend(registry: UtilityRegistry, where: Where) -> UtilityRegistry:
-    """Add the methods that plugins registered. Raises ValueError for a name in use or a parameter without a type."""
+    """Add the methods that plugins registered. Raises ValueError if a name is in use or a parameter has no type."""
     for name, function in _ADDED[where].items():
         registry.register(name, function)
     return registry

@@ -21,21 +21,21 @@ _MAX_BAD_WORD_TOKENS = 1024
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The loaded model and the limits that requests are checked against."""
+    """The loaded model, and the limits that requests must not exceed."""
 
     model: ModelInfo
     max_model_len: int
     """Longest sequence the engine serves, in tokens."""
     max_logprobs: int = 20
-    """Maximum number of top log-probabilities to report. -1: all."""
+    """Maximum number of top log-probabilities to report. -1 means no limit."""
     max_media: Mapping[str, int] = {}
     """Maximum number of media items per prompt, by modality. Modalities without an entry are not limited."""
 
 
 def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Raise InvalidArgument, naming the field, unless the engine can serve ``request``.
+    """Raise InvalidArgument, with the name of the field, if the engine cannot serve ``request``.
 
-    Output constraints are checked elsewhere.
+    ``GrammarIntake.check`` checks output constraints.
     """
     if not request.request_id:
         raise InvalidArgument("request_id is empty", field="request_id")
@@ -84,7 +84,7 @@ def _check_context(context: RequestContext) -> None:
 def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> None:
     length, longest = len(request.prompt_token_ids), limits.max_model_len - 1
     if length == 0:
-        raise InvalidArgument("prompt_token_ids is empty; it must hold at least one token", field="prompt_token_ids")
+        raise InvalidArgument("prompt_token_ids is empty; it must have at least one token", field="prompt_token_ids")
     if length > longest and request.pooling_params is None:
         raise InvalidArgument(
             f"prompt_token_ids has {length} tokens; at most {longest} leave room for one output token "
@@ -141,7 +141,7 @@ def _check_prediction(request: EngineCoreRequest, limits: RequestLimits) -> None
 
 
 def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
-    """Raise InvalidArgument unless an engine with these limits supports ``params``."""
+    """Raise InvalidArgument if an engine with these limits does not support ``params``."""
     if params.n != 1:
         raise InvalidArgument(
             f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")

@@ -92,7 +92,7 @@ def test_a_registered_function_gets_the_owner():
 @pytest.mark.parametrize("depth", [65, 200, 900, 970, 990, 1000, 5000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
 def test_arguments_that_nest_too_deep_are_refused_with_the_limit(opening, depth):
-    with pytest.raises(InvalidArgument, match="echo: arguments nest more than 64 deep") as error:
+    with pytest.raises(InvalidArgument, match="echo: arguments are nested more than 64 levels deep") as error:
         UtilityRegistry(Owner()).call("echo", b"\x91" + opening * depth + b"\xc0")
     assert error.value.field == "arguments"
 

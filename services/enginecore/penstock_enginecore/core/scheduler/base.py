@@ -28,7 +28,7 @@ class PauseState(enum.Enum):
 
     Attributes:
         RUNNING: Requests are accepted and scheduled.
-        DRAINING: Requests from before the pause are scheduled. Later requests wait until the state is RUNNING.
+        DRAINING: Requests that arrived before the pause are scheduled. Later requests wait until the state is RUNNING.
         PAUSED: Nothing is scheduled. Running requests keep their blocks and continue after the pause.
     """
 
@@ -56,11 +56,11 @@ class Admission(enum.Enum):
 class StepResource:
     """A limited resource that only some requests need, such as adapter slots. The scheduler calls the hooks.
 
-    The hooks below are in the order of the calls. The base class limits nothing. ``request`` has not ended, unless a
-    hook says otherwise.
+    The hooks are listed in the order in which the scheduler calls them. The base class sets no limits. ``request`` has
+    not ended, except in ``ended``.
 
     Attributes:
-        stats_name: The field of SchedulerStats that ``stats`` fills in, or empty if there is none.
+        stats_name: The field of SchedulerStats that ``stats`` fills in. Empty if the resource has no statistics.
     """
 
     stats_name = ""
@@ -69,7 +69,7 @@ class StepResource:
         """Connect the resource to its scheduler."""
 
     def added(self, request: Request) -> None:
-        """Note that a request was queued."""
+        """Handle a request that was queued."""
 
     def begin_step(self, *, paused: bool) -> None:
         """Begin scheduling a step. If ``paused``, the step computes nothing."""
@@ -78,16 +78,18 @@ class StepResource:
         """Begin the loop over waiting requests. The running requests of the step are already chosen."""
 
     def may_start(self, request: Request) -> Hold:
-        """Return the hold that a waiting request gets now. NONE means that this resource lets it start."""
+        """Return the hold that a waiting request gets now. NONE means that the request may start, as far as this
+        resource is concerned.
+        """
         return Hold.NONE
 
     def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
-        """Begin to load KV blocks of a waiting request, so that it need not compute them.
+        """Begin to load KV blocks of a waiting request, so that steps need not compute them.
 
         Args:
             request: The request at the head of the queue.
             computed: The prefix blocks that are in the KV cache.
-            reserve: Returns the number of blocks to keep free if the request gets blocks for that many tokens.
+            reserve: Returns the number of blocks to keep free if the request gets blocks for a given number of tokens.
 
         Returns:
             BLOCKED if a load has begun. NO_ROOM if the load needs blocks that are in use. None if the request should
@@ -119,23 +121,23 @@ class StepResource:
         return False
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
-        """Note that a request starts with ``num_computed`` tokens in the KV cache and computes ``count`` more."""
+        """Handle the start of a request that has ``num_computed`` tokens in the KV cache and computes ``count`` more."""
 
     def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
         """Return how many of the next ``count`` tokens of a running request the step can compute, or 0."""
         return count
 
     def preempted(self, request: Request) -> None:
-        """Note that a running request has lost its KV blocks."""
+        """Handle a running request that has lost its KV blocks."""
 
     def all_preempted(self) -> None:
-        """Note that every running request was preempted between two steps."""
+        """Handle the preemption of every running request between two steps."""
 
     def workers_reset(self) -> None:
-        """Note that a step was not computed. The workers may have lost the state that they keep for this resource."""
+        """Handle a step that was not computed. The workers may have lost the state that they keep for this resource."""
 
     def ended(self, request: Request) -> None:
-        """Note that a request has ended, in any state."""
+        """Handle the end of a request. The request may have been waiting, held or running."""
 
     def end_step(self, output: SchedulerOutput) -> None:
         """Finish scheduling a step: add the data that the workers need."""
@@ -148,18 +150,18 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
     """Settings and collaborators of a scheduler.
 
     Attributes:
-        num_stages: Pipeline stages. A step passes the stages one after the other, and each stage can be at another
-            step.
+        num_stages: Number of pipeline stages. A step passes through the stages one after the other, and each stage can
+            compute a different step.
         step_seconds: Measured step duration in seconds, by number of tokens.
         resources: Resources that only some requests need.
         media: Modalities that the model accepts.
         encoder_cache_size: Maximum number of media embeddings to keep.
         media_inputs: Cache of media inputs.
         leases: Lease manager for KV blocks that another engine still reads.
-        kv_connector: Loads KV blocks from elsewhere, or None if there is no such source.
-        min_load_tokens: Minimum number of consecutive tokens that a load must bring.
+        kv_connector: Loads KV blocks from other engines or tiers, or None if no connector is configured.
+        min_load_tokens: Minimum number of consecutive tokens to load. Shorter runs of tokens are computed instead.
         monotonic_clock: Clock for event timestamps.
-        wall_clock: Clock that is compared with deadlines.
+        wall_clock: Clock for deadlines, in seconds since the epoch.
     """
 
     config: SchedulerConfig
@@ -183,16 +185,16 @@ class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Protocol):
-    """Decides which tokens each step computes, and turns the step's tokens into outputs.
+    """Decides which tokens each step computes, and makes outputs for clients from the step's results.
 
     The engine calls ``schedule``, lets the executor run the step, and then calls ``update_from_output`` and
-    ``take_outputs``. The next step may be scheduled before the results of the current one arrive. Results arrive in
+    ``take_outputs``. The next step may be scheduled before the results of the current step arrive. Results arrive in
     step order. Requests may be added and aborted between any two calls. Every request ends exactly once, with one
     output that has a finish reason. The exception is a disconnected client, whose requests end without outputs.
 
     Attributes:
-        kv_cache: Maps requests to KV blocks, and finds cached blocks. Prompts must be hashed by it before their
-            requests are added.
+        kv_cache: Maps requests to KV blocks, and finds cached blocks. The caller must hash a prompt with ``kv_cache``
+            before it adds the request.
     """
 
     kv_cache: KVCacheManager
@@ -211,16 +213,16 @@ class Scheduler(Protocol):
         """Remove a hold from a request. The request may have ended in the meantime."""
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Preempt a running request and hold it until ``release``. Steps run without it, and it ignores the results of
-        steps in flight. A request that is not running is left alone.
+        """Preempt a running request and hold it until ``release``. Steps run without the request, and the results of
+        steps in flight are ignored for the request. If the request is not running, nothing changes.
         """
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request with an ERROR output. Return False, and do nothing, if the request has already ended."""
+        """End a request with an ERROR output. If the request has already ended, change nothing and return False."""
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End the given requests that have not ended, and return their ids. Their outputs say ABORT, or HANDOFF if
-        ``hand_over``, which means that they resume on another engine.
+        """End the given requests that have not ended yet, and return their ids. The finish reason in their outputs is
+        ABORT. With ``hand_over``, the finish reason is HANDOFF, and the requests resume on another engine.
         """
 
     def abort_client(self, client_id: str) -> None:
@@ -230,13 +232,13 @@ class Scheduler(Protocol):
         """End every request with an ABORT output that carries ``error``.
 
         Args:
-            error: The reason.
+            error: The error that clients get as the reason.
             held: Also end requests that wait for the end of a pause.
-            keep_blocks: Keep the KV blocks for the engines that resume the requests. The engine itself stays alive.
+            keep_blocks: Lease the KV blocks to the engines that resume the requests. This engine must stay alive.
         """
 
     def end_expired(self) -> None:
-        """End requests whose deadline has passed. ``schedule`` does this as well."""
+        """End requests whose deadline has passed. ``schedule`` also ends such requests."""
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
         """Choose the work of the next step, which may be empty. Also end requests whose deadline has passed.
@@ -245,8 +247,8 @@ class Scheduler(Protocol):
         """
 
     def constrained(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Return the requests whose next token is constrained by a grammar, in batch order. The results of all earlier
-        steps must have been processed.
+        """Return the requests of the step whose next token a grammar constrains, in batch order. The results of all
+        earlier steps must have been processed.
         """
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
@@ -257,20 +259,21 @@ class Scheduler(Protocol):
 
     @property
     def drafter_failure(self) -> str:
-        """The reason why drafting was switched off. Empty if it works, or if it is not configured."""
+        """The reason why drafting was switched off. Empty if the drafter works, or if no drafter is configured."""
         return ""
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """Undo a step that was not computed. The step must be the only one in flight.
 
-        Its tokens are scheduled again. The workers have already applied the step's changes to requests and blocks.
+        The step's tokens are scheduled again. The workers have already applied the step's changes to requests and
+        blocks.
         """
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """Recompute all requests after a failed step. Later steps were not run, and the workers have dropped all
         request state.
 
-        Return the request that caused the failure, once it is known. The caller must end it.
+        If the request that caused the failure is now known, return that request. The caller must end it.
         """
 
     @property
@@ -294,7 +297,7 @@ class Scheduler(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, outputs to take, or ended requests that the workers still hold."""
+        """Whether there are requests, outputs to take, or ended requests whose state the workers still keep."""
 
     pause_state: PauseState
 
@@ -303,16 +306,16 @@ class Scheduler(Protocol):
 
     @property
     def drained(self) -> bool:
-        """Whether every request arrived after a pause was requested."""
+        """Whether every request that arrived before the pause was requested has ended."""
 
     def preempt_all(self) -> None:
-        """Preempt every running request. Their tokens are computed again."""
+        """Preempt every running request. The requests are recomputed later."""
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of all requests, in seconds since the epoch."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Return False, and do nothing, while a request is running."""
+        """Clear the prefix cache. While a request is running, change nothing and return False."""
 
     def reset_encoder_cache(self) -> None:
         """Drop the media embeddings that no running request needs."""
@@ -327,12 +330,15 @@ _KNOWN: dict[str, str] = {"default": "penstock_enginecore.core.scheduler.schedul
 
 
 def register_scheduler(name: str, target: str) -> None:
-    """Register the class at ``target`` (``package.module:Class``) as a scheduler that ``scheduler.scheduler`` can name."""
+    """Register the class at ``target`` (``package.module:Class``) under ``name``. The setting ``scheduler.scheduler``
+    can then use the name.
+    """
     _KNOWN[name] = target
 
 
 def create_scheduler(context: SchedulerContext) -> Scheduler:
-    """Create the scheduler that ``scheduler.scheduler`` names: a registered name, or ``package.module:Class``.
+    """Create the scheduler of the setting ``scheduler.scheduler``, which is a registered name or
+    ``package.module:Class``.
 
     Raises ConfigError.
     """

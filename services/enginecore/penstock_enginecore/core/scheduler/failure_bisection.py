@@ -6,19 +6,20 @@ from collections.abc import Collection, Mapping
 from penstock_enginecore.core.request import Request
 
 GOOD_STEPS = 100
-"""Number of steps without a failure after which trials without a result are forgotten."""
+"""Number of steps without a failure after which ``num_unexplained`` is reset."""
 
 
 class StepTrial:
     """Finds the request that makes a step fail, by trying the requests of the failed step in subsets.
 
-    These requests are suspects. Each subset is tried in steps without other requests. If such a step fails, its subset
-    is split in two; a request that fails alone is blamed. A suspect passes once it has got as far as the failed step
-    would have brought it. The search needs about log2(n) failed steps for n requests. Mostly it needs two, because
-    requests that began in the failed step are tried first. Steps of suspects alternate with steps of all other
-    requests, so a failure of suspects never involves the others.
+    The requests of the failed step are the suspects. Each subset of suspects is tried in steps without other requests.
+    If such a step fails, the subset is split in two. If a step with one suspect fails, that suspect is blamed. A
+    suspect passes once as many of its tokens are processed as after the failed step, if that step had succeeded. The
+    search needs about log2(n) failed steps for n requests. Usually two failed steps are enough, because requests that
+    began in the failed step are tried first. Steps of suspects alternate with steps of all other requests, so a failure
+    of suspects never affects other requests.
 
-    For each suspect's key, the subsets hold the number of tokens that must be processed for it to pass.
+    A subset maps the key of each suspect to the number of processed tokens at which the suspect passes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class StepTrial:
         """Record a failed step. Return the key of the request to blame, if it is known.
 
         Args:
-            targets: By key of each request in the step, the number of tokens to be processed for it to pass.
+            targets: For each request in the step, by key, the number of processed tokens at which the request passes.
             new: Keys of the requests that began in the step.
             alone: Whether the step had only one request.
         """
@@ -68,7 +69,7 @@ class StepTrial:
         return None
 
     def settle(self, requests: Mapping[str, Request]) -> None:
-        """Remove suspects that have passed or ended. ``requests`` holds those that have not ended, by key."""
+        """Remove suspects that have passed or ended. ``requests`` has the requests that have not ended, by key."""
         while self._subsets:
             subset = self._subsets[0]
             for key, target in list(subset.items()):
@@ -81,7 +82,7 @@ class StepTrial:
             self._conclude()
 
     def next_turn(self) -> bool:
-        """Return whether the next step is for the suspects. The answer alternates."""
+        """Return whether the next step is for the suspects. The result alternates between calls."""
         turn, self._suspects_turn = self._suspects_turn, not self._suspects_turn
         return turn
 

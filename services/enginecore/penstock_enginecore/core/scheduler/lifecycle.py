@@ -17,8 +17,9 @@ from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 class DeadlineQueue:
     """Requests with a deadline, ordered by deadline.
 
-    A request that ends earlier stays in the heap. When ended requests outnumber the others, the heap is rebuilt. So
-    ending a request costs O(1) amortized, and memory stays proportional to the number of requests.
+    A request that ends before its deadline stays in the heap. When the heap has more ended requests than other
+    requests, the heap is rebuilt. Ending a request therefore costs O(1) amortized, and memory stays proportional to the
+    number of requests.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class DeadlineQueue:
             heapq.heappush(self._heap, (request.context.deadline, request.key, request))
 
     def discard(self, request: Request) -> None:
-        """Note that a request has ended."""
+        """Record that a request has ended."""
         if request.context.deadline is None:
             return
         self._num_alive -= 1
@@ -69,7 +70,7 @@ class RequestLifecycle:
     """Adds requests and ends them in any state: waiting, held or running.
 
     Attributes:
-        finished_keys: Ended requests that the workers have not been told about.
+        finished_keys: Keys of ended requests that no step has reported to the workers yet.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RequestLifecycle:
         self.finished_keys: list[str] = []
 
     def add(self, request: Request, hold: Hold) -> None:
-        """Queue a request. A request whose prior output already meets a stop condition ends at once.
+        """Queue a request. A request whose prior output already meets a stop condition ends immediately.
 
         Raises:
             InvalidArgument: The id is in use.
@@ -110,8 +111,8 @@ class RequestLifecycle:
             resource.added(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End the client's given requests with ABORT outputs, or with HANDOFF if ``hand_over``. Return the ids of those
-        that had not ended.
+        """End the client's given requests with ABORT outputs, or with HANDOFF if ``hand_over``. Return the ids of the
+        requests that this call ended.
         """
         found = self._state.requests.find(client_id, request_ids)
         self.end(found, RequestStatus.HANDED_OVER if hand_over else RequestStatus.FINISHED_ABORTED)
@@ -125,9 +126,9 @@ class RequestLifecycle:
         """End every request with an ABORT output.
 
         Args:
-            error: The reason.
+            error: The error that clients get as the reason.
             held: Also end requests that wait for the end of a pause.
-            keep_blocks: Keep the KV blocks for the engines that resume the requests.
+            keep_blocks: Lease the KV blocks to the engines that resume the requests.
         """
         requests = [r for r in self._state.requests.by_key.values() if held or not r.hold & Hold.PAUSE]
         self.end(requests, RequestStatus.FINISHED_ABORTED, error, keep_blocks=keep_blocks)
@@ -144,7 +145,7 @@ class RequestLifecycle:
             self.end([request], RequestStatus.FINISHED_ABORTED, error)
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request with an ERROR output. Return False, and do nothing, if the request has already ended."""
+        """End a request with an ERROR output. If the request has already ended, change nothing and return False."""
         if request.key not in self._state.requests.by_key:
             return False
         self.end([request], RequestStatus.FINISHED_ERROR, error)
@@ -168,7 +169,9 @@ class RequestLifecycle:
         *,
         keep_blocks: bool = False,
     ) -> None:
-        """End requests with one output each. ``keep_blocks`` keeps the KV blocks for an engine that resumes them."""
+        """End requests with one output each. ``keep_blocks`` leases their KV blocks to the engines that resume the
+        requests.
+        """
         was_running = False
         for request in requests:
             if request.status is RequestStatus.RUNNING:
@@ -186,7 +189,7 @@ class RequestLifecycle:
             self._state.running.drop_finished()
 
     def ended_by_step(self, requests: list[Request]) -> None:
-        """Forget running requests that ended in a step. Their outputs already say so."""
+        """Remove running requests that ended in a step. Their outputs already have the finish reason."""
         for request in requests:
             self.finished_keys.append(request.key)
             handed_over = request.status is RequestStatus.HANDED_OVER
@@ -208,7 +211,7 @@ class RequestLifecycle:
         return self._deadlines.next_deadline()
 
     def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:
-        """Lease the blocks of an ended request to another engine, if that is wanted and possible."""
+        """Lease the blocks of an ended request to another engine, if ``wanted`` and if the engine can lease them."""
         return self._state.leases.grant(request) if wanted and request.num_processed_tokens else None
 
     def _forget(self, request: Request) -> None:

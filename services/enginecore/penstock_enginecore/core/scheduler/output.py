@@ -20,8 +20,8 @@ MAX_SMALL_BYTES = 1024
 
 
 class NewRequestData(msgspec.Struct, kw_only=True):
-    """All data of a request that the workers do not know. The request is new, or the workers dropped it at its
-    preemption.
+    """All data of a request for workers that have no state of the request. The request is new, or the workers dropped
+    its state when it was preempted.
 
     Attributes:
         token_ids: The prompt and all output tokens known so far.
@@ -47,7 +47,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
 
 
 class EncoderStart(msgspec.Struct, kw_only=True):
-    """A media item to encode. If its data is named "embeds", the data is used as the embeddings.
+    """A media item to encode. If the item has a tensor named "embeds", that tensor is used as the embeddings.
 
     Attributes:
         num_embeds: Number of rows that the encoder must return.
@@ -64,7 +64,7 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
     """Changes of requests that the workers already know, as parallel lists.
 
     ``new_block_ids[i]`` is None if request i got no block in this step. Output tokens are not included, because the
-    worker that sampled them has them.
+    worker that sampled the tokens already has them.
     """
 
     request_ids: list[str] = []
@@ -78,12 +78,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     Attributes:
         step: Step number. Only steps that compute something are numbered.
         num_scheduled_tokens: By request id in batch order, the number of tokens to compute.
-        finished_request_ids: Requests that ended since the last step. Workers drop their state.
-        preempted_request_ids: Requests that lost their blocks. Workers drop their state; the requests return as new
-            ones.
-        scheduled_spec_decode_tokens: By request id, the drafts. They are the last of the request's scheduled tokens.
-        num_drafts_wanted: By request id, the maximum number of tokens to draft after the step. Their blocks are
-            allocated.
+        finished_request_ids: Requests that ended since the last step. Workers drop the state of these requests.
+        preempted_request_ids: Requests that lost their blocks. Workers drop the state of these requests. When such a
+            request resumes, it is sent as a new request.
+        scheduled_spec_decode_tokens: By request id, the drafts to verify. The drafts are the last of the request's
+            scheduled tokens.
+        num_drafts_wanted: By request id, the maximum number of tokens to draft after the step. KV blocks for these
+            tokens are already allocated.
         encoder_starts: Media items to append to the encoder queue, in this order.
         encoder_budget: Amount of encoder work before this step's forward pass, in embeddings times encoder layers. An
             item whose last layer is computed now is available to the forward pass.
@@ -137,8 +138,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         Args:
             request: The request.
             num_tokens: Number of tokens to compute.
-            new_block_ids: Blocks that the request got, one list per group. Empty if it got none.
-            drafts: Draft tokens, which are the last of the tokens.
+            new_block_ids: Blocks that the request got, one list per group. Empty if the request got no blocks.
+            drafts: Draft tokens, which are the last of the ``num_tokens`` tokens.
         """
         self._count(request, num_tokens)
         if drafts:
@@ -161,8 +162,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def concerns_workers(self) -> bool:
-        """Whether the executor must get the step: it computes tokens or media, or the workers can drop requests. Other
-        steps may be sent as well; they compute nothing.
+        """Whether the executor must get the step. This is true if the step computes tokens or media, or lets workers
+        drop the state of requests. Other steps compute nothing, but the executor may get them as well.
         """
         return bool(
             self.num_scheduled_tokens
@@ -181,7 +182,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         return {key: computed[key] + count for key, count in self.num_scheduled_tokens.items()}
 
     def remove(self, request: Request) -> None:
-        """Remove a request from the step, if it is in it."""
+        """Remove a request from the step, if the step includes the request."""
         count = self.num_scheduled_tokens.pop(request.key, None)
         if count is None:
             return
@@ -201,13 +202,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
 
 def _without_large(feature: MultiModalFeature) -> MultiModalFeature:
-    """Return the feature with only the tensors that every worker gets."""
+    """Return the feature without its large tensors, which not every worker gets."""
     small = {name: tensor for name, tensor in feature.data.items() if len(tensor.data) <= MAX_SMALL_BYTES}
     return feature if len(small) == len(feature.data) else msgspec.structs.replace(feature, data=small)
 
 
 def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tuple[list[int], ...]:
-    """Return the two lists of new blocks of each group as one."""
+    """Return one list of new blocks per group, joined from the two given lists of the group."""
     return tuple([[*a, *b] for a, b in zip(first, second, strict=True)])
 
 
@@ -215,7 +216,7 @@ class DraftTokenIds(msgspec.Struct, kw_only=True):
     """Drafts made after a step.
 
     Attributes:
-        request_ids: The requests of ``num_drafts_wanted``.
+        request_ids: The requests in the step's ``num_drafts_wanted``.
         draft_token_ids: One list of drafts per request, which may be empty.
         seconds: Time that drafting took.
         failure: The reason why the drafter was switched off, or empty.
@@ -228,9 +229,10 @@ class DraftTokenIds(msgspec.Struct, kw_only=True):
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):
-    """Tokens that the grammars allow in a step.
+    """Tokens that grammars allow in a step.
 
-    Requests without a grammar, or without a token in the step, have no row. Positions without a row cannot be reached.
+    Requests without a grammar, or without a sampled token in the step, have no row. No token is sampled at a draft
+    position without a row.
 
     Attributes:
         request_ids: The request of each row.
@@ -244,7 +246,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
-    """Results of a step. Dictionaries are keyed by request id, unless noted.
+    """Results of a step. The keys of dictionaries are request ids, except where noted.
 
     Attributes:
         request_ids: The requests of the step.
@@ -252,11 +254,11 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
             fully computed.
         logprobs: Log-probabilities of the sampled tokens, if requested.
         prompt_logprobs: Log-probabilities of the prompt tokens that this step scored, if requested. The step that
-            computes position i - 1 scores position i, and the first token has no score.
+            computes position i - 1 scores the token at position i. The first prompt token has no score.
         pooled: Results of pooling requests whose last token was computed.
         num_nans_in_logits: Number of NaN or infinite logits.
-        encoder_failures: By media identifier, why an item could not be encoded. The step computed its positions anyway,
-            and those results are invalid.
+        encoder_failures: By media identifier, the reason why an item could not be encoded. The step computed the item's
+            positions anyway, so the results of these positions are invalid.
         seconds: Time that the step took to compute, or 0 if it was not measured.
     """
 

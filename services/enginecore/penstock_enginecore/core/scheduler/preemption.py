@@ -1,4 +1,4 @@
-"""Preemption: running requests lose their KV blocks and are computed again later."""
+"""Preemption: running requests lose their KV blocks and are recomputed later."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,9 @@ class Preemption:
     """Preemption by recomputation. A preempted request is queued again, ahead of later requests.
 
     Attributes:
-        preempted_keys: Requests that were preempted between steps, and that the workers have not been told about.
-        num_preemptions: Preemptions since the start.
+        preempted_keys: Keys of requests that were preempted between steps. No step has reported them to the workers
+            yet.
+        num_preemptions: Number of preemptions since the engine started.
     """
 
     def __init__(self, state: SchedulerState, resources: Sequence[StepResource], lifecycle: RequestLifecycle) -> None:
@@ -32,8 +33,8 @@ class Preemption:
         Preempted requests are removed from the step.
 
         Returns:
-            The ids of the new blocks, one list per group. None if the request was preempted or ended, or if blocks that
-            are being copied will be free soon. In the last case it gets its blocks in a later step.
+            The ids of the new blocks, one list per group. None if the request was preempted or ended. Also None if
+            blocks that are being copied will be free soon; the request then gets its blocks in a later step.
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
             running, leases = self._state.running, self._state.leases
@@ -56,7 +57,7 @@ class Preemption:
         return new_block_ids
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Preempt a running request between steps, and hold it. A request that is not running is left alone."""
+        """Preempt a running request between steps, and hold it. If the request is not running, nothing changes."""
         if request.status is RequestStatus.RUNNING:
             self._state.running.remove(request)
             request.hold |= hold
@@ -77,8 +78,8 @@ class Preemption:
         return keys
 
     def _preempt(self, request: Request) -> None:
-        """Free the blocks of a request that was removed from the running requests, and queue it. Results of steps in
-        flight are ignored for this request.
+        """Free the blocks of a request that was removed from the running requests, and queue the request. Results of
+        steps in flight are ignored for this request.
         """
         state = self._state
         self._kv_cache.free(request)

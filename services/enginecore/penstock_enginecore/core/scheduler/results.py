@@ -1,4 +1,4 @@
-"""Processing of step results: tokens, log-probabilities, embeddings, stop conditions and ends of requests."""
+"""Processing of step results: tokens, log-probabilities, embeddings, stop conditions and the end of requests."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
     """Return whether the last output token ends the request. If it does, set the request's status and stop reason.
 
-    EOS and stop tokens count only after ``min_tokens`` output tokens. ``max_tokens`` is already bounded by
-    ``max_model_len``, and applies regardless of ``min_tokens``. A request that is to be handed over ends here with
+    EOS and stop tokens count only after ``min_tokens`` output tokens. ``max_tokens`` never exceeds ``max_model_len``
+    here, and applies regardless of ``min_tokens``. At ``max_tokens``, a request whose ``hands_over`` is true ends with
     HANDED_OVER. The stop reason is None for EOS, and the token id for a stop token.
     """
     token_ids = request.all_token_ids
@@ -48,14 +48,13 @@ def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: Repe
     """Return whether the last ``num_output_tokens`` of ``token_ids`` end with one pattern, repeated ``min_count``
     times.
 
-    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Most patterns are ruled out by comparing one
-    token.
+    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Comparing one token excludes most patterns.
     """
     longest = min(detection.max_pattern_size, num_output_tokens // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
         if token_ids[-1] != token_ids[-1 - size]:
             continue
-        # The tail repeats with this period if it equals itself shifted by one pattern.
+        # The last tokens repeat a pattern of this size if they equal the same tokens shifted by one pattern.
         length = size * detection.min_count
         end = len(token_ids)
         if token_ids[end - length : end - size] == token_ids[end - length + size :]:
@@ -64,7 +63,7 @@ def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: Repe
 
 
 def append_tokens(request: Request, token_ids: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], bool]:
-    """Append output tokens up to the first one that ends the request. Return the appended tokens and whether the
+    """Append output tokens up to the first token that ends the request. Return the appended tokens, and whether the
     request has ended.
     """
     for count, token_id in enumerate(token_ids, start=1):
@@ -91,11 +90,11 @@ class StepResults:
         self._drafting = drafting
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
-        """Apply the results of a step to its requests. Return the requests that have ended; the caller must forget
+        """Apply the results of a step to its requests. Return the requests that have ended. The caller must remove
         them.
 
-        Requests that ended while the step ran are skipped. So are requests that lost their blocks after the step was
-        scheduled.
+        Requests that ended while the step ran are skipped. Requests that lost their blocks after the step was scheduled
+        are skipped as well.
         """
         sampled = dict(zip(results.request_ids, results.sampled_token_ids, strict=True))
         block_size, has_windows = self._kv_cache.block_size, self._kv_cache.has_windows
@@ -127,7 +126,7 @@ class StepResults:
                 if self._advance(request, sampled[key], results):
                     finished.append(request)
             except Exception as e:
-                del request.all_token_ids[num_known:]  # Drop tokens that the client has not been sent.
+                del request.all_token_ids[num_known:]  # Drop tokens that were not sent to the client.
                 request.status = RequestStatus.FINISHED_ERROR
                 error = log_incident(request, e, doing="processing the step's results for the request")
                 self._outputs.add_end(request, [], error=error)
@@ -135,8 +134,8 @@ class StepResults:
         return finished
 
     def _fail_of_nans(self, request: Request, count: int) -> None:
-        """End a request because ``count`` of its logits are NaN or infinite. Its tokens and KV blocks of the step are
-        invalid.
+        """End a request because ``count`` of its logits are NaN or infinite. The tokens and KV blocks that the step
+        computed for the request are invalid.
         """
         request.status = RequestStatus.FINISHED_ERROR
         error = log_incident(
@@ -169,7 +168,7 @@ class StepResults:
             self._drafting.verified(request, len(drafts), num_accepted)
         before = request.num_processed_tokens
         ended = self._advance(request, token_ids, results, len(drafts))
-        # Update the count last, because full blocks become findable by it. They must contain only final tokens.
+        # Update the count last, because it makes full blocks findable. Findable blocks must contain only final tokens.
         after = min(before + num_tokens - len(drafts) + num_accepted, request.num_tokens)
         request.num_processed_tokens = after
         block_size = self._kv_cache.block_size
@@ -182,7 +181,7 @@ class StepResults:
     def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput, num_drafts: int = 0) -> bool:
         """Append new tokens and add the outputs. Return whether the request has ended.
 
-        ``num_drafts`` is the number of drafted tokens that were verified.
+        ``num_drafts`` is the number of draft tokens that the step verified.
         """
         key = request.key
         if results.pooled and (vectors := results.pooled.get(key)) is not None:
@@ -217,7 +216,7 @@ class StepResults:
         return False
 
     def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
-        """Call the function of the same name. An exception in it ends only this request."""
+        """Call the module's ``_follow_grammar``. An exception in the call ends only this request."""
         try:
             return _follow_grammar(request, token_ids)
         except Exception as e:
@@ -229,10 +228,10 @@ class StepResults:
 
 
 def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
-    """Return the prompt log-probabilities that the client does not have yet. A preempted request computes some of them
-    again.
+    """Return the prompt log-probabilities that the client does not have yet. After a preemption, some log-probabilities
+    are computed a second time.
 
-    ``logprobs`` belong to the last prompt tokens that count as processed.
+    ``logprobs`` are for the last of the prompt tokens that count as processed.
     """
     if logprobs is None or not len(logprobs):
         return None
@@ -246,7 +245,7 @@ def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
 
 
 def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | None:
-    """Advance the request's grammar by the new tokens. End the request if its grammar is complete.
+    """Advance the request's grammar by the new tokens. End the request if the grammar is complete.
 
     Return an error if the request's other parameters excluded every token that the grammar allows.
     """
@@ -263,7 +262,7 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
             continue
         handed_over = request.status is RequestStatus.HANDED_OVER
         if request.finished and not handed_over and count == len(token_ids):
-            # The request ended at a stop token or at its length limit, where the output need not fulfil the constraint.
+            # The request ended at a stop token or at its length limit. Such an output need not fulfil the constraint.
             return None
         del request.all_token_ids[count - 1 - len(token_ids) :]
         request.status = RequestStatus.FINISHED_ERROR

@@ -1,12 +1,13 @@
-"""The default scheduler: one token budget per step, FCFS or priority order, fair sharing between tenants.
+"""The default scheduler: one token budget per step, FCFS or priority order, and fair sharing between tenants.
 
-There is no prefill phase and no decode phase. Every step assigns tokens so that each request's ``num_computed_tokens``
-catches up with its ``num_tokens``. Chunked prefill, prefix cache hits and resumed requests all follow from this rule.
-The rule is vLLM V1's.
+There is no prefill phase and no decode phase. In every step, the scheduler assigns tokens to requests until each
+request's ``num_computed_tokens`` equals its ``num_tokens``. This rule also covers chunked prefill, prefix cache hits
+and resumed requests. The rule is from vLLM V1.
 
 ``num_computed_tokens`` advances when a step is scheduled, not when it finishes. The next step can therefore be
 scheduled while the current one runs. With asynchronous scheduling, a request can be in the next step before its last
-token is known. A placeholder represents that token. Workers run steps in order, so the worker has the token by then.
+token is known. A placeholder represents that token. Workers run steps in order, so the worker has the token when it
+runs the next step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,10 +37,10 @@ from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 class DefaultScheduler(Scheduler):
     """The default implementation of ``Scheduler``, selected by ``scheduler.scheduler: default``.
 
-    A request that has not ended is either waiting or running. Running requests hold KV blocks. Waiting requests hold
-    none, unless their blocks are being loaded. When blocks run out, the least urgent running request is preempted: it
-    loses its blocks and is queued ahead of later requests. Adapters, media, loads and drafts are ``StepResource``
-    objects. The running loop and the waiting loop of each step call them.
+    A request that has not ended is either waiting or running. Running requests have KV blocks. A waiting request has KV
+    blocks only while they are being loaded. When no block is free, the least urgent running request is preempted. The
+    request loses its blocks and is queued before later requests. ``StepResource`` objects manage adapters, media, KV
+    loads and drafts. The running loop and the waiting loop of each step call these objects.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -96,8 +97,8 @@ class DefaultScheduler(Scheduler):
     def _continue_running(self, requests: list[Request], output: SchedulerOutput, *, early: bool = False) -> bool:
         """Schedule the tokens that each running request can compute, within the budget and the free KV blocks.
 
-        An exception ends only the request that it concerns. This is a hot path: the loop body runs once per request and
-        step.
+        An exception ends only the request for which it was raised. This is a hot path: the loop body runs once per
+        request and step.
 
         Args:
             requests: The running requests that may be in the step.
@@ -129,7 +130,7 @@ class DefaultScheduler(Scheduler):
                 if count == 0:
                     continue
                 block_ids = self._preemption.make_room(request, count, output)
-                if block_ids is None:  # It was preempted, has ended, or waits for copies.
+                if block_ids is None:  # The request was preempted, has ended, or waits for copies of blocks.
                     continue
                 if drafting is not None and count == 1:
                     drafting.add(request, block_ids, output)
@@ -141,7 +142,7 @@ class DefaultScheduler(Scheduler):
         return share.has_early
 
     def _start_waiting(self, requests: Iterator[Request], output: SchedulerOutput) -> None:
-        """Start waiting requests in policy order until one does not fit."""
+        """Start waiting requests in policy order until a request does not fit."""
         for request in requests:
             while self._try_start(request, output) is Admission.NO_ROOM:
                 if not self._free_blocks_for(request, output):
@@ -185,8 +186,8 @@ class DefaultScheduler(Scheduler):
         return Admission.STARTED
 
     def _reserve(self, request: Request, num_tokens: int) -> int:
-        """Return the number of blocks to keep free when a request gets blocks for ``num_tokens`` while others hold
-        blocks. The number covers the request's remaining tokens and the watermark.
+        """Return the number of blocks to keep free when a request gets blocks for ``num_tokens`` and other requests
+        have blocks. The reserve is for the request's remaining tokens and the watermark.
         """
         rest = self.kv_cache.num_blocks_for(request.num_tokens) - self.kv_cache.num_blocks_for(num_tokens)
         return rest + self._watermark_blocks
@@ -210,14 +211,14 @@ class DefaultScheduler(Scheduler):
         error = log_incident(request, exception, doing="scheduling the request")
         unknown_to_workers = request.status is RequestStatus.RUNNING
         self._lifecycle.fail(request, error)
-        if unknown_to_workers:  # The workers have never seen it, so they need not drop its state.
+        if unknown_to_workers:  # The workers have no state of the request, so they need not drop it.
             self._lifecycle.finished_keys.remove(request.key)
 
     def _turns(self, output: SchedulerOutput, *, begin: bool) -> Iterator[tuple[list[Request], Iterator[Request]]]:
         """Yield pairs of running and waiting requests for the step, until one pair has tokens to compute.
 
-        Normally there is one pair, with all requests. While a failed step is being investigated, there are two pairs:
-        the suspects, and all other requests. The two alternate in going first.
+        Normally there is one pair, with all requests. While ``StepTrial`` searches for the cause of a failed step,
+        there are two pairs: the suspects, and all other requests. The pairs take turns in being first.
         """
         trial = self._state.trial
         if trial:
@@ -238,8 +239,8 @@ class DefaultScheduler(Scheduler):
             yield request
 
     def _others(self, output: SchedulerOutput) -> Iterator[Request]:
-        """Yield the other waiting requests. Yield none while a suspect waits, because the suspect could wait forever
-        otherwise.
+        """Yield the waiting requests that are not suspects. Yield nothing while a suspect waits, because the suspect
+        could otherwise wait forever.
         """
         if not self._waiting_suspects():
             yield from self._heads(output)
@@ -247,7 +248,7 @@ class DefaultScheduler(Scheduler):
     def _heads(self, output: SchedulerOutput) -> Iterator[Request]:
         """Yield waiting requests in queue order until the step is full. Requests whose blocks were loaded come first.
 
-        Each request must start, end or be held before the next one is requested.
+        Before the caller asks for the next request, the current request must have started, ended or been held.
         """
         for resource in self._resources:
             resource.begin_waiting()
@@ -256,7 +257,7 @@ class DefaultScheduler(Scheduler):
                 return
             yield request
             if self._kv_loads is not None and request.hold and not request.finished:
-                # Another resource blocks the request, and other requests may need its blocks.
+                # Another resource blocks the request. Free its loaded blocks, because other requests may need them.
                 self._kv_loads.give_up(request)
         while self._has_room(output) and (head := self._waiting.head()) is not None:
             yield head
@@ -267,8 +268,8 @@ class DefaultScheduler(Scheduler):
         return self._state.budget.has_room(output, len(self._running) + num_loading)
 
     def _free_blocks_for(self, request: Request, output: SchedulerOutput) -> bool:
-        """Free blocks for a waiting request by ending a lease, or another request's load. Return False if there is
-        nothing to end, or if requests are running: they free blocks anyway.
+        """Free blocks for a waiting request by ending a lease or another request's load. Return False if there is no
+        such lease or load. Also return False if requests are running, because they free blocks when they end.
         """
         if self._running or output.num_scheduled_tokens:
             return False
@@ -286,7 +287,7 @@ class DefaultScheduler(Scheduler):
     # Adding and ending requests.
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
-        """Queue a request. A request whose prior output already meets a stop condition ends at once."""
+        """Queue a request. A request whose prior output already meets a stop condition ends immediately."""
         self._lifecycle.add(request, hold if self._state.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
 
     def release(self, request: Request, hold: Hold) -> None:
@@ -298,7 +299,7 @@ class DefaultScheduler(Scheduler):
         self._preemption.hold_back(request, hold)
 
     def fail(self, request: Request, error: RequestError) -> bool:
-        """End a request with an ERROR output. A request that has already ended is left alone."""
+        """End a request with an ERROR output. If the request has already ended, nothing changes."""
         return self._lifecycle.fail(request, error)
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
@@ -343,8 +344,8 @@ class DefaultScheduler(Scheduler):
             resource.workers_reset()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
-        """Preempt all requests, and try the requests of the failed step in subsets. A request is blamed only if the
-        step had no media encoding that could have failed instead.
+        """Preempt all requests, and try the requests of the failed step in subsets. If the step also encoded media, no
+        request is blamed, because the encoding could have failed instead.
         """
         requests = self._requests.by_key
         targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
@@ -413,8 +414,8 @@ class DefaultScheduler(Scheduler):
         self._preemption.preempt_all()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, if no request is running. The check is for running requests, not for held blocks:
-        a running request holds no block if all of its blocks are outside its attention windows.
+        """Clear the prefix cache, if no request is running. Checking for blocks in use is not enough: a running request
+        uses no block if all of its blocks are outside its attention windows.
         """
         if not self._running and self._kv_loads is not None:
             self._kv_loads.settle()

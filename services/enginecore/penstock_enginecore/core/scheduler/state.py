@@ -29,8 +29,8 @@ class _ForClient:
     """Outputs for one client.
 
     Attributes:
-        whole: Ids of requests that already have a full output. Their tokens must not go into columns, which could
-            overtake it.
+        whole: Ids of requests that already have a full output. Later tokens of these requests must not go into columns,
+            because the client could process the columns before the full output.
     """
 
     __slots__ = ("finished", "outputs", "tokens", "whole")
@@ -51,7 +51,7 @@ class ClientOutputs:
     def __init__(self) -> None:
         self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
         self._told_loras: dict[str, int] = {}
-        """Version of the adapter list that a client was last sent, by client id."""
+        """Version of the adapter list that was last sent to a client, by client id."""
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -67,7 +67,7 @@ class ClientOutputs:
     ) -> None:
         """Add new tokens to the outputs of the request's client. The tokens must already be in the request.
 
-        This is a hot path: it runs once per request and step. ``num_drafts`` is the number of drafted tokens that the
+        This is a hot path: it runs once per request and step. ``num_drafts`` is the number of draft tokens that the
         step verified. Raises OverflowError for a token id that does not fit into 32 bits.
         """
         client = self._clients[request.client_id]
@@ -106,11 +106,13 @@ class ClientOutputs:
         self._clients[request.client_id].finished.append(request.request_id)
 
     def add_source(self, request: Request, source: KvSource) -> None:
-        """Add the source that keeps the request's blocks to the request's last output. That output must exist."""
+        """Add ``source``, the engine that leases the request's blocks, to the request's last output. That output must
+        exist.
+        """
         self._last(request).kv_source = source
 
     def add_answer(self, request: Request, answer: str) -> None:
-        """Add the response of a connector plugin to the request's last output, unless it is empty."""
+        """Add the response of a connector plugin to the request's last output. An empty response is ignored."""
         if answer:
             self._last(request).kv_params = answer
 
@@ -164,7 +166,7 @@ class ClientOutputs:
         }
 
     def _for_client(self, client_id: str, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics, without the adapter list if the client already has this version."""
+        """Return the statistics. Leave out the adapter list if the client already has its current version."""
         if stats.lora is None or stats.lora.held is None:
             return stats
         version = stats.lora.held.version
@@ -194,11 +196,11 @@ def _offset(request: Request, new_token_ids: list[int]) -> int:
 
 
 class SchedulerState:
-    """Requests, KV cache and budget of one scheduler. The scheduler's parts share this object and do not refer to each
-    other.
+    """Requests, KV cache and budget of one scheduler. The classes that make up the scheduler share this object and do
+    not refer to each other.
 
     Attributes:
-        context: The settings and collaborators that the scheduler was built from.
+        context: The settings and collaborators with which the scheduler was created.
         leases: Lease manager for KV blocks that another engine may still read.
         requests: All requests that have not ended.
         waiting: Requests without KV blocks, held or queued. A request is either here or in ``running``.
@@ -208,7 +210,7 @@ class SchedulerState:
         outputs: Outputs that have not been sent to the clients yet.
         trial: Finds the request that makes a step fail.
         next_step: Number of the next step that computes something.
-        pause_state: Whether requests are scheduled.
+        pause_state: Whether requests are scheduled, drained or paused.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -234,15 +236,15 @@ class SchedulerState:
 
 
 class RequestTable:
-    """Requests that have not ended, by key, and by client and id. The cost of each operation is proportional to its
-    result.
+    """Requests that have not ended, by key, and by client and id. The cost of each operation is proportional to the
+    size of its result.
     """
 
     def __init__(self) -> None:
         self._by_key: dict[str, Request] = {}
         self._by_client: dict[str, dict[str, Request]] = {}
         self.num_constrained = 0
-        """Number of requests with a grammar. If it is 0, a step need not search for them."""
+        """Number of requests with a grammar. If this number is 0, steps skip the search for constrained requests."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -283,10 +285,10 @@ class RequestTable:
 
 
 class RunningRequests:
-    """Running requests, in the order in which they started. All of them have KV blocks.
+    """Running requests, in the order in which they started. All running requests have KV blocks.
 
-    ``rank`` returns a request's urgency, the lowest being the most urgent. If it is None, the request that started
-    first is the most urgent.
+    ``rank`` returns a request's rank. The request with the lowest rank is the most urgent. If ``rank`` is None, the
+    request that started first is the most urgent.
     """
 
     def __init__(self, rank: Callable[[Request], Rank] | None) -> None:
@@ -311,7 +313,7 @@ class RunningRequests:
             self.requests.remove(request)
 
     def least_urgent(self) -> Request:
-        """Return the request to preempt first. There must be one."""
+        """Return the request to preempt first. There must be a running request."""
         return self.requests[-1] if self._rank is None else max(self.requests, key=self._rank)
 
     def drop_finished(self) -> None:

@@ -1,4 +1,6 @@
-"""The token budget of a step: its limits, the tokens due for each request, and how pipelines spread decodes over steps."""
+"""The token budget of a step: its limits, the tokens due for each request, and the distribution of decodes over the
+steps of a pipeline.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -21,18 +23,21 @@ class EncoderTurn(Protocol):
         """Whether a media item is waiting to be encoded."""
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Begin a step, in which encoders compute unless ``waits``. Return whether they compute."""
+        """Begin a step. Encoders compute in the step if they have work and ``waits`` is false. Return whether they
+        compute.
+        """
 
 
 class StepBudget:
     """The limits of every step: tokens to compute, prompt tokens, and running requests.
 
-    Decoding requests wait for the whole step. So while requests decode, prompts get at most half of
-    ``max_prompt_batch_tokens`` per step. A step that computes a slice of an encoder takes no prompt tokens, because the
-    slice takes as long. Such steps alternate with steps for prompts.
+    Decoding requests wait until the complete step is done. Therefore, while requests decode, prompts get at most half
+    of ``max_prompt_batch_tokens`` per step. A step that computes a slice of an encoder computes no prompt tokens,
+    because the slice takes as long as the prompt tokens would. Such steps alternate with steps for prompts.
 
-    Other limited resources (encoder inputs, adapter slots) are limits here and conditions of ``has_room``. Usage is
-    computed only from the step's output. A request that is removed from the step therefore returns its share.
+    To add another limited resource (encoder inputs, adapter slots), add a limit here and a condition in ``has_room``.
+    Usage is always computed from the step's output. If a request is removed from the step, its tokens therefore no
+    longer count.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class StepBudget:
             config: The scheduler's settings.
             supports_chunked_prefill: Whether the model can compute a prompt in several steps.
             max_model_len: Maximum sequence length in tokens.
-            num_stages: Pipeline stages.
+            num_stages: Number of pipeline stages.
             largest_span: Maximum number of prompt tokens that must be computed together.
 
         Raises:
@@ -95,12 +100,14 @@ class StepBudget:
         return num_running < self.max_num_running and output.total_num_scheduled_tokens < self.max_num_tokens
 
     def may_join(self, num_tokens: int, output: SchedulerOutput) -> bool:
-        """Return whether a prompt with ``num_tokens`` to compute may start, given the prompts already in the step."""
+        """Return whether a prompt with ``num_tokens`` tokens to compute may start, given the prompts already in the
+        step.
+        """
         others = _num_prompt_tokens(output)
         return not self._max_batch_tokens or not others or others + num_tokens <= self._max_batch_tokens
 
     def tokens_for(self, num_tokens: int, output: SchedulerOutput) -> int:
-        """Return how many of the ``num_tokens`` due prompt tokens fit into the rest of the step, or 0."""
+        """Return how many of the ``num_tokens`` due prompt tokens still fit into the step, or 0."""
         if 0 < self._max_prompt_tokens < num_tokens:
             num_tokens = self._max_prompt_tokens
         left = self.max_num_tokens - output.total_num_scheduled_tokens
@@ -111,7 +118,9 @@ class StepBudget:
 
 
 def _num_prompt_tokens(output: SchedulerOutput) -> int:
-    """Return the number of prompt tokens in a step. All tokens beyond one per request and its drafts belong to prompts."""
+    """Return the number of prompt tokens in a step. A request's tokens count as prompt tokens, except for one token and
+    its drafts.
+    """
     drafts = output.scheduled_spec_decode_tokens
     num_drafts = sum(map(len, drafts.values())) if drafts else 0
     return output.total_num_scheduled_tokens - len(output.num_scheduled_tokens) - num_drafts
@@ -130,7 +139,7 @@ def budget_of(context: SchedulerContext) -> StepBudget:
 
 def num_tokens_due(request: Request) -> int:
     """Return the number of tokens of a running request that can be computed now, without drafts. The result is 0 while
-    the request's next token is pending, or while its grammar is behind.
+    the request's next token is unknown, or while its grammar has not processed the last token.
     """
     if request.unsettled:
         return 0
@@ -174,7 +183,7 @@ def count_as_not_computed(output: SchedulerOutput, requests: Mapping[str, Reques
 
 
 def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Request]:
-    """Return the requests whose token in the step is constrained by a grammar, in batch order."""
+    """Return the requests whose sampled token in the step a grammar constrains, in batch order."""
     found: list[Request] = []
     for key in output.num_scheduled_tokens:
         request = requests.get(key)
@@ -185,20 +194,21 @@ def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request])
     return found
 
 
-# Pipelines: each stage is at another step. If one step contained every decoding request, the next steps would have
-# nothing to compute, and the other stages would wait for its tokens. So each step gets a part of the decodes, in turns.
-# Prompts are not spread, because their pieces do not wait for one another's tokens. A request whose last token is still
-# in the stages is left out of a step that has other work. Otherwise the first stage would wait for that token, and so
-# would all later steps.
+# Pipelines: each stage computes a different step. If one step contained every decoding request, the next steps would
+# have nothing to compute, and the other stages would wait for the tokens of that step. So each step gets only some of
+# the decoding requests, in turns. Prompts are not distributed over steps, because a chunk of a prompt need not wait for
+# sampled tokens. If a step has other work, a request whose last token is still in the stages is left out of it.
+# Otherwise the first stage and all later steps would wait for that token.
 
 
 class DecodeShare:
-    """The running requests of one step, in the order in which the step should include them, and a limit on decodes.
+    """The running requests of one step, in the order in which the step should include them, and a limit on decoding
+    requests.
 
     Attributes:
-        requests: With one stage, the requests in the given order. With more stages, decoding requests come first, and
-            the one that has waited longest is at the front. Prompts follow in their order.
-        is_limited: Whether to call ``leaves_out``. It is true with more than one stage.
+        requests: With one stage, the requests in the given order. With more stages, decoding requests are first,
+            starting with the request that has waited longest. Prompts are next, in the given order.
+        is_limited: Whether the caller must call ``leaves_out``. True with more than one stage.
         has_early: Whether a request was left out because its last token is still in the stages.
     """
 
@@ -213,7 +223,9 @@ class DecodeShare:
         self._early = early
 
     def leaves_out(self, request: Request) -> bool:
-        """Return whether to leave out ``request``, which has one token to compute. If it stays, count it."""
+        """Return whether to leave out ``request``, which has one token to compute. If the request is not left out,
+        count it as a decoding request.
+        """
         if not decodes(request):
             return False
         if self._num_left == 0:

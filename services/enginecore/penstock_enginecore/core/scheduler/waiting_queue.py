@@ -14,10 +14,10 @@ K = TypeVar("K", str, int)
 
 
 class KeyedHeap(Generic[K]):
-    """A heap of keys, ordered by rank and then by key. Every operation costs O(log n) amortized.
+    """A heap of keys, ordered by rank, then by key. Every operation costs O(log n) amortized.
 
-    Outdated entries stay in the heap until they reach its head. If they outnumber the live entries, the heap is
-    rebuilt.
+    Outdated entries stay in the heap until they reach its head. If there are more outdated than current entries, the
+    heap is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,8 @@ def rank(request: Request, *, by_priority: bool) -> Rank:
     """Return the sort key of a request. The request with the lowest rank is the most urgent.
 
     With the priority policy, requests are ordered by priority number, then by arrival time at the frontend. Otherwise
-    resumed requests come first. Within each group the order is first come, first served.
+    resumed requests precede new requests. Among resumed requests, and among new requests, the order is first come,
+    first served.
     """
     if by_priority:
         return request.context.priority, request.context.arrival_time, request.arrival
@@ -70,13 +71,13 @@ def rank(request: Request, *, by_priority: bool) -> Rank:
 
 
 class RequestQueue:
-    """A priority queue of requests. Adding and removing cost O(log n) amortized, also in the middle.
+    """A priority queue of requests. Adding or removing a request at any position costs O(log n) amortized.
 
     With FCFS, preempted requests and requests from a lost engine are at the head. With the priority policy, requests
     are ordered by priority number, then by arrival time at the frontend.
 
-    Removed requests stay in the heap until they reach its head. If they outnumber the queued requests, the heap is
-    rebuilt.
+    Removed requests stay in the heap until they reach its head. If there are more removed than queued requests, the
+    heap is rebuilt.
     """
 
     def __init__(self, *, by_priority: bool) -> None:
@@ -136,14 +137,16 @@ class FairShares:
 
     Each tenant has a virtual time, which advances by tokens divided by weight. When a request starts, its tenant is
     charged for the tokens to compute. When the request ends, its tenant is charged for the output tokens. The tenant
-    with the lowest virtual time is next, and its requests start in its queue's order. While two tenants both have
-    waiting requests, they get tokens in proportion to their weights. The error is at most one request of each tenant,
-    plus the outputs still to come. A resumed request goes before all requests that have not begun.
+    with the lowest virtual time is next, and its requests start in the order of the tenant's queue. While two tenants
+    both have waiting requests, they get tokens in proportion to their weights. The deviation is at most one request of
+    each tenant, plus the output tokens that are not charged yet. A resumed request starts before all requests that have
+    not begun.
 
     The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. The global virtual
     time is never less than the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time,
-    so it gets no credit for idle time. A tenant that leaves ahead of the global virtual time is remembered until the
-    others have caught up. If it returns before that, it starts at its old virtual time.
+    so it gets no credit for idle time. If a tenant has no more waiting requests but its virtual time is ahead of the
+    global virtual time, the tenant is remembered until the global virtual time reaches the tenant's. If the tenant gets
+    a new request before that, it starts at its old virtual time.
     """
 
     def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
@@ -161,11 +164,11 @@ class FairShares:
 
     @property
     def num_remembered(self) -> int:
-        """Number of tenants that are ahead of their share and have no waiting requests."""
+        """Number of tenants without waiting requests whose virtual time is ahead of the global virtual time."""
         return len(self._ahead)
 
     def add(self, name: str, request: Request) -> None:
-        """Add a request of a tenant. The tenant's weight becomes the weight in this request."""
+        """Add a request of a tenant. The weight in this request becomes the tenant's weight."""
         weight = request.context.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -180,7 +183,7 @@ class FairShares:
         self._turns.set(name, _turn(tenant))
 
     def peek(self) -> Request:
-        """Return the next request without removing it. There must be one."""
+        """Return the next request without removing it. There must be a waiting request."""
         return self._tenants[self._turns.peek()].queue.peek()
 
     def remove(self, name: str, request: Request) -> None:
@@ -217,7 +220,7 @@ class FairShares:
         self._catch_up()
 
     def _start_of(self, name: str) -> float:
-        """Return the virtual time at which an idle tenant starts again, and forget its remembered time."""
+        """Return the virtual time at which an idle tenant starts again, and remove the tenant's remembered time."""
         left_at = self._ahead.rank(name)
         if left_at is None:
             return self._virtual_time
@@ -225,8 +228,8 @@ class FairShares:
         return max(float(left_at), self._virtual_time)
 
     def _catch_up(self) -> None:
-        """Advance the global virtual time to that of the waiting tenants, and forget remembered tenants that it has
-        reached.
+        """Advance the global virtual time to the lowest virtual time of the waiting tenants. Then remove remembered
+        tenants whose virtual time is not ahead of it.
         """
         if self._tenants:
             behind, _ = self._turns.rank(self._turns.peek())
@@ -241,12 +244,12 @@ def _turn(tenant: _Tenant) -> tuple[float, Rank]:
 
 
 class FairQueue:
-    """A queue of requests that shares turns between tenants. Every operation costs O(log n) amortized.
+    """A queue of requests in which tenants take turns. Every operation costs O(log n) amortized.
 
     ``FairShares`` decides which tenant is next. Each tenant's requests are in policy order. With the priority policy,
-    the lower priority number goes first regardless of tenant, and tenants share among requests with the same number. If
-    ``fair`` is False, or with one tenant, only the policy order counts. All tenant state is dropped once the queue is
-    empty.
+    the request with the lower priority number is first regardless of tenant. Tenants take turns only among requests
+    with the same priority number. If ``fair`` is False, or with one tenant, only the policy order counts. All tenant
+    state is dropped once the queue is empty.
     """
 
     def __init__(
@@ -335,7 +338,9 @@ class HeldRequests:
 
 
 class WaitingRequests:
-    """Requests without KV blocks. Requests with a ``Hold`` wait for an event, all others are queued in policy order."""
+    """Requests without KV blocks. Requests with a ``Hold`` wait for an event. All other requests are queued in policy
+    order.
+    """
 
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
         self._queue = FairQueue(by_priority=by_priority, fair=fair)
@@ -357,7 +362,9 @@ class WaitingRequests:
         return self._room.size
 
     def takes(self, request: Request, *, max_requests: int, max_tokens: int) -> bool:
-        """Return whether ``TenantRoom`` lets another request wait. Without fairness, all requests belong to one tenant."""
+        """Return whether ``TenantRoom`` allows one more waiting request. Without fairness, all requests count for one
+        tenant.
+        """
         tenant, weight = self._tenant(request), request.context.tenant_weight
         return self._room.takes_count(tenant, weight, 1, max_requests) and self._room.takes_size(
             tenant, weight, request.num_tokens, max_tokens
@@ -372,7 +379,7 @@ class WaitingRequests:
         return self._queue.peek() if self._queue else None
 
     def longest_held(self) -> Request:
-        """Return the request that has been held longest. There must be one."""
+        """Return the request that has been held longest. There must be a held request."""
         return next(iter(self._held))
 
     def add(self, request: Request) -> None:
@@ -429,11 +436,11 @@ class WaitingRequests:
 
 
 class QueueAdmission:
-    """Refuses requests that would overfill the queue, and measures how fast requests leave it.
+    """Refuses requests that would exceed the limits of the queue, and measures how fast requests leave the queue.
 
-    Held requests count. An empty queue accepts any request. A full queue refuses tenants above their fair share.
-    Requests of other tenants go into a reserve beyond the limits, see ``TenantRoom``. A request from a lost engine was
-    admitted there, so it is never refused.
+    Held requests count. An empty queue accepts any request. A full queue refuses requests of tenants that use more than
+    their fair share of the queue. Requests of other tenants use a reserve beyond the limits (see ``TenantRoom``). A
+    request from a lost engine was admitted by that engine, so it is never refused.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingRequests) -> None:
@@ -445,7 +452,7 @@ class QueueAdmission:
         """Raise ResourceExhausted, with a retry delay, if the queue cannot accept ``request``.
 
         ``now`` is in monotonic seconds. The retry delay is based on the measured drain rate. Before any request has
-        left the queue, the delay is half of the time that the head has waited.
+        left the queue, the delay is half of the time that the first request has waited.
         """
         num_waiting = len(self._waiting)
         if not num_waiting:
